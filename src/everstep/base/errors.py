@@ -1,0 +1,82 @@
+"""The whole error tree. Operating faults derive from `EverstepError`; a broken invariant is a bug.
+
+EverstepError
+├── ConfigError            what the user asked for cannot be done; one line: expected, came, what to do
+├── TaskError              the user's task raised (build_model, loss, dataset, ...)
+├── DeterminismError       the same work gave different bits
+├── MembershipError        the membership does not allow what was asked
+│   ├── StaleGeneration    a message or a worker of an older generation
+│   ├── Evicted            this worker is no longer a member
+│   └── QuorumLost         too few workers, for too long
+├── CollectiveAborted      a transfer was left because the generation ended or a peer died
+├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
+├── CheckpointCorrupt      stored state that does not match its hashes
+└── JobFailed              the job cannot go on; the message says why
+InvariantViolation         (not an EverstepError) a bug in Everstep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class EverstepError(Exception):
+    """Root of all operating faults."""
+
+
+class ConfigError(EverstepError):
+    """The job cannot be started as asked."""
+
+
+class TaskError(EverstepError):
+    """The user's code raised."""
+
+
+class DeterminismError(EverstepError):
+    """The same work, done twice, gave different bits."""
+
+
+class MembershipError(EverstepError):
+    """The membership does not allow what was asked."""
+
+
+class StaleGeneration(MembershipError):
+    """Something of an older generation."""
+
+
+class Evicted(MembershipError):
+    """This worker is no longer a member of the job."""
+
+
+class QuorumLost(MembershipError):
+    """Too few workers, for longer than the job is willing to wait."""
+
+
+class CollectiveAborted(EverstepError):
+    """A transfer was left before its end; `accused` are the worker ids found dead, if any."""
+
+    def __init__(self, message: str, accused: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.accused = tuple(accused)
+
+
+class ProtocolError(EverstepError):
+    """A connection spoke something else."""
+
+
+class CheckpointCorrupt(EverstepError):
+    """Stored state does not match its hashes."""
+
+
+class JobFailed(EverstepError):
+    """The job cannot go on."""
+
+
+class InvariantViolation(AssertionError):
+    """A bug in Everstep: something that must always hold did not."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise `InvariantViolation` unless the condition holds. Unlike `assert`, it stays under `-O`."""
+    if not condition:
+        raise InvariantViolation(message)

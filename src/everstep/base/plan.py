@@ -1,0 +1,113 @@
+"""What the coordinator decides and everybody obeys: members, seats and the plan of one generation. Pure data.
+
+A *member* is a process; a *seat* is its place in one stage's pool, with the lanes that placement gave it. They are
+apart because one process may hold seats in several stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from everstep.base.errors import check
+
+Role = Literal["active", "standby"]
+
+
+@dataclass(frozen=True, order=True)
+class WorkerKey:
+    """One life of one slot: `worker_id` is the slot's, `incarnation` counts its lives from 0."""
+
+    worker_id: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}.{self.incarnation}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that takes part in a generation, and how its peers reach it.
+
+    `address` is "host:port" of the worker's peer server (healing); `segment` is an opaque string with which the
+    members of the same host attach to its shared memory ("" if it has none).
+    """
+
+    worker_id: int
+    incarnation: int
+    host: str
+    pid: int = 0
+    address: str = ""
+    segment: str = ""
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.worker_id, self.incarnation)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A member's place in the pool of one stage; `lanes` ascend, and are empty for a standby."""
+
+    worker_id: int
+    stage: int
+    role: Role
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One generation: who takes part, who does what, and why.
+
+    `members` ascend by worker_id. `speeds` (samples per second, by worker_id) and `previous` (generation whose seats
+    were repaired, 0 if none) are the inputs placement was called with. `prepared`: members switch to this plan after
+    the first agree in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that
+    were not members of the generation before.
+    """
+
+    generation: int
+    reason: str
+    members: tuple[Member, ...]
+    seats: tuple[Seat, ...]
+    lanes: int
+    stages: int = 1
+    speeds: tuple[tuple[int, float], ...] = ()
+    previous: int = 0
+    prepared: bool = False
+    joining: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        ids = [m.worker_id for m in self.members]
+        check(ids == sorted(set(ids)), f"members must be distinct and ascend, got {ids}")
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        return tuple(m.worker_id for m in self.members)
+
+    def member(self, worker_id: int) -> Member:
+        """Raises: KeyError if the worker is not a member."""
+        for m in self.members:
+            if m.worker_id == worker_id:
+                return m
+        raise KeyError(worker_id)
+
+    def has(self, key: WorkerKey) -> bool:
+        return any(m.key == key for m in self.members)
+
+    def pool(self, stage: int) -> tuple[Seat, ...]:
+        """The seats of one stage, in id order."""
+        return tuple(s for s in self.seats if s.stage == stage)
+
+    def leader(self, stage: int) -> int:
+        """worker_id of the first member of the stage's pool."""
+        return self.pool(stage)[0].worker_id
+
+    def seat(self, worker_id: int, stage: int = 0) -> Seat:
+        """Raises: KeyError if the worker has no seat there."""
+        for s in self.seats:
+            if s.worker_id == worker_id and s.stage == stage:
+                return s
+        raise KeyError((worker_id, stage))
+
+    def lanes_of(self, worker_id: int, stage: int = 0) -> tuple[int, ...]:
+        return self.seat(worker_id, stage).lanes

@@ -1,0 +1,107 @@
+"""What the pure machines and the training loop need from the world, as protocols: clock and transport.
+
+Apart so that production, tests and the simulator plug in their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from everstep.base.plan import Plan
+
+
+class Node(NamedTuple):
+    """A node of the lane tree: the lanes lo..hi-1."""
+
+    lo: int
+    hi: int
+
+
+class Tag(NamedTuple):
+    """Names one exchange of small records inside a generation.
+
+    kind: "settle" or "decide"; step, seq: the decision's key (0, 0 for settle).
+    """
+
+    kind: str
+    step: int
+    seq: int
+
+
+class Clock(Protocol):
+    """Monotonic and wall time in nanoseconds."""
+
+    def monotonic_ns(self) -> int: ...
+
+    def unix_ns(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range [start, stop) of the flat gradient, in elements; `data` is a flat tensor view."""
+
+    start: int
+    stop: int
+    data: Any
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The whole reduced (summed, not normalised) flat gradient of a step, as this worker holds it.
+
+    `pieces` ascend and cover the layout. `presence`: one byte per layout entry, 1 where at least one lane had it.
+    `owned`: the block range [first, last) that this worker reduced itself. The memory stays valid and unchanged
+    until the reduction of step + 2 begins, even if the process that owns it dies.
+    """
+
+    step: int
+    pieces: tuple[Piece, ...]
+    presence: bytes
+    owned: tuple[int, int]
+
+
+class Transport(Protocol):
+    """Moves gradients and records among the members of one generation.
+
+    One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
+    `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it).
+    They call `tick()` (progress counter) at least every 20 ms while they wait.
+    """
+
+    @property
+    def segment(self) -> str:
+        """What `Member.segment` must say so that peers can attach."""
+        ...
+
+    def open(self, plan: Plan) -> None:
+        """Regroup: attach to the plan's members. Forgets every pending operation of older generations."""
+        ...
+
+    def node(self, step: int, node: Node) -> Any:
+        """The flat tensor, `layout.numel` elements, 64-byte aligned, that the caller fills with the node's sum.
+
+        The same (step, node) gives the same memory, so results survive a change of generation. Calling with a new
+        step frees those of the step before.
+        """
+        ...
+
+    def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
+        """Offer the filled nodes of this step (with presence bytes per node), wait for everybody's, finish the tree."""
+        ...
+
+    def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """All-gather of small records: returns every member's payload by worker_id, this one's included."""
+        ...
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+Tick = Callable[[], None]

@@ -1,0 +1,95 @@
+"""Events and effects of the coordinator's machine, and its settings. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.protocol.messages import AnyMessage
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """What the coordinator needs of the job's config. Times in nanoseconds."""
+
+    lanes: int
+    stages: int
+    workers: int
+    min_workers: int
+    on_failure: str
+    hang_limit_ns: int | None
+    heartbeat_floor_ns: int
+    heartbeat_ceiling_ns: int
+    heartbeat_interval_ns: int | None
+    quorum_wait_ns: int
+    grace_ns: int = 2_000_000_000
+
+
+# ---- events
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A connection proved the token. `connection` names it; role: 'agent', 'worker' or 'client'."""
+
+    connection: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """A connection ended."""
+
+    connection: str
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message came over a connection."""
+
+    connection: str
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; also sent when `next_deadline_ns` is reached."""
+
+
+CoordinatorEvent = Connected | Disconnected | Received | Tick
+
+# ---- effects
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Append to the journal and sync, before any later effect of the same list."""
+
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send over a connection; a connection that is gone is no error."""
+
+    connection: str
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Close:
+    """End a connection."""
+
+    connection: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """For events.jsonl: `kind` and fields of INTERFACE (reason, worker_id, incarnation, pid, step, generation, ...)."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+CoordinatorEffect = Persist | Send | Close | Report

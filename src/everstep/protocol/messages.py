@@ -1,0 +1,322 @@
+"""Messages on control connections: versioned, strict, without pickle. Pure.
+
+A frame is a 4-byte big-endian length and a msgpack body. `encode` and `decode` are the only way in or out; a body that
+does not fit the schema raises `ProtocolError`. The runtime proves knowledge of the job's token before the first frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from everstep.base.errors import ProtocolError
+from everstep.base.plan import Member, Plan
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything that crosses a control connection."""
+
+
+# ---- agent (one per host) -> coordinator
+
+
+class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One live worker process, as its agent knows it."""
+
+    worker_id: int
+    incarnation: int
+    pid: int
+
+
+class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved."""
+
+    worker_id: int
+    incarnation: int
+    step: int
+    phase: str
+    still_ms: int
+    samples_per_s: float
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """First message of an agent, also after a reconnect: all its live workers, and the slots it will keep filled."""
+
+    agent_id: str
+    host: str
+    workers: list[WorkerLife]
+    slots: int
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """From an agent, for all its workers. `seq` ascends; `rtt_ms` is the agent's last measured round trip."""
+
+    agent_id: str
+    seq: int
+    rtt_ms: float
+    workers: list[WorkerPulse]
+
+
+class WorkerStarted(Message, frozen=True, kw_only=True):
+    """An agent started a process for a slot (it says hello itself later)."""
+
+    agent_id: str
+    worker: WorkerLife
+
+
+class WorkerExited(Message, frozen=True, kw_only=True):
+    """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'."""
+
+    agent_id: str
+    worker_id: int
+    incarnation: int
+    reason: str
+    died_unix_ns: int
+
+
+class SlotLost(Message, frozen=True, kw_only=True):
+    """An agent gave up on a slot (crash loop); it will not be restarted."""
+
+    agent_id: str
+    worker_id: int
+    reason: str
+
+
+# ---- worker -> coordinator
+
+
+class WorkerHello(Message, frozen=True, kw_only=True):
+    """First message of a worker, also after a reconnect. `plan`: the newest plan it follows, None if none yet.
+
+    A worker without a plan has no state newer than step 0. `wants_spare`: it would rather be a spare.
+    """
+
+    member: Member
+    step: int
+    plan: Plan | None
+
+
+class WorkerHealed(Message, frozen=True, kw_only=True):
+    """A joiner follows the members' steps closely enough to be taken in. `joining`: the ticket of `Heal`."""
+
+    worker_id: int
+    incarnation: int
+    ticket: int
+    step: int
+
+
+class HealFailed(Message, frozen=True, kw_only=True):
+    """A joiner lost its donor; it waits for another `Heal`."""
+
+    worker_id: int
+    incarnation: int
+    ticket: int
+    reason: str
+
+
+class GenerationEntered(Message, frozen=True, kw_only=True):
+    """A worker has settled in a generation and computes `step` next. `phases_ms`: time spent per phase of recovery."""
+
+    worker_id: int
+    incarnation: int
+    generation: int
+    step: int
+    phases_ms: dict[str, float]
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """From the leader, a few times per second at most: the newest step whose effects left the process."""
+
+    worker_id: int
+    incarnation: int
+    generation: int
+    step: int
+    step_ms: float
+
+
+class PeerFault(Message, frozen=True, kw_only=True):
+    """A worker's transfers with `accused` failed."""
+
+    worker_id: int
+    incarnation: int
+    generation: int
+    accused: list[int]
+    reason: str
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True):
+    """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help."""
+
+    worker_id: int
+    incarnation: int
+    step: int
+    reason: str
+    signature: str
+    fatal: bool
+
+
+class WorkerDone(Message, frozen=True, kw_only=True):
+    """The worker has finished the last step; from the leader it also means that final/ is written."""
+
+    worker_id: int
+    incarnation: int
+    generation: int
+    step: int
+    final_written: bool
+
+
+# ---- coordinator -> worker
+
+
+class PlanNow(Message, frozen=True, kw_only=True):
+    """Leave the old generation at once and settle in this one."""
+
+    plan: Plan
+
+
+class PlanPrepared(Message, frozen=True, kw_only=True):
+    """Hold this plan; switch after the first agree in which all hold it."""
+
+    plan: Plan
+
+
+class Heal(Message, frozen=True, kw_only=True):
+    """To a joiner: copy the state from one of `donors` (in this order of preference), then follow."""
+
+    ticket: int
+    plan: Plan
+    donors: list[Member]
+
+
+class Dismissed(Message, frozen=True, kw_only=True):
+    """This worker is not, or no longer, wanted: leave. `drained`: by request, not by fault."""
+
+    reason: str
+    drained: bool
+
+
+class JobEnded(Message, frozen=True, kw_only=True):
+    """To everybody: the job is over. state: 'completed', 'failed' or 'interrupted'."""
+
+    state: str
+    reason: str
+    exit_code: int
+
+
+# ---- coordinator -> agent
+
+
+class KillWorker(Message, frozen=True, kw_only=True):
+    """SIGKILL this life, if it still lives (a hung or outvoted one)."""
+
+    worker_id: int
+    incarnation: int
+    reason: str
+
+
+class SetSlots(Message, frozen=True, kw_only=True):
+    """Keep these worker ids running; start missing ones, dismiss none."""
+
+    worker_ids: list[int]
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Answer to a heartbeat."""
+
+    seq: int
+
+
+# ---- gloo store over the control connection
+
+
+class StoreSet(Message, frozen=True, kw_only=True):
+    """Set a key of a generation's store."""
+
+    generation: int
+    key: str
+    value: bytes
+
+
+class StoreGet(Message, frozen=True, kw_only=True):
+    """Ask for keys of a generation's store; answered by `StoreValues` once all are set."""
+
+    request: int
+    generation: int
+    keys: list[str]
+
+
+class StoreValues(Message, frozen=True, kw_only=True):
+    """Answer to `StoreGet`; `values` None if the generation has been superseded."""
+
+    request: int
+    values: list[bytes] | None
+
+
+# ---- commands from the CLI
+
+
+class Command(Message, frozen=True, kw_only=True):
+    """name: 'status', 'scale', 'drain', 'stop'. `args` by name, e.g. {"workers": 3} or {"worker_id": 1}."""
+
+    request: int
+    name: str
+    args: dict[str, Any]
+
+
+class CommandReply(Message, frozen=True, kw_only=True):
+    """`ok` False: `error` is one line for the user."""
+
+    request: int
+    ok: bool
+    error: str
+    result: dict[str, Any]
+
+
+AnyMessage = (
+    AgentHello
+    | Heartbeat
+    | WorkerStarted
+    | WorkerExited
+    | SlotLost
+    | WorkerHello
+    | WorkerHealed
+    | HealFailed
+    | GenerationEntered
+    | Progress
+    | PeerFault
+    | WorkerFailed
+    | WorkerDone
+    | PlanNow
+    | PlanPrepared
+    | Heal
+    | Dismissed
+    | JobEnded
+    | KillWorker
+    | SetSlots
+    | Pong
+    | StoreSet
+    | StoreGet
+    | StoreValues
+    | Command
+    | CommandReply
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The frame's body."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> AnyMessage:
+    """Raises: ProtocolError if the body is not one of our messages."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"expected an Everstep message of version {VERSION}: {error}") from None

@@ -1,0 +1,63 @@
+"""`Task`: the user's code, as methods to fill in. Everything but model, dataset, optimizer and loss has a default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, default_collate
+
+from everstep.base.errors import ConfigError
+
+
+class Task:
+    """One thing to train. Subclass it, or use a ready one from the zoo.
+
+    `defaults` are config values that the task wants unless the user says otherwise (keys as in the config).
+    `config` is the effective config, set before any method is called.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    config: Any = None
+
+    def build_model(self) -> nn.Module:
+        """The model, freshly initialised. Generators are seeded before the call, so every worker builds the same."""
+        raise ConfigError(f"{type(self).__name__} must define build_model(self) -> nn.Module")
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        """A map-style dataset with a length. split: "train" or "test"."""
+        raise ConfigError(f"{type(self).__name__} must define build_dataset(self, split) -> Dataset")
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        """Any deterministic torch.optim optimizer over `params` (those of the model)."""
+        raise ConfigError(f"{type(self).__name__} must define build_optimizer(self, params) -> Optimizer")
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Stepped once per update."""
+        return None
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The finest places where the model may be cut, in order; together they hold all its parameters."""
+        return [model]
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss over the micro-batch (scalar), or (sum, weight): both scalars, e.g. weight = number of tokens."""
+        raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """For evaluation, without gradient: name -> tensor([sum, count]). Reported as sum / count over the split.
+
+        By default the loss.
+        """
+        value = self.loss(model, batch)
+        if isinstance(value, tuple):
+            return {"loss": torch.stack([value[0].detach().double(), value[1].detach().double()])}
+        return {"loss": torch.stack([value.detach().double(), torch.ones((), dtype=torch.float64)])}
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Samples of one micro-batch -> batch."""
+        return default_collate(samples)
