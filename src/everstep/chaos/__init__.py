@@ -1,0 +1,1 @@
+"""Faults on purpose: what to inject, and the injection itself, from inside the worker that is struck."""

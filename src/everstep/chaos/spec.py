@@ -1,0 +1,213 @@
+"""What `--chaos` says, as data: which fault strikes whom, at which step and in which phase. Pure.
+
+Apart from the injector so that a specification is checked before a job starts, and so that every worker draws the
+same random faults from (seed, step) without talking to the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.base.errors import ConfigError
+
+KINDS = ("kill", "stop", "raise")
+COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
+PHASES = (*COMPUTE_PHASES, "heal")
+TARGETS = ("worker:N", "leader:STAGE", "coordinator", "random")
+
+_FAULT_KEYS = ("target", "at", "phase", "for")
+_RANDOM_KEYS = ("p", "seed", "after_step")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom a fault strikes. kind: worker, leader, coordinator or random; `number`: worker id or stage, else None."""
+
+    kind: str
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.number is None else f"{self.kind}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that strikes once.
+
+    `at`: the step being computed (with phase heal: the step being healed to), or the first later one in which the
+    target takes part. `phase` None: as soon as the target computes the step. `for_s`: with kind stop, seconds until
+    SIGCONT, None for never. `index`: its place in the specification.
+    """
+
+    kind: str
+    target: Target
+    at: int
+    phase: str | None = None
+    for_s: float | None = None
+    index: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"target={self.target}", f"at={self.at}"]
+        if self.phase is not None:
+            parts.append(f"phase={self.phase}")
+        if self.for_s is not None:
+            parts.append(f"for={self.for_s:g}")
+        return f"{self.kind}:{','.join(parts)}"
+
+
+@dataclass(frozen=True)
+class RandomFaults:
+    """For each step after `after_step`, with probability `p`, a random fault. Determined by (seed, step)."""
+
+    p: float
+    seed: int
+    after_step: int
+    index: int = 0
+
+    def draw(self, step: int, worker_ids: Sequence[int]) -> Fault | None:
+        """The fault of this step, if any, among these members and the coordinator."""
+        if step <= self.after_step or uniform(self.seed, step, 0) >= self.p:
+            return None
+        who = choose(len(worker_ids) + 1, self.seed, step, 1)
+        if who == len(worker_ids):
+            return Fault("kill", Target("coordinator"), step, index=self.index)
+        kind = KINDS[choose(len(KINDS), self.seed, step, 2)]
+        phase = COMPUTE_PHASES[choose(len(COMPUTE_PHASES), self.seed, step, 3)]
+        for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if kind == "stop" else None
+        return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
+
+    def __str__(self) -> str:
+        return f"random:p={self.p:g},seed={self.seed},after_step={self.after_step}"
+
+
+AnyFault = Fault | RandomFaults
+
+
+def uniform(*numbers: int) -> float:
+    """A number in [0, 1) that depends on these integers alone."""
+    text = ",".join(str(n) for n in numbers).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
+
+
+def choose(n: int, *numbers: int) -> int:
+    """One of 0..n-1 that depends on these integers alone."""
+    return min(n - 1, int(uniform(*numbers) * n))
+
+
+def parse(spec: str) -> tuple[AnyFault, ...]:
+    """The faults of a specification, "FAULT; FAULT; ...", each `kind:key=value,key=value`; empty for an empty one.
+
+    Raises: ConfigError, one line that names the fault and what it may say.
+    """
+    texts = [text.strip() for text in spec.split(";")]
+    faults: list[AnyFault] = []
+    for text in texts:
+        if text:
+            faults.append(_parse_one(text, len(faults)))
+    return tuple(faults)
+
+
+def simulated_failure(total_steps: int | None, seed: int) -> Fault:
+    """What `--simulate-failure` means: one random worker is killed once, in the middle third of the run.
+
+    total_steps: None where it is not known beforehand; then early, so that it strikes in a short run too.
+    """
+    low, high = (
+        (3, 6) if total_steps is None else (total_steps // 3 + 1, max(2 * total_steps // 3, total_steps // 3 + 1))
+    )
+    at = low + choose(high - low + 1, seed, 0x5F, 0)
+    phase = COMPUTE_PHASES[choose(3, seed, 0x5F, 1)]
+    return Fault("kill", Target("random"), max(1, at), phase)
+
+
+def _parse_one(text: str, index: int) -> AnyFault:
+    kind, _, rest = text.partition(":")
+    kind = kind.strip()
+    if kind == "random":
+        return _parse_random(text, _pairs(text, rest, _RANDOM_KEYS), index)
+    if kind not in KINDS:
+        raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{_nearest(kind, KINDS)}")
+    values = _pairs(text, rest, _FAULT_KEYS)
+    if "at" not in values:
+        raise _error(text, "it must say at=STEP")
+    phase = values.get("phase")
+    if phase == "any":
+        phase = None
+    if phase is not None and phase not in PHASES:
+        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{_nearest(phase, PHASES)}")
+    target = _parse_target(text, values.get("target", "random"))
+    if target.kind == "coordinator" and kind == "raise":
+        raise _error(text, "the coordinator can be killed or stopped; an exception can be raised in workers only")
+    for_s = None
+    if "for" in values:
+        if kind != "stop":
+            raise _error(text, f"for=SECONDS belongs to stop, not to {kind}")
+        for_s = _number(text, values, "for", low=0.0)
+    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index)
+
+
+def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFaults:
+    if "p" not in values:
+        raise _error(text, "it must say p=PROBABILITY")
+    p = _number(text, values, "p", low=0.0)
+    if p > 1.0:
+        raise _error(text, f"p is a probability from 0 to 1, got {values['p']}")
+    seed = _integer(text, values, "seed", low=0) if "seed" in values else 0
+    after_step = _integer(text, values, "after_step", low=0) if "after_step" in values else 0
+    return RandomFaults(p, seed, after_step, index)
+
+
+def _parse_target(text: str, value: str) -> Target:
+    kind, colon, number = value.partition(":")
+    if kind in ("coordinator", "random") and not colon:
+        return Target(kind)
+    if kind in ("worker", "leader") and number.isdecimal():
+        return Target(kind, int(number))
+    raise _error(text, f"unknown target {value!r}; known: {', '.join(TARGETS)}")
+
+
+def _pairs(text: str, rest: str, known: Sequence[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in rest.split(","))):
+        key, equals, value = (s.strip() for s in part.partition("="))
+        if not equals or not value:
+            raise _error(text, f"expected key=value, got {part!r}")
+        if key not in known:
+            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{_nearest(key, known)}")
+        if key in values:
+            raise _error(text, f"{key} is given twice")
+        values[key] = value
+    return values
+
+
+def _integer(text: str, values: Mapping[str, str], key: str, low: int) -> int:
+    try:
+        number = int(values[key])
+    except ValueError:
+        raise _error(text, f"{key} must be a whole number, got {values[key]!r}") from None
+    if number < low:
+        raise _error(text, f"{key} must be at least {low}, got {number}")
+    return number
+
+
+def _number(text: str, values: Mapping[str, str], key: str, low: float) -> float:
+    try:
+        number = float(values[key])
+    except ValueError:
+        raise _error(text, f"{key} must be a number, got {values[key]!r}") from None
+    if not math.isfinite(number) or number < low:
+        raise _error(text, f"{key} must be a finite number of at least {low:g}, got {values[key]}")
+    return number
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _error(text: str, what: str) -> ConfigError:
+    return ConfigError(f"chaos fault {text!r}: {what}")

@@ -1,0 +1,216 @@
+"""The injector: who is struck, when, and that nobody is struck twice. Strikes are real, on child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.chaos.inject import ChaosError, Injector, continue_later
+from everstep.chaos.spec import parse
+
+
+def plan_of(*worker_ids: int, generation: int = 3) -> Plan:
+    members = tuple(Member(i, 0, "localhost") for i in worker_ids)
+    seats = tuple(Seat(i, 0, "active", (n,)) for n, i in enumerate(worker_ids))
+    return Plan(generation, "test", members, seats, lanes=8)
+
+
+class Reports:
+    """Collects what an injector reports."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+
+def injector(spec: str, run_dir: Path, worker_id: int = 0, incarnation: int = 0) -> tuple[Injector, Reports]:
+    reports = Reports()
+    return Injector(parse(spec), run_dir, WorkerKey(worker_id, incarnation), reports, seed=1), reports
+
+
+def strikes(
+    spec: str, run_dir: Path, worker_id: int, calls: list[tuple[int, str]], plan: Plan
+) -> list[tuple[int, str]]:
+    """The calls at which a `raise` fault strikes."""
+    chaos, _ = injector(spec, run_dir, worker_id)
+    struck = []
+    for step, phase in calls:
+        try:
+            chaos.at(step, phase, plan)
+        except ChaosError:
+            struck.append((step, phase))
+    return struck
+
+
+CALLS = [(step, phase) for step in (1, 2, 3) for phase in ("load", "forward", "backward", "reduce", "agree", "update")]
+
+
+def test_strikes_its_target_in_its_step_and_phase_once(tmp_path: Path) -> None:
+    plan = plan_of(0, 1, 2)
+    assert strikes("raise:target=worker:1,at=2,phase=agree", tmp_path, 0, CALLS, plan) == []
+    assert strikes("raise:target=worker:1,at=2,phase=agree", tmp_path, 1, CALLS * 2, plan) == [(2, "agree")]
+    assert strikes("raise:target=worker:1,at=2,phase=agree", tmp_path, 1, CALLS, plan) == [], "once per job"
+
+
+def test_without_a_phase_at_the_first_one_but_not_while_healing(tmp_path: Path) -> None:
+    assert strikes("raise:target=worker:1,at=2", tmp_path, 1, [(2, "heal"), *CALLS], plan_of(0, 1)) == [(2, "load")]
+
+
+def test_heal_waits_for_the_first_heal_from_there_on(tmp_path: Path) -> None:
+    calls = [(1, "heal"), (2, "load"), (5, "heal")]
+    assert strikes("raise:target=worker:1,at=2,phase=heal", tmp_path, 1, calls, plan_of(0, 1)) == [(5, "heal")]
+
+
+def test_a_target_that_was_away_is_struck_when_it_is_back(tmp_path: Path) -> None:
+    assert strikes("raise:target=worker:1,at=2", tmp_path, 1, [(7, "load"), (8, "load")], plan_of(0, 1)) == [
+        (7, "load")
+    ]
+
+
+def test_leader_follows_the_plan(tmp_path: Path) -> None:
+    assert strikes("raise:target=leader:0,at=1", tmp_path / "a", 2, CALLS, plan_of(2, 3)) == [(1, "load")]
+    assert strikes("raise:target=leader:0,at=1", tmp_path / "b", 2, CALLS, plan_of(1, 2, 3)) == []
+    assert strikes("raise:target=leader:1,at=1", tmp_path / "c", 2, CALLS, plan_of(2, 3)) == [], "no such stage"
+
+
+def test_random_means_one_worker_and_everybody_agrees_whom(tmp_path: Path) -> None:
+    plan = plan_of(0, 2, 5, 7)
+    for at in range(1, 9):
+        struck = [
+            w for w in plan.worker_ids if strikes(f"raise:at={at}", tmp_path / f"{at}-{w}", w, [(at, "load")], plan)
+        ]
+        assert len(struck) == 1
+
+
+def test_random_faults_strike_once_per_step(tmp_path: Path) -> None:
+    plan = plan_of(0, 1, 2)
+    calls = [
+        (step, phase) for step in range(1, 60) for phase in ("load", "forward", "backward", "reduce", "agree", "update")
+    ]
+    spec = "random:p=1,seed=3"
+    faults = [parse(spec)[0].draw(step, plan.worker_ids) for step in range(1, 60)]  # type: ignore[union-attr]
+    mine = [f for f in faults if f is not None and f.kind == "raise" and str(f.target) == "worker:1"]
+    assert mine
+    chaos, reports = injector(spec, tmp_path, 1)
+    chaos._random = [_OnlyRaise(source) for source in chaos._random]  # type: ignore[misc]
+    struck = []
+    for step, phase in calls + calls:
+        try:
+            chaos.at(step, phase, plan)
+        except ChaosError:
+            struck.append((step, phase))
+    assert struck == [(f.at, f.phase) for f in mine]
+    assert len(reports.events) == len(mine)
+
+
+class _OnlyRaise:
+    """Random faults less those that would end the test itself."""
+
+    def __init__(self, source: Any) -> None:
+        self.index, self._source = source.index, source
+
+    def draw(self, step: int, worker_ids: tuple[int, ...]) -> Any:
+        fault = self._source.draw(step, worker_ids)
+        return fault if fault is not None and fault.kind == "raise" else None
+
+
+def test_the_event_says_what_where_and_why(tmp_path: Path) -> None:
+    chaos, reports = injector("raise:target=worker:1,at=2,phase=reduce", tmp_path, 1, incarnation=4)
+    with pytest.raises(ChaosError) as caught:
+        chaos.at(2, "reduce", plan_of(0, 1))
+    assert len(reports.events) == 1
+    event = reports.events[0]
+    assert event["kind"] == "fault_injected"
+    assert (event["generation"], event["step"], event["worker_id"], event["incarnation"]) == (3, 2, 1, 4)
+    assert (event["fault"], event["target"], event["phase"], event["pid"]) == (
+        "raise",
+        "worker:1",
+        "reduce",
+        os.getpid(),
+    )
+    assert "worker 1.4" in event["reason"] and "step 2" in event["reason"]
+    assert caught.value.signature == "chaos:0:1.4:2"
+
+
+def test_coordinator_is_struck_by_the_leader_alone(tmp_path: Path) -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / "coordinator.json").write_text(json.dumps({"pid": victim.pid}))
+        other, _ = injector("kill:target=coordinator,at=1", tmp_path, 1)
+        other.at(1, "load", plan_of(0, 1))
+        assert victim.poll() is None
+        leader, reports = injector("kill:target=coordinator,at=1", tmp_path, 0)
+        leader.at(1, "load", plan_of(0, 1))
+        assert victim.wait(30) == -signal.SIGKILL
+        assert reports.events[0]["pid"] == victim.pid
+        assert reports.events[0]["worker_id"] is None
+    finally:
+        victim.kill()
+        victim.communicate()
+
+
+def test_a_missing_coordinator_is_a_warning(tmp_path: Path) -> None:
+    chaos, reports = injector("kill:target=coordinator,at=1", tmp_path)
+    chaos.at(1, "load", plan_of(0))
+    assert [event["kind"] for event in reports.events] == ["warning"]
+
+
+STRUCK = """
+import sys
+from pathlib import Path
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.chaos.inject import Injector
+from everstep.chaos.spec import parse
+plan = Plan(1, "", (Member(0, 0, "h"),), (Seat(0, 0, "active", (0,)),), lanes=1)
+report = lambda kind, **fields: print(kind, flush=True)
+Injector(parse(sys.argv[1]), Path(sys.argv[2]), WorkerKey(0, 0), report).at(1, "load", plan)
+print("alive", flush=True)
+"""
+
+
+def test_kill_is_sigkill_after_the_report(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STRUCK, "kill:at=1", str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b"fault_injected\n"
+
+
+def test_stop_for_a_while_goes_on_by_itself(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", STRUCK, "stop:at=1,for=0.3", str(tmp_path)], capture_output=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stdout == b"fault_injected\nalive\n"
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_continue_later_leaves_no_child_behind() -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        victim.send_signal(signal.SIGSTOP)
+        os.waitpid(victim.pid, os.WUNTRACED)
+        continue_later(victim.pid, 0.05)
+        _, status = os.waitpid(victim.pid, os.WCONTINUED)
+        assert os.WIFCONTINUED(status)
+    finally:
+        victim.kill()
+        victim.communicate()
+
+
+def test_without_faults_nothing_is_touched(tmp_path: Path) -> None:
+    chaos, reports = injector("", tmp_path)
+    for step, phase in CALLS:
+        chaos.at(step, phase, plan_of(0))
+    assert list(tmp_path.iterdir()) == []
+    assert reports.events == []

@@ -1,0 +1,88 @@
+"""The chaos specification: what it says, and one-line errors that name what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.errors import ConfigError
+from everstep.chaos.spec import KINDS, PHASES, Fault, RandomFaults, Target, parse, simulated_failure
+
+EXAMPLE = (
+    "kill:target=worker:2,at=30; stop:target=worker:1,at=50,for=5; "
+    "kill:target=coordinator,at=60; kill:target=leader:0,at=70,phase=agree"
+)
+
+
+def test_the_example_of_the_interface() -> None:
+    assert parse(EXAMPLE) == (
+        Fault("kill", Target("worker", 2), 30, None, None, 0),
+        Fault("stop", Target("worker", 1), 50, None, 5.0, 1),
+        Fault("kill", Target("coordinator"), 60, None, None, 2),
+        Fault("kill", Target("leader", 0), 70, "agree", None, 3),
+    )
+
+
+def test_random_faults_and_empty_parts() -> None:
+    assert parse("random:p=0.02,seed=7,after_step=30") == (RandomFaults(0.02, 7, 30, 0),)
+    assert parse(" ; kill:at=3 ;") == (Fault("kill", Target("random"), 3, None, None, 0),)
+    assert parse("") == ()
+
+
+def test_a_fault_prints_as_it_is_written() -> None:
+    assert "; ".join(str(f) for f in parse(EXAMPLE)) == EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("kil:target=worker:0,at=1", ["'kil'", "kill, stop, raise, random", "did you mean 'kill'"]),
+        ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
+        ("kill:target=worker:0", ["at=STEP"]),
+        ("kill:target=worker:0,at=0", ["at least 1", "got 0"]),
+        ("kill:target=worker:0,at=soon", ["whole number", "'soon'"]),
+        ("kill:target=worker,at=1", ["'worker'", "worker:N, leader:STAGE, coordinator, random"]),
+        ("kill:target=worker:x,at=1", ["'worker:x'"]),
+        ("kill:at=1,phase=forwrd", ["'forwrd'", "heal", "did you mean 'forward'"]),
+        ("kill:at=1,for=3", ["for=SECONDS belongs to stop"]),
+        ("stop:at=1,for=-3", ["at least 0"]),
+        ("stop:at=1,for=nan", ["finite"]),
+        ("kill:at=1,at=2", ["at is given twice"]),
+        ("kill:at", ["expected key=value", "'at'"]),
+        ("raise:target=coordinator,at=1", ["workers only"]),
+        ("random:seed=1", ["p=PROBABILITY"]),
+        ("random:p=2", ["from 0 to 1"]),
+        ("random:p=0.1,at=3", ["'at'", "p, seed, after_step"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(spec: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"kill:at=9; {spec}")
+    message = str(caught.value)
+    assert repr(spec) in message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_random_draws_depend_on_seed_and_step_alone() -> None:
+    source = RandomFaults(0.5, 7, 30)
+    ids = (0, 1, 2, 3)
+    first = [source.draw(step, ids) for step in range(1, 400)]
+    assert first == [RandomFaults(0.5, 7, 30).draw(step, ids) for step in range(1, 400)]
+    assert first != [RandomFaults(0.5, 8, 30).draw(step, ids) for step in range(1, 400)]
+    assert all(fault is None for fault in first[:30])
+    struck = [fault for fault in first[30:] if fault is not None]
+    assert 140 < len(struck) < 230
+    assert {fault.kind for fault in struck} == set(KINDS)
+    assert {str(fault.target) for fault in struck} == {"worker:0", "worker:1", "worker:2", "worker:3", "coordinator"}
+    assert {fault.phase for fault in struck if fault.phase} == set(PHASES) - {"heal"}
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 10, 1000])
+def test_the_simulated_failure_lies_inside_the_run(total: int) -> None:
+    faults = {simulated_failure(total, seed) for seed in range(50)}
+    assert all(1 <= fault.at <= total for fault in faults)
+    assert all(fault.kind == "kill" and fault.target == Target("random") for fault in faults)
+    assert simulated_failure(total, 3) == simulated_failure(total, 3)
+    if total == 1000:
+        assert len({fault.at for fault in faults}) > 10
