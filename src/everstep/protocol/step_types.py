@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One worker's contribution to one decision. `prepared`: generation of the newest prepared plan it holds, 0 if none."""
+    """One worker's contribution to one decision. `prepared`: generation of the newest prepared plan it holds, or 0."""
 
     prepared: int
     payload: bytes
@@ -125,6 +125,17 @@ class StepAsked:
     """The application wants the next step."""
 
 
+@dataclass(frozen=True)
+class Followed:
+    """To a worker without a plan, which heals: its state is now that of `position`, copied or replayed.
+
+    `records`: those of the decision `position`; empty for a snapshot whose records are not known.
+    """
+
+    position: Key
+    records: Mapping[int, Record] = field(default_factory=dict)
+
+
 StepEvent = (
     PlanArrived
     | PreparedArrived
@@ -136,6 +147,7 @@ StepEvent = (
     | StateCopied
     | GatherAsked
     | StepAsked
+    | Followed
 )
 
 # ---- effects
@@ -245,6 +257,13 @@ class Entered:
     step: int
 
 
+@dataclass(frozen=True)
+class LeftPlan:
+    """The members switched to a prepared plan of this generation that this worker is not part of: it may go."""
+
+    generation: int
+
+
 StepEffect = (
     Leave
     | Open
@@ -259,4 +278,5 @@ StepEffect = (
     | ServeState
     | FetchState
     | Entered
+    | LeftPlan
 )
