@@ -1,0 +1,210 @@
+"""events.jsonl: one JSON object per line, appended by several processes, read while it grows.
+
+Each line is a single `os.write` on an O_APPEND descriptor, so lines of different processes never mix. Events inform;
+they never stop training: what cannot be written (full disk) is dropped and counted, and tried anew with the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+KINDS = frozenset(
+    {
+        "job_started",
+        "worker_joined",
+        "worker_suspected",
+        "worker_evicted",
+        "worker_healed",
+        "leader_changed",
+        "generation_started",
+        "waiting",
+        "step_committed",
+        "recovery_completed",
+        "checkpoint_completed",
+        "checkpoint_failed",
+        "fallback",
+        "coordinator_restarted",
+        "fault_injected",
+        "warning",
+        "evaluated",
+        "job_completed",
+        "job_failed",
+    }
+)
+COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "reason")
+_TAIL_BYTES = 1 << 16
+
+
+class EventLog:
+    """Appends events to a file. Thread-safe; never raises for the file's sake.
+
+    `defaults` are fields (worker_id, incarnation, pid, ...) that every event of this process bears unless it says
+    otherwise; they may be changed later with `set_defaults`. `dropped` counts the events that could not be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **defaults: Any) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        self._defaults = dict(defaults)
+        self._fd: int | None = None
+        self._warned = False
+        self._torn = False
+        self._lock = threading.Lock()
+
+    def set_defaults(self, **defaults: Any) -> None:
+        """Change fields that later events bear by default."""
+        self._defaults.update(defaults)
+
+    def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
+        """Append one event; `time_unix_ns` is now unless given. Returns False if it had to be dropped."""
+        line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
+        with self._lock:
+            try:
+                self._append(line)
+            except OSError as error:
+                self._drop(error)
+                return False
+        self._warned = False
+        return True
+
+    def close(self) -> None:
+        """Give the descriptor back; a later write opens the file again."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def _append(self, line: bytes) -> None:
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._torn:  # end the half line that a full disk left behind, so that it spoils no other
+            line = b"\n" + line
+        written = os.write(self._fd, line)
+        if written < len(line):
+            self._torn = True
+            raise OSError(errno.ENOSPC, "only part of the line fitted")
+        self._torn = False
+
+    def _drop(self, error: OSError) -> None:
+        self.dropped += 1
+        if self._fd is not None:
+            os.close(self._fd)  # the file may have been replaced or the mount come back: open anew next time
+            self._fd = None
+        if not self._warned:
+            self._warned = True
+            print(
+                f"everstep: cannot write {self.path}: {error.strerror or error}; events are dropped until it works"
+                " again, training goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:
+    """One line, newline included: the common fields first, null where they do not apply, then the others."""
+    event: dict[str, Any] = {"time_unix_ns": time.time_ns() if time_unix_ns is None else time_unix_ns, "kind": kind}
+    for name in COMMON[2:]:
+        event[name] = fields.get(name)
+    for name, value in fields.items():
+        if name not in event:
+            event[name] = value
+    try:
+        text = json.dumps(event, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:  # NaN and infinity are no JSON: a strict reader would refuse the line
+        text = json.dumps(_finite(event), separators=(",", ":"), default=str)
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
+    """The events in whole lines; torn or foreign lines are passed over."""
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "kind" in event:
+            yield event
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All events of a file; a missing file has none."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    return list(parse_events(data[: data.rfind(b"\n") + 1]))
+
+
+def last_committed_step(path: str | os.PathLike[str]) -> int:
+    """The newest step of a `step_committed` event, 0 if none; reads the file from its end."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            size = _TAIL_BYTES
+            while True:
+                start = max(0, end - size)
+                file.seek(start)
+                data = file.read(end - start)
+                whole = data if start == 0 else data[data.find(b"\n") + 1 :]
+                steps = [e["step"] for e in parse_events(whole) if e["kind"] == "step_committed" and e.get("step")]
+                if steps or start == 0:
+                    return max(steps, default=0)
+                size *= 4
+    except FileNotFoundError:
+        return 0
+
+
+def follow(
+    path: str | os.PathLike[str],
+    *,
+    from_start: bool = True,
+    poll_s: float = 0.05,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[dict[str, Any]]:
+    """Yield events as they are appended, whole lines only, until `stop()` is true and everything written is read.
+
+    A file that does not exist yet is waited for.
+    """
+    position: int | None = 0 if from_start else None
+    rest = b""
+    while True:
+        last = stop()
+        try:
+            with open(path, "rb") as file:
+                if position is None:
+                    position = file.seek(0, os.SEEK_END)
+                file.seek(position)
+                data = file.read()
+                position += len(data)
+        except FileNotFoundError:
+            data = b""
+            position = 0
+        rest += data
+        cut = rest.rfind(b"\n") + 1
+        whole, rest = rest[:cut], rest[cut:]
+        yield from parse_events(whole)
+        if last:
+            return
+        if not data:
+            time.sleep(poll_s)

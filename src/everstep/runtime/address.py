@@ -1,0 +1,51 @@
+"""coordinator.json: where the coordinator of a run directory listens. Written whole, by rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everstep.base.errors import ProtocolError
+
+COORDINATOR_FILE = "coordinator.json"
+JOURNAL_FILE = "coordinator.journal"
+TOKEN_FILE = "token"
+EVENTS_FILE = "events.jsonl"
+JOB_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class CoordinatorAddress:
+    """The coordinator's process and where it listens."""
+
+    pid: int
+    host: str
+    port: int
+    started_unix_ns: int
+
+
+def write_address(path: Path, host: str, port: int) -> CoordinatorAddress:
+    """Announce this process as the coordinator."""
+    address = CoordinatorAddress(os.getpid(), host, port, time.time_ns())
+    write_atomically(path, json.dumps(asdict(address)))
+    return address
+
+
+def read_address(path: Path) -> CoordinatorAddress:
+    """Raises: FileNotFoundError if nobody announced itself; ProtocolError if the file says something else."""
+    text = path.read_text()
+    try:
+        data = json.loads(text)
+        return CoordinatorAddress(int(data["pid"]), str(data["host"]), int(data["port"]), int(data["started_unix_ns"]))
+    except (ValueError, KeyError, TypeError):
+        raise ProtocolError(f"expected a coordinator's address in {path}, found {text[:80]!r}") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

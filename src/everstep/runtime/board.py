@@ -1,0 +1,153 @@
+"""The progress board: one fixed row of shared memory per worker slot, written by workers, read by their agent.
+
+It lies in a memfd that the launcher makes and every worker inherits. A worker that holds the interpreter lock for long,
+or is stopped, or is killed, can therefore be told apart by its agent without asking it anything.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+from everstep.base.errors import ConfigError, check
+
+ROW_BYTES = 128
+MAX_ROWS = 4096
+PHASES = (
+    "idle",
+    "starting",
+    "load",
+    "forward",
+    "backward",
+    "reduce",
+    "agree",
+    "update",
+    "heal",
+    "settle",
+    "evaluate",
+    "finish",
+)
+PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+
+# Words of 8 bytes in a row.
+_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION = range(8)
+_WORDS = ROW_BYTES // 8
+_monotonic_ns = time.monotonic_ns
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick."""
+
+    counter: int
+    beat_ns: int
+    step: int
+    phase: str
+    samples: int
+    incarnation: int
+    pid: int
+    generation: int
+
+    def still_ms(self, now_ns: int) -> int:
+        """Milliseconds since the last tick."""
+        return max(0, now_ns - self.beat_ns) // 1_000_000
+
+
+class Row:
+    """A worker's own row. Only its worker writes it, apart from `reset` by the launcher between two lives."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def tick(self) -> None:
+        """Something moved: count it."""
+        words = self._words
+        words[_COUNTER] += 1
+        words[_BEAT_NS] = _monotonic_ns()
+
+    def set(
+        self,
+        *,
+        step: int | None = None,
+        phase: str | None = None,
+        samples: int | None = None,
+        generation: int | None = None,
+    ) -> None:
+        """Change what is given, and count it as progress. `samples`: trained by this life in all.
+
+        Raises: KeyError for an unknown phase.
+        """
+        words = self._words
+        if step is not None:
+            words[_STEP] = step
+        if phase is not None:
+            words[_PHASE] = PHASE_CODE[phase]
+        if samples is not None:
+            words[_SAMPLES] = samples
+        if generation is not None:
+            words[_GENERATION] = generation
+        words[_COUNTER] += 1
+        words[_BEAT_NS] = _monotonic_ns()
+
+    def reset(self, incarnation: int, pid: int) -> None:
+        """Begin a new life: everything zero, phase 'starting'."""
+        words = self._words
+        for i in range(_WORDS):
+            words[i] = 0
+        words[_INCARNATION] = incarnation
+        words[_PID] = pid
+        self.set(phase="starting")
+
+    def set_pid(self, pid: int) -> None:
+        """Name the process of this life."""
+        self._words[_PID] = pid
+
+    def read(self) -> Pulse:
+        """What the row says now; fields are read one after the other, not as one."""
+        w = self._words
+        code = w[_PHASE]
+        phase = PHASES[code] if 0 <= code < len(PHASES) else "idle"
+        return Pulse(w[_COUNTER], w[_BEAT_NS], w[_STEP], phase, w[_SAMPLES], w[_INCARNATION], w[_PID], w[_GENERATION])
+
+
+class Board:
+    """All rows. Made once by the launcher (`create`), attached by workers through the inherited descriptor."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self.rows = len(memory) // ROW_BYTES
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")
+
+    @classmethod
+    def create(cls, rows: int = MAX_ROWS) -> Board:
+        """A new board of zeros. Raises: ConfigError beyond `MAX_ROWS`."""
+        if not 1 <= rows <= MAX_ROWS:
+            raise ConfigError(f"a host has room for 1 to {MAX_ROWS} workers, got {rows}: use fewer workers")
+        fd = os.memfd_create("everstep-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, rows * ROW_BYTES)
+        return cls(fd, mmap.mmap(fd, rows * ROW_BYTES))
+
+    @classmethod
+    def attach(cls, fd: int) -> Board:
+        """The board behind an inherited descriptor."""
+        size = os.fstat(fd).st_size
+        check(size > 0 and size % ROW_BYTES == 0, f"descriptor {fd} is no progress board: {size} bytes")
+        return cls(fd, mmap.mmap(fd, size))
+
+    def row(self, worker_id: int) -> Row:
+        """Raises: InvariantViolation if the board has no such row."""
+        check(0 <= worker_id < self.rows, f"the board has rows 0 to {self.rows - 1}, asked for {worker_id}")
+        return Row(self._words[worker_id * _WORDS : (worker_id + 1) * _WORDS])
+
+    def read(self, worker_id: int) -> Pulse:
+        """What a worker's row says now."""
+        return self.row(worker_id).read()
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping lives on while rows are in use."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

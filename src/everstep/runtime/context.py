@@ -1,0 +1,77 @@
+"""What a worker process is given when it starts: everything it needs to find its job, as plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from everstep.base.config import Config, load_config
+from everstep.base.errors import ConfigError
+from everstep.base.plan import WorkerKey
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The start-up facts of one life of one worker; JSON-able.
+
+    `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
+    coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
+    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: the launcher counts this slot beyond
+    the wanted workers. `agent_pid` is the launcher's.
+    """
+
+    run_dir: str
+    worker_id: int
+    incarnation: int
+    host: str
+    token: str
+    coordinator_file: str
+    board_fd: int
+    board_row: int
+    config: dict[str, Any]
+    task: str
+    argv: list[str] = field(default_factory=list)
+    spare: bool = False
+    agent_pid: int = 0
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.worker_id, self.incarnation)
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def log_path(self) -> Path:
+        """Where stdout, stderr and the log of this worker go."""
+        return self.run_path / "logs" / f"worker-{self.worker_id}.log"
+
+    @property
+    def last_words_path(self) -> Path:
+        """One line that says why this worker died, written by itself; the launcher adds it to the reason."""
+        return self.run_path / "logs" / f"worker-{self.worker_id}.error"
+
+    def token_bytes(self) -> bytes:
+        """The job's secret as the control connection wants it."""
+        return bytes.fromhex(self.token)
+
+    def load_config(self) -> Config:
+        """The effective config. Raises: ConfigError."""
+        return load_config([("job.json", self.config)])
+
+    def to_json(self) -> str:
+        """As text; `from_json` undoes it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerContext:
+        """Raises: ConfigError for anything else than `to_json` makes."""
+        try:
+            data = json.loads(text)
+            names = {f.name for f in fields(cls)}
+            return cls(**{k: v for k, v in data.items() if k in names})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"expected a worker context as JSON, got something else: {error}") from None

@@ -1,0 +1,283 @@
+"""The client's end of a control connection: a daemon thread that reconnects for ever.
+
+Apart from who uses it (workers, agents) because both need the same: sending must never hold up training, messages
+survive a coordinator that is away, and every new connection begins with a hello that states the whole truth anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.errors import EverstepError, ProtocolError
+from everstep.protocol.messages import AnyMessage, Heartbeat, Progress, decode, encode
+from everstep.runtime.address import read_address
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+MAX_QUEUED = 10_000
+_RECEIVE_BYTES = 1 << 18
+_PASSING = (Progress, Heartbeat)
+
+
+class ControlClient:
+    """A control connection to the coordinator that is always being kept up.
+
+    address: the path of coordinator.json (read anew at each attempt), or a fixed (host, port).
+    hello: called in the client's thread at each connect; its message goes out before all others.
+    on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
+    in it is logged and does not end the connection.
+    on_connected: called in the client's thread with True after each hello, with False when the connection is lost.
+
+    Messages that could not be sent wait. Passing ones (Progress, Heartbeat) are dropped when the connection is lost
+    and when the queue is full; the others are kept. What was already handed to a connection that then broke may be
+    lost: the hello has to state whatever matters.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str] | tuple[str, int],
+        token: bytes,
+        role: str,
+        name: str,
+        hello: Callable[[], AnyMessage],
+        on_message: Callable[[AnyMessage], None],
+        on_connected: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._role = role
+        self._name = name
+        self._hello = hello
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._lock = threading.Lock()
+        self._drained = threading.Condition(self._lock)
+        self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
+        self._offset = 0  # bytes of the first frame that this connection has taken already
+        self._sock: socket.socket | None = None
+        self._closing = False
+        self._warned = ""
+        self._connected = threading.Event()
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.connects = 0
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name=f"control-{role}-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection stands and has said hello."""
+        return self._connected.is_set()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Returns False if there is no connection after `timeout_s`."""
+        return self._connected.wait(timeout_s)
+
+    def send(self, message: AnyMessage) -> None:
+        """Send now if the socket takes it, else keep the message for the client's thread. Never blocks. Thread-safe."""
+        data = frame(encode(message))
+        passing = isinstance(message, _PASSING)
+        with self._lock:
+            if self._closing:
+                return
+            if passing and self._sock is None:
+                return
+            if len(self._queue) >= MAX_QUEUED and not self._make_room() and passing:
+                self.dropped += 1
+                return
+            self._queue.append((data, passing))
+            if self._sock is not None:
+                self._pump()
+            waiting = bool(self._queue)
+        if waiting:
+            self._wake()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
+        with self._drained:
+            return self._drained.wait_for(lambda: not self._queue or self._closing, timeout_s)
+
+    def close(self, flush_s: float = 1.0) -> None:
+        """End the connection, after giving what is queued `flush_s` to leave."""
+        if flush_s > 0 and threading.current_thread() is not self._thread:
+            self.flush(flush_s)
+        with self._lock:
+            self._closing = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            self._drained.notify_all()
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # ---- the client's thread
+
+    def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._closing:
+            try:
+                sock = self._connect()
+            except (OSError, EverstepError) as error:
+                self._complain(error)
+                self._pause(backoff_s)
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                continue
+            backoff_s = FIRST_BACKOFF_S
+            self._warned = ""
+            try:
+                self._talk(sock)
+            except (OSError, EverstepError) as error:
+                log.info("control connection lost: %s", error)
+            finally:
+                self._disconnect(sock)
+            if not self._closing:
+                self._pause(FIRST_BACKOFF_S)
+        os.close(self._wake_r)
+        with self._lock:
+            os.close(self._wake_w)
+            self._wake_w = -1
+
+    def _connect(self) -> socket.socket:
+        address = self._address
+        if isinstance(address, tuple):
+            host, port = address
+        else:
+            found = read_address(Path(address))
+            host, port = found.host, found.port
+        sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+        try:
+            keep_alive(sock)
+            if sock.getsockname() == sock.getpeername():
+                raise ProtocolError("connected to itself: nobody listens there")
+            handshake_client(sock, self._token, self._role, self._name)
+            sock.sendall(frame(encode(self._hello())))
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _talk(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sock = sock
+            self._pump()
+        self.connects += 1
+        self._connected.set()
+        if self._on_connected is not None:
+            self._on_connected(True)
+        reader = FrameReader()
+        poller = select.poll()
+        poller.register(self._wake_r, select.POLLIN)
+        while not self._closing:
+            wants_out = select.POLLOUT if self._queue else 0
+            poller.register(sock, select.POLLIN | wants_out)
+            for fd, _events in poller.poll():
+                if fd == self._wake_r:
+                    self._clear_wake()
+            with self._lock:
+                self._pump()
+            try:
+                data = sock.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise ProtocolError("the coordinator ended the connection")
+            for body in reader.feed(data):
+                self._deliver(decode(body))
+
+    def _deliver(self, message: AnyMessage) -> None:
+        try:
+            self._on_message(message)
+        except Exception:
+            log.exception("handling %s failed", type(message).__name__)
+
+    def _disconnect(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sock = None
+            self._offset = 0
+            self._queue = deque(item for item in self._queue if not item[1])
+            self._drained.notify_all()
+        sock.close()
+        if self._connected.is_set():
+            self._connected.clear()
+            if self._on_connected is not None:
+                self._on_connected(False)
+
+    # ---- with the lock held
+
+    def _pump(self) -> None:
+        """Hand as much of the queue to the kernel as it takes at once."""
+        sock = self._sock
+        while sock is not None and self._queue:
+            data = self._queue[0][0]
+            try:
+                sent = sock.send(memoryview(data)[self._offset :] if self._offset else data)
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # the thread sees it when it reads
+            self._offset += sent
+            if self._offset < len(data):
+                return
+            self._offset = 0
+            self._queue.popleft()
+        if not self._queue:
+            self._drained.notify_all()
+
+    def _make_room(self) -> bool:
+        """Drop the oldest passing message that has not begun to leave. Returns whether there was one."""
+        for index, (_data, passing) in enumerate(self._queue):
+            if passing and (index > 0 or self._offset == 0):
+                del self._queue[index]
+                self.dropped += 1
+                return True
+        return False
+
+    # ---- waking and waiting
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_w >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_w, b"\0")
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless closing ends it; a message that is queued meanwhile does not."""
+        end = time.monotonic() + seconds
+        while not self._closing and (left := end - time.monotonic()) > 0:
+            select.select([self._wake_r], [], [], left)
+            self._clear_wake()
+
+    def _complain(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text != self._warned:
+            self._warned = text
+            level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO
+            log.log(level, "no control connection yet: %s", error)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """No delay for small messages, and notice within about 20 s that the other host has vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)

@@ -1,0 +1,234 @@
+"""Frames and the handshake of control and peer connections.
+
+A frame is a 4-byte big-endian length and a body of at most `MAX_FRAME_BYTES`. Before the first frame both sides prove
+that they know the job's token, without showing it:
+
+    server -> client   MAGIC, version (2 bytes), server nonce (32)
+    client -> server   length (2); client nonce (16), role, NUL, name; HMAC-SHA256(token, "client", nonces, role, name)
+    server -> client   HMAC-SHA256(token, "server", nonces, role, name)
+
+Nothing else that a stranger sends is looked at, and a stranger who is slow is cut off. The parts that compute are
+functions of bytes; asyncio and blocking sockets share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.base.errors import ProtocolError
+from everstep.protocol.messages import MAX_FRAME_BYTES, VERSION
+
+MAGIC = b"EVST"
+HANDSHAKE_TIMEOUT_S = 5.0
+SERVER_NONCE_BYTES = 32
+CLIENT_NONCE_BYTES = 16
+MAC_BYTES = 32
+GREETING_BYTES = len(MAGIC) + 2 + SERVER_NONCE_BYTES
+MAX_ANSWER_BYTES = 512
+_LENGTH = struct.Struct(">I")
+_SHORT = struct.Struct(">H")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who proved the token: `role` is 'agent', 'worker', 'client' or 'peer'; `name` is for people."""
+
+    role: str
+    name: str
+
+
+def new_token() -> bytes:
+    """A fresh secret of 32 bytes."""
+    return secrets.token_bytes(32)
+
+
+def write_token(path: Path, token: bytes) -> None:
+    """Store the token in hex, readable by the owner alone."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(token.hex())
+
+
+def read_token(path: Path) -> bytes:
+    """Raises: ProtocolError if the file holds no token; OSError if it cannot be read."""
+    try:
+        token = bytes.fromhex(path.read_text().strip())
+    except ValueError:
+        token = b""
+    if len(token) < 16:
+        raise ProtocolError(f"expected the job's token in hex in {path}, found something else")
+    return token
+
+
+# ---- the handshake as functions of bytes
+
+
+def greeting() -> tuple[bytes, bytes]:
+    """The server's first bytes, and the nonce in them."""
+    nonce = secrets.token_bytes(SERVER_NONCE_BYTES)
+    return MAGIC + _SHORT.pack(VERSION) + nonce, nonce
+
+
+def _mac(token: bytes, side: bytes, nonce: bytes, body: bytes) -> bytes:
+    return hmac.new(token, side + nonce + body, hashlib.sha256).digest()
+
+
+def answer(token: bytes, greeted: bytes, role: str, name: str) -> tuple[bytes, bytes]:
+    """The client's answer to a greeting, and what the server must reply with.
+
+    Raises: ProtocolError if the greeting is not that of a server of our version.
+    """
+    if greeted[: len(MAGIC)] != MAGIC:
+        raise ProtocolError("expected an Everstep server, something else answered: check host and port")
+    version = _SHORT.unpack_from(greeted, len(MAGIC))[0]
+    if version != VERSION:
+        raise ProtocolError(f"expected protocol version {VERSION}, the server speaks {version}: use one release")
+    nonce = greeted[len(MAGIC) + 2 :]
+    body = secrets.token_bytes(CLIENT_NONCE_BYTES) + role.encode() + b"\0" + name.encode()[:200]
+    sent = body + _mac(token, b"client", nonce, body)
+    return _SHORT.pack(len(sent)) + sent, _mac(token, b"server", nonce, body)
+
+
+def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[Identity, bytes]:
+    """Check a client's answer (without its length): who it is, and the server's reply.
+
+    Raises: ProtocolError if the client does not know the token.
+    """
+    body, mac = answered[:-MAC_BYTES], answered[-MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(token, b"client", nonce, body)):
+        raise ProtocolError("expected proof of the job's token, got a wrong one")
+    role, _, name = body[CLIENT_NONCE_BYTES:].partition(b"\0")
+    return Identity(role.decode("utf-8", "replace"), name.decode("utf-8", "replace")), _mac(
+        token, b"server", nonce, body
+    )
+
+
+def answer_length(prefix: bytes) -> int:
+    """Bytes of the answer that follow its 2-byte length. Raises: ProtocolError if no client of ours says so."""
+    length: int = _SHORT.unpack(prefix)[0]
+    if not CLIENT_NONCE_BYTES + MAC_BYTES < length <= MAX_ANSWER_BYTES:
+        raise ProtocolError(f"expected a handshake of at most {MAX_ANSWER_BYTES} bytes, got one of {length}")
+    return length
+
+
+# ---- frames
+
+
+def frame(body: bytes) -> bytes:
+    """A body with its length before it. Raises: ProtocolError if it is too long."""
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete now. Raises: ProtocolError for a frame beyond the limit."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= 4:
+            length = _LENGTH.unpack_from(buffer, start)[0]
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
+            if len(buffer) - start - 4 < length:
+                break
+            bodies.append(bytes(buffer[start + 4 : start + 4 + length]))
+            start += 4 + length
+        if start:
+            del buffer[:start]
+        return bodies
+
+
+# ---- blocking sockets
+
+
+def recv_exact(sock: socket.socket, size: int) -> bytes:
+    """Raises: ProtocolError if the other side closes first; OSError (TimeoutError) as the socket does."""
+    data = bytearray(size)
+    recv_exact_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
+    """Fill `out` (bytes). Raises: ProtocolError if the other side closes first; OSError as the socket does."""
+    got = 0
+    size = len(out)
+    while got < size:
+        n = sock.recv_into(out[got:] if got else out)
+        if n == 0:
+            raise ProtocolError(f"the connection ended after {got} of {size} bytes")
+        got += n
+
+
+def handshake_client(sock: socket.socket, token: bytes, role: str, name: str) -> None:
+    """Prove the token to the server, and have it prove it too. Honours the socket's timeout.
+
+    Raises: ProtocolError if the server is not ours or refuses; OSError.
+    """
+    sent, expected = answer(token, recv_exact(sock, GREETING_BYTES), role, name)
+    sock.sendall(sent)
+    try:
+        reply = recv_exact(sock, MAC_BYTES)
+    except (ProtocolError, ConnectionError):
+        raise ProtocolError("the server refused this job's token: it serves another job") from None
+    if not hmac.compare_digest(reply, expected):
+        raise ProtocolError("the server does not know this job's token: it serves another job")
+
+
+def handshake_server(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Identity:
+    """Have a client prove the token within `timeout_s`, however slowly it drips. Leaves the socket without a timeout.
+
+    Raises: ProtocolError; OSError (TimeoutError).
+    """
+    deadline = time.monotonic() + timeout_s
+    sock.settimeout(timeout_s)
+    sent, nonce = greeting()
+    sock.sendall(sent)
+    length = answer_length(_recv_by(sock, 2, deadline))
+    identity, reply = verify(token, nonce, _recv_by(sock, length, deadline))
+    sock.sendall(reply)
+    sock.settimeout(None)
+    return identity
+
+
+def _recv_by(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left)
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ProtocolError("the connection ended in the middle of the handshake")
+        data += more
+    return data
+
+
+def send_frame(sock: socket.socket, body: bytes) -> None:
+    """Raises: ProtocolError if the body is too long; OSError."""
+    sock.sendall(frame(body))
+
+
+def recv_frame(sock: socket.socket) -> bytes:
+    """Raises: ProtocolError at the end of the stream or for a frame beyond the limit; OSError."""
+    length = _LENGTH.unpack(recv_exact(sock, 4))[0]
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
+    return recv_exact(sock, length)

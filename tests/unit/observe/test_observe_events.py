@@ -1,0 +1,127 @@
+"""events.jsonl: whole lines from many processes, readers that never see half of one, disks that are full."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from everstep.observe.events import (
+    COMMON,
+    EventLog,
+    follow,
+    last_committed_step,
+    parse_events,
+    read_events,
+)
+
+
+def test_every_event_has_the_common_fields_and_its_own(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", worker_id=3, pid=9)
+    assert log.write("step_committed", step=4, generation=2, loss=0.5)
+    assert log.write("warning", reason="why", worker_id=None, time_unix_ns=17)
+    first, second = read_events(tmp_path / "events.jsonl")
+    assert list(first)[: len(COMMON)] == list(COMMON)
+    assert (first["worker_id"], first["pid"], first["step"], first["loss"]) == (3, 9, 4, 0.5)
+    assert first["reason"] is None and first["incarnation"] is None
+    assert second["worker_id"] is None and second["time_unix_ns"] == 17 and second["reason"] == "why"
+
+
+def test_numbers_that_are_not_json_become_null(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "e")
+    log.write("step_committed", step=1, loss=float("nan"), more=[float("inf"), 1.0])
+    line = (tmp_path / "e").read_text()
+    event = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert event["loss"] is None and event["more"] == [None, 1.0]
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    children = []
+    for worker in range(4):
+        pid = os.fork()
+        if pid == 0:
+            log = EventLog(path, worker_id=worker)
+            for step in range(300):
+                log.write("step_committed", step=step + 1, filler="x" * 200)
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        assert os.waitpid(pid, 0)[1] == 0
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 1200
+    seen = {(e["worker_id"], e["step"]) for e in map(json.loads, lines)}
+    assert len(seen) == 1200
+
+
+def test_a_full_disk_drops_counts_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog("/dev/full")
+    assert not log.write("warning")
+    assert not log.write("warning")
+    assert log.dropped == 2
+    assert capsys.readouterr().err.count("everstep:") == 1
+
+
+def test_it_tries_again_when_the_file_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "later" / "events.jsonl"
+    log = EventLog(path)
+    assert not log.write("warning", step=1)
+    path.parent.mkdir()
+    assert log.write("warning", step=2)
+    assert [e["step"] for e in read_events(path)] == [2]
+    assert log.dropped == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_half_a_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.write("warning", step=1)
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:20]))
+    assert not log.write("warning", step=2)
+    monkeypatch.undo()
+    assert log.write("warning", step=3)
+    assert [e["step"] for e in read_events(path)] == [1, 3]
+
+
+def test_the_last_committed_step_is_found_from_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert last_committed_step(path) == 0
+    log = EventLog(path)
+    for step in range(1, 50):
+        log.write("step_committed", step=step)
+    assert last_committed_step(path) == 49
+    for _ in range(3000):
+        log.write("warning", reason="r" * 100)
+    assert path.stat().st_size > 2 << 17
+    assert last_committed_step(path) == 49
+
+
+def test_follow_sees_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    done = threading.Event()
+    seen: list[int] = []
+    first_seen = threading.Event()
+
+    def read() -> None:
+        for event in follow(path, poll_s=0.001, stop=done.is_set):
+            seen.append(event["step"])
+            first_seen.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(path, "wb", buffering=0) as file:
+        file.write(b'{"kind":"warning","step":1}\n{"kind":"warn')
+        assert first_seen.wait(10)
+        file.write(b'ing","step":2}\n{"kind":"torn')
+    done.set()
+    reader.join(10)
+    assert seen == [1, 2]
+
+
+def test_foreign_lines_are_passed_over() -> None:
+    assert [e["kind"] for e in parse_events(b'nonsense\n{"kind":"a"}\n[1]\n\n{"kind":"b"}\n')] == ["a", "b"]

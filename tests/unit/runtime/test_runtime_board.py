@@ -1,0 +1,79 @@
+"""The progress board: what a worker writes is what its agent reads, across processes, and cheaply."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from everstep.base.errors import ConfigError, InvariantViolation
+from everstep.runtime.board import MAX_ROWS, PHASES, ROW_BYTES, Board
+
+
+def test_rows_are_apart() -> None:
+    board = Board.create(4)
+    board.row(1).set(step=7, phase="reduce", samples=64, generation=3)
+    pulse = board.read(1)
+    assert (pulse.step, pulse.phase, pulse.samples, pulse.generation, pulse.counter) == (7, "reduce", 64, 3, 1)
+    assert board.read(0).counter == 0 and board.read(2).counter == 0
+    board.row(1).reset(incarnation=2, pid=55)
+    pulse = board.read(1)
+    assert (pulse.step, pulse.phase, pulse.incarnation, pulse.pid, pulse.generation) == (0, "starting", 2, 55, 0)
+
+
+def test_every_phase_can_be_told() -> None:
+    board = Board.create(1)
+    for phase in PHASES:
+        board.row(0).set(phase=phase)
+        assert board.read(0).phase == phase
+
+
+def test_another_process_sees_it_through_the_descriptor() -> None:
+    board = Board.create(3)
+    pid = os.fork()
+    if pid == 0:
+        Board.attach(board.fd).row(2).set(step=11, samples=5)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (board.read(2).step, board.read(2).samples) == (11, 5)
+
+
+def test_standing_still_is_measured_from_the_last_tick() -> None:
+    board = Board.create(1)
+    row = board.row(0)
+    row.tick()
+    pulse = row.read()
+    assert pulse.still_ms(pulse.beat_ns + 1_500_000_000) == 1500
+    assert pulse.still_ms(pulse.beat_ns - 1) == 0
+    before = pulse.beat_ns
+    row.tick()
+    assert row.read().beat_ns >= before and row.read().counter == 2
+
+
+def test_limits() -> None:
+    with pytest.raises(ConfigError, match="4096"):
+        Board.create(MAX_ROWS + 1)
+    board = Board.create(2)
+    with pytest.raises(InvariantViolation):
+        board.row(2)
+    with pytest.raises(InvariantViolation):
+        board.row(-1)
+    fd = os.memfd_create("no board")
+    os.ftruncate(fd, ROW_BYTES + 1)
+    with pytest.raises(InvariantViolation):
+        Board.attach(fd)
+    os.close(fd)
+
+
+def test_setting_is_cheap() -> None:
+    row = Board.create(1).row(0)
+    best = min(_time_sets(row) for _ in range(20))
+    assert best < 20e-6  # an order of magnitude above what it takes on a quiet machine
+
+
+def _time_sets(row) -> float:  # type: ignore[no-untyped-def]
+    start = time.perf_counter()
+    for step in range(200):
+        row.set(step=step, phase="load", samples=step)
+    return (time.perf_counter() - start) / 200

@@ -1,0 +1,195 @@
+"""The control client: reconnects for ever, says hello first, loses nothing that matters, never blocks its caller."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.base.errors import EverstepError
+from everstep.protocol.messages import (
+    AgentHello,
+    AnyMessage,
+    Heartbeat,
+    Pong,
+    SlotLost,
+    decode,
+    encode,
+)
+from everstep.runtime.control import ControlClient
+from everstep.runtime.wire import handshake_server, recv_frame, send_frame
+
+TOKEN = b"t" * 32
+
+
+def _hello() -> AnyMessage:
+    return AgentHello(agent_id="a", host="h", workers=[], slots=1)
+
+
+def _important(number: int) -> SlotLost:
+    return SlotLost(agent_id="a", worker_id=number, reason="")
+
+
+def _passing(seq: int) -> Heartbeat:
+    return Heartbeat(agent_id="a", seq=seq, rtt_ms=0.0, workers=[])
+
+
+class Server:
+    """A stand-in for the coordinator: accepts one connection at a time, on a port it can give up and take again."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+
+    def accept(self) -> socket.socket:
+        self.listener.settimeout(30)
+        sock, _ = self.listener.accept()
+        handshake_server(sock, TOKEN)
+        sock.settimeout(30)
+        return sock
+
+    def write_address(self, path: Path) -> None:
+        path.write_text(
+            json.dumps({"pid": 1, "host": "127.0.0.1", "port": self.port, "started_unix_ns": time.time_ns()})
+        )
+
+
+@pytest.fixture
+def clients() -> object:
+    made: list[ControlClient] = []
+    yield made.append
+    for client in made:
+        client.close(flush_s=0)
+
+
+def _read(sock: socket.socket) -> AnyMessage:
+    return decode(recv_frame(sock))
+
+
+def test_hello_comes_first_and_messages_go_both_ways(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    arrived: queue.Queue[AnyMessage] = queue.Queue()
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, arrived.put)
+    clients(client)
+    client.send(_important(1))
+    sock = server.accept()
+    assert isinstance(_read(sock), AgentHello)
+    assert _read(sock) == _important(1)
+    assert client.wait_connected(30)
+    client.send(_important(2))
+    assert _read(sock) == _important(2)
+    send_frame(sock, encode(Pong(seq=5)))
+    assert arrived.get(timeout=30) == Pong(seq=5)
+
+
+def test_what_matters_survives_an_absence_and_what_passes_does_not(
+    tmp_path: Path, clients: Callable[[ControlClient], None]
+) -> None:
+    server = Server()
+    file = tmp_path / "coordinator.json"
+    server.write_address(file)
+    states: queue.Queue[bool] = queue.Queue()
+    client = ControlClient(file, TOKEN, "agent", "a", _hello, lambda m: None, states.put)
+    clients(client)
+    sock = server.accept()
+    assert isinstance(_read(sock), AgentHello)
+    assert states.get(timeout=30) is True
+    server.listener.close()
+    sock.close()
+    assert states.get(timeout=30) is False
+    assert not client.connected
+    for number in range(50):
+        client.send(_important(number))
+        client.send(_passing(number))
+    other = Server()  # on another port: the address file is read anew
+    other.write_address(file)
+    sock = other.accept()
+    assert isinstance(_read(sock), AgentHello)
+    assert [_read(sock) for _ in range(50)] == [_important(n) for n in range(50)]
+    client.send(_important(99))
+    assert _read(sock) == _important(99)
+    assert client.connects == 2
+
+
+def test_a_reader_that_stands_still_does_not_block_the_sender(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    clients(client)
+    sock = server.accept()
+    assert client.wait_connected(30)
+    big = SlotLost(agent_id="a", worker_id=0, reason="x" * 100_000)
+    for _ in range(300):  # 30 MB, far beyond what the kernel buffers
+        client.send(big)
+    client.send(_important(7))
+    assert not client.flush(0.0)
+    assert isinstance(_read(sock), AgentHello)
+    assert [_read(sock) for _ in range(301)] == [big] * 300 + [_important(7)]
+    assert client.flush(30)
+
+
+def test_the_queue_is_bounded_by_dropping_what_passes(
+    clients: Callable[[ControlClient], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.runtime.control.MAX_QUEUED", 10)
+    server = Server()
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    clients(client)
+    sock = server.accept()
+    assert client.wait_connected(30)
+    client.send(SlotLost(agent_id="a", worker_id=0, reason="x" * (32 << 20)))
+    for seq in range(30):
+        client.send(_passing(seq))
+    client.send(_important(1))
+    assert client.dropped > 0
+    assert isinstance(_read(sock), AgentHello)
+    _read(sock)
+    rest = [_read(sock) for _ in range(9)]
+    assert rest[-1] == _important(1)
+    assert rest[-2] == _passing(29)
+
+
+def test_a_failing_callback_does_not_end_the_connection(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    arrived: queue.Queue[AnyMessage] = queue.Queue()
+
+    def on_message(message: AnyMessage) -> None:
+        if message == Pong(seq=0):
+            raise RuntimeError("broken callback")
+        arrived.put(message)
+
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, on_message)
+    clients(client)
+    sock = server.accept()
+    send_frame(sock, encode(Pong(seq=0)))
+    send_frame(sock, encode(Pong(seq=1)))
+    assert arrived.get(timeout=30) == Pong(seq=1)
+
+
+def test_a_wrong_token_never_connects(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    client = ControlClient(("127.0.0.1", server.port), b"w" * 32, "agent", "a", _hello, lambda m: None)
+    clients(client)
+    for _ in range(2):  # it keeps trying, and is refused each time
+        with pytest.raises(EverstepError, match="token"):
+            server.accept()
+    assert not client.connected
+
+
+def test_close_lets_the_last_words_out_and_ends_the_thread() -> None:
+    server = Server()
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    sock = server.accept()
+    assert client.wait_connected(30)
+    client.send(_important(3))
+    client.close()
+    assert isinstance(_read(sock), AgentHello)
+    assert _read(sock) == _important(3)
+    assert sock.recv(1) == b""
+    assert not any(t.name.startswith("control-agent") and t is client._thread for t in threading.enumerate())
+    client.send(_important(4))  # no error after close
