@@ -173,9 +173,26 @@ class StepMachine:
         return self._position
 
     @property
+    def records(self) -> Mapping[int, Record]:
+        """Of the last decision, by worker id."""
+        return self._records
+
+    @property
     def step(self) -> int:
         """Updates applied or being applied."""
         return self._position.step
+
+    @property
+    def settled(self) -> bool:
+        """Whether this worker is a member of a generation and its settle is done here."""
+        return self._plan is not None and self._entered
+
+    @property
+    def next_gather(self) -> Key:
+        """Key of the decision that answers the application's next `GatherAsked`."""
+        if self._unasked is not None:
+            return self._unasked.key
+        return Key(self._position.step, self._position.seq + 1)
 
     @property
     def prepared(self) -> int:
@@ -354,8 +371,7 @@ class StepMachine:
             return self._begin_step()
         if isinstance(asked, GatherAsked):
             self._phase = Phase.GATHERING
-            key = Key(self._position.step, self._position.seq + 1)
-            return [SendRecord(self._generation, key, Record(self.prepared, asked.payload))]
+            return [SendRecord(self._generation, self.next_gather, Record(self.prepared, asked.payload))]
         return []
 
     # ---- a step
@@ -408,7 +424,7 @@ class StepMachine:
         if self._phase is Phase.AGREEING:
             key = Key(self._position.step + 1, 0)
         elif self._phase is Phase.GATHERING:
-            key = Key(self._position.step, self._position.seq + 1)
+            key = self.next_gather
         else:
             return []
         records = self._arrived.get(key, {})
