@@ -1,0 +1,256 @@
+"""Lane placement: which worker computes which lanes. Pure, and a function of its arguments alone.
+
+No choice made here changes a bit of the result (the lane tree sees to that); it changes only how long a step takes.
+A fresh placement gives every worker one run of lanes. A repair keeps what the survivors have, because they may have
+computed it already, and moves only the lanes that were lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from everstep.base.errors import ConfigError, check
+from everstep.base.plan import Seat
+from everstep.placement.owners import owners
+from everstep.placement.tree import run_nodes
+
+
+def place(
+    worker_ids: Iterable[int],
+    lanes: int,
+    *,
+    stages: int = 1,
+    speeds: Mapping[int, float] | None = None,
+    previous: Sequence[Seat] = (),
+    standby: Collection[int] = (),
+) -> tuple[Seat, ...]:
+    """Seats for the workers, by stage and then by worker id; every lane is taken exactly once in every stage.
+
+    Fresh (`previous` empty): one run of lanes each. Without speeds (or with equal ones) the sizes differ by at most
+    one and the runs are those with the fewest tree nodes; with speeds the slowest finishes as early as possible.
+    Repair: survivors keep every lane; only lanes of workers that are gone (or now standby) move, to where the slowest
+    finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get lanes only from
+    the lost ones; those for whom none is left become standby.
+
+    worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing,
+    zero or non-finite speed is unknown and counts as the mean of the others. standby: workers to be kept without lanes.
+
+    Raises: ConfigError if a stage has no active worker, or more of them than there are lanes.
+    """
+    given = list(worker_ids)
+    ids = sorted(set(given))
+    check(len(ids) == len(given), f"worker ids must be distinct, got {sorted(given)}")
+    if lanes < 1 or stages < 1:
+        raise ConfigError(f"expected at least 1 lane and 1 stage, got {lanes} and {stages}: raise them")
+    pools = _pools(ids, stages, previous)
+    seats: list[Seat] = []
+    for stage, pool in enumerate(pools):
+        active = [i for i in pool if i not in standby]
+        _check_size(active, lanes, stage, stages)
+        known = _speeds(active, speeds)
+        held = _held(active, lanes, [s for s in previous if s.stage == stage])
+        taken = _repair(active, lanes, known, held) if held else _fresh(active, lanes, known)
+        for worker_id in pool:
+            own = tuple(sorted(taken.get(worker_id, ())))
+            seats.append(Seat(worker_id, stage, "active" if own else "standby", own))
+    return tuple(seats)
+
+
+def _check_size(active: list[int], lanes: int, stage: int, stages: int) -> None:
+    where = "" if stages == 1 else f" in stage {stage}"
+    if not active:
+        raise ConfigError(f"expected at least 1 active worker{where}, got 0: start more workers, or fewer standby ones")
+    if len(active) > lanes:
+        raise ConfigError(
+            f"expected at most as many active workers as lanes{where}, got {len(active)} for {lanes} lanes: "
+            f"use fewer workers, raise 'lanes', or make {len(active) - lanes} of them standby"
+        )
+
+
+def _pools(ids: list[int], stages: int, previous: Sequence[Seat]) -> list[list[int]]:
+    """The worker ids of every stage: where they sat before, newcomers into the smallest pools; else evenly in order."""
+    if stages == 1:
+        return [ids]
+    if len(ids) < stages and not previous:
+        raise ConfigError(f"expected at least one worker per stage, got {len(ids)} for {stages} stages")
+    if not previous:
+        return [ids[first:last] for first, last in owners(len(ids), range(stages)).values()]
+    pools = [
+        [i for i in ids if any(s.worker_id == i and s.stage == stage for s in previous)] for stage in range(stages)
+    ]
+    seated = {i for pool in pools for i in pool}
+    for newcomer in (i for i in ids if i not in seated):
+        min(pools, key=len).append(newcomer)
+    return [sorted(pool) for pool in pools]
+
+
+def _speeds(active: list[int], speeds: Mapping[int, float] | None) -> dict[int, float]:
+    """A usable speed for every active worker."""
+    given = {i: float((speeds or {}).get(i, 0.0)) for i in active}
+    known = [v for v in given.values() if math.isfinite(v) and v > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    return {i: v if math.isfinite(v) and v > 0 else mean for i, v in given.items()}
+
+
+def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, list[int]]:
+    """The lanes that active workers had before and keep. Empty if nobody keeps any."""
+    seen: set[int] = set()
+    for seat in previous:
+        check(all(0 <= lane < lanes for lane in seat.lanes), f"previous seat {seat} does not fit {lanes} lanes")
+        check(seen.isdisjoint(seat.lanes), f"previous seats share lanes: {seat}")
+        seen.update(seat.lanes)
+    return {s.worker_id: list(s.lanes) for s in previous if s.lanes and s.worker_id in active}
+
+
+# ---- fresh placement
+
+
+def _fresh(active: list[int], lanes: int, speeds: Mapping[int, float]) -> dict[int, list[int]]:
+    """One run per worker, in id order."""
+    if len(set(speeds.values())) == 1:
+        sizes = _even_sizes(len(active), lanes)
+    else:
+        shares = _fill(dict.fromkeys(active, 1), lanes - len(active), speeds)
+        sizes = [shares[i] for i in active]
+    taken: dict[int, list[int]] = {}
+    first = 0
+    for worker_id, size in zip(active, sizes, strict=True):
+        taken[worker_id] = list(range(first, first + size))
+        first += size
+    return taken
+
+
+def _even_sizes(workers: int, lanes: int) -> list[int]:
+    """Run sizes that differ by at most one, with the fewest tree nodes in total; ties: the first workers have more.
+
+    Dynamic programming over (workers seated, larger runs used), from the last worker back: the position of a run
+    follows from the two.
+    """
+    size, larger = divmod(lanes, workers)
+    if larger == 0:
+        return [size] * workers
+    impossible = lanes * lanes + 1
+    rest = [impossible] * larger + [0]  # fewest nodes for the workers not yet seated, by larger runs used
+    choices: list[list[bool]] = []
+    for position in reversed(range(workers)):
+        now = [impossible] * (larger + 1)
+        choice = [False] * (larger + 1)
+        for used in range(min(position, larger) + 1):
+            first = position * size + used
+            if first + size > lanes:
+                continue
+            small = rest[used] + run_nodes(first, first + size, lanes)
+            large = impossible
+            if used < larger and first + size + 1 <= lanes:
+                large = rest[used + 1] + run_nodes(first, first + size + 1, lanes)
+            now[used], choice[used] = min(small, large), large <= small
+        rest = now
+        choices.append(choice)
+    sizes: list[int] = []
+    used = 0
+    for choice in reversed(choices):
+        sizes.append(size + choice[used])
+        used += choice[used]
+    return sizes
+
+
+def _fill(shares: Mapping[int, int], more: int, speeds: Mapping[int, float]) -> dict[int, int]:
+    """Shares after handing out `more` lanes one by one to whoever finishes first with one more (ties: lowest id).
+
+    This minimises the time of the slowest: an exchange of any lane cannot lower it.
+    """
+    filled = dict(shares)
+    heap = [((share + 1) / speeds[i], i) for i, share in filled.items()]
+    heapq.heapify(heap)
+    for _ in range(more):
+        _, worker_id = heap[0]
+        filled[worker_id] += 1
+        heapq.heapreplace(heap, ((filled[worker_id] + 1) / speeds[worker_id], worker_id))
+    return filled
+
+
+# ---- repair
+
+
+def _repair(
+    active: list[int], lanes: int, speeds: Mapping[int, float], held: Mapping[int, list[int]]
+) -> dict[int, list[int]]:
+    """The lanes held, and the lost ones spread over the active workers."""
+    owner: dict[int, int] = {lane: i for i, own in held.items() for lane in own}
+    n_lost = lanes - len(owner)
+    newcomers = [i for i in active if i not in held][:n_lost]
+    start = {i: len(held[i]) if i in held else 1 for i in active if i in held or i in newcomers}
+    shares = _fill(start, n_lost - len(newcomers), speeds)
+    for newcomer in newcomers:
+        _seat_newcomer(newcomer, shares[newcomer], lanes, owner)
+    spare = _spare(start, shares, speeds, held)
+    while len(owner) < lanes:
+        lane, worker_id = _next_move(lanes, owner, spare, speeds, start)
+        owner[lane] = worker_id
+        spare[worker_id] -= 1
+        start[worker_id] += 1
+    taken: dict[int, list[int]] = {}
+    for lane, worker_id in owner.items():
+        taken.setdefault(worker_id, []).append(lane)
+    return taken
+
+
+def _spare(
+    start: Mapping[int, int], shares: Mapping[int, int], speeds: Mapping[int, float], held: Mapping[int, list[int]]
+) -> dict[int, int]:
+    """How many more lanes each survivor can take without finishing later than the slowest that must take any."""
+    limit = max((shares[i] / speeds[i] for i in held if shares[i] > start[i]), default=0.0)
+    spare: dict[int, int] = {}
+    for i in held:
+        most = int(limit * speeds[i]) + 1
+        while most / speeds[i] > limit:
+            most -= 1
+        spare[i] = max(0, most - start[i])
+    return spare
+
+
+def _gaps(lanes: int, owner: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The runs [lo, hi) of lanes without an owner, ascending."""
+    edges = [-1, *sorted(owner), lanes]
+    return [(a + 1, b) for a, b in pairwise(edges) if b - a > 1]
+
+
+def _seat_newcomer(newcomer: int, share: int, lanes: int, owner: dict[int, int]) -> None:
+    """Gives the newcomer the run of lost lanes with the fewest nodes in it and left beside it; several if none fits."""
+
+    def nodes(lo: int, hi: int) -> int:
+        return run_nodes(lo, hi, lanes) if lo < hi else 0
+
+    while share > 0:
+        gaps = _gaps(lanes, owner)
+        size = min(share, max(hi - lo for lo, hi in gaps))
+        _, first = min(
+            (nodes(lo, at) + nodes(at, at + size) + nodes(at + size, hi), at)
+            for lo, hi in gaps
+            for at in range(lo, hi - size + 1)
+        )
+        owner.update(dict.fromkeys(range(first, first + size), newcomer))
+        share -= size
+
+
+def _next_move(
+    lanes: int,
+    owner: Mapping[int, int],
+    spare: Mapping[int, int],
+    speeds: Mapping[int, float],
+    loads: Mapping[int, int],
+) -> tuple[int, int]:
+    """(lane, worker id): a lost lane beside one of a survivor who can take it; without such, the first lost lane.
+
+    Of several, to the one that finishes first with it, then the lowest lane.
+    """
+    gaps = _gaps(lanes, owner)
+    beside = [(lo, owner[lo - 1]) for lo, _ in gaps if lo > 0] + [(hi - 1, owner[hi]) for _, hi in gaps if hi < lanes]
+    moves = [(lane, i) for lane, i in beside if spare.get(i, 0) > 0]
+    if not moves:
+        moves = [(gaps[0][0], i) for i, room in spare.items() if room > 0]
+    check(bool(moves), f"nobody can take the lanes {gaps}")
+    return min(moves, key=lambda move: ((loads[move[1]] + 1) / speeds[move[1]], *move))

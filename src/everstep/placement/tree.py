@@ -1,0 +1,137 @@
+"""The one fixed binary tree over the lanes: which lanes are added to which, in any placement. Pure.
+
+Floating-point addition is not associative, so the bits of a sum are those of its tree. This tree depends on the number
+of lanes alone. A worker adds up every complete subtree it holds (`cover`), whoever finishes the tree does the remaining
+merges (`fold_order`), and the result is the same as if one worker had done everything (`fold`).
+
+The shape is that of RFC 6962, section 2.1: aligned runs of a power of two are nodes for any number of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from everstep.base.errors import check
+from everstep.base.ports import Node
+
+T = TypeVar("T")
+
+
+class Merge(NamedTuple):
+    """Add the sum of `right` to the sum of `left`: gives that of `into`, their parent."""
+
+    left: Node
+    right: Node
+    into: Node
+
+
+def root(n_lanes: int) -> Node:
+    """The node of all lanes."""
+    check(n_lanes >= 1, f"a lane tree has at least 1 lane, got {n_lanes}")
+    return Node(0, n_lanes)
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """The two parts of an inner node: the left has the largest power of two of lanes that leaves some for the right."""
+    size = node.hi - node.lo
+    check(size > 1, f"a leaf has no children: {node}")
+    middle = node.lo + (1 << ((size - 1).bit_length() - 1))
+    return Node(node.lo, middle), Node(middle, node.hi)
+
+
+def is_node(n_lanes: int, node: Node) -> bool:
+    """Whether (lo, hi) is a node of the tree over `n_lanes` lanes."""
+    at = root(n_lanes)
+    if not at.lo <= node.lo < node.hi <= at.hi:
+        return False
+    while at != node:
+        left, right = children(at)
+        if node.hi <= left.hi:
+            at = left
+        elif node.lo >= right.lo:
+            at = right
+        else:
+            return False
+    return True
+
+
+def cover(lanes: Iterable[int], n_lanes: int) -> tuple[Node, ...]:
+    """The maximal nodes all of whose lanes are in the set, ascending: what a worker with these lanes adds up alone."""
+    ascending = sorted(set(lanes))
+    top = root(n_lanes)
+    if not ascending:
+        return ()
+    check(ascending[0] >= 0 and ascending[-1] < n_lanes, f"lanes {ascending} are not all in 0..{n_lanes - 1}")
+    found: list[Node] = []
+    _cover(top, ascending, 0, len(ascending), found)
+    return tuple(found)
+
+
+def _cover(node: Node, lanes: list[int], first: int, last: int, found: list[Node]) -> None:
+    """`lanes[first:last]` are those of the set inside `node`; recursion is as deep as the tree (log2 of the lanes)."""
+    if first == last:
+        return
+    if last - first == node.hi - node.lo:
+        found.append(node)
+        return
+    left, right = children(node)
+    middle = first
+    while middle < last and lanes[middle] < left.hi:
+        middle += 1
+    _cover(left, lanes, first, middle, found)
+    _cover(right, lanes, middle, last, found)
+
+
+@lru_cache(maxsize=65536)
+def run_nodes(lo: int, hi: int, n_lanes: int) -> int:
+    """How many nodes cover the run lo..hi-1: what a worker with this run has to hand over."""
+    return len(cover(range(lo, hi), n_lanes))
+
+
+def fold_order(n_lanes: int, nodes: Iterable[Node]) -> list[Merge]:
+    """The merges that finish the tree from disjoint nodes that together cover all lanes, children before parents.
+
+    Raises: InvariantViolation if they are not nodes of this tree, overlap, or leave lanes out.
+    """
+    given = list(nodes)
+    held = set(given)
+    check(len(held) == len(given), f"a node was given twice: {sorted(given)}")
+    merges: list[Merge] = []
+    used = _descend(root(n_lanes), held, merges)
+    check(used == len(held), f"nodes overlap or are not of the tree over {n_lanes} lanes: {sorted(held)}")
+    return merges
+
+
+def _descend(node: Node, held: set[Node], merges: list[Merge]) -> int:
+    """Appends the merges below and at `node` in postorder; returns how many of the held nodes they use."""
+    if node in held:
+        return 1
+    check(node.hi - node.lo > 1, f"lane {node.lo} is covered by no node of {sorted(held)}")
+    left, right = children(node)
+    used = _descend(left, held, merges) + _descend(right, held, merges)
+    merges.append(Merge(left, right, node))
+    return used
+
+
+def fold(n_lanes: int, values: Mapping[int, T], add: Callable[[T, T], T]) -> T:
+    """The reference: one value per lane, added along the whole tree. Absent lanes are the identity, not a zero.
+
+    Raises: InvariantViolation if there is no value at all, or one of a lane that does not exist.
+    """
+    check(len(values) > 0, "a fold needs at least one value")
+    check(all(0 <= lane < n_lanes for lane in values), f"lanes {sorted(values)} are not all in 0..{n_lanes - 1}")
+    return next(_fold(root(n_lanes), values, add))
+
+
+def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> Iterator[T]:
+    """Yields the sum of the node, or nothing if all its lanes are absent."""
+    if node.hi - node.lo == 1:
+        if node.lo in values:
+            yield values[node.lo]
+        return
+    left, right = children(node)
+    parts = [*_fold(left, values, add), *_fold(right, values, add)]
+    if parts:
+        yield parts[0] if len(parts) == 1 else add(parts[0], parts[1])
