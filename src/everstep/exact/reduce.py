@@ -1,0 +1,223 @@
+"""Finishing the lane tree: the sums of all workers' subtrees become one, in the canonical order.
+
+Apart because every transport uses it, whatever carried the parts. The additions are element by element, so the bits do
+not depend on who finishes which range, nor on how the range is cut into chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from everstep.base.errors import check
+from everstep.base.ports import Node, Reduced
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.placement.tree import fold_order
+
+CHUNK_ELEMENTS = 32_768
+"""Elements that are folded at a time, so that partial sums stay in the processor's cache."""
+
+
+class NodePart(NamedTuple):
+    """One subtree's sum, or a piece of it.
+
+    tensor: flat float32; its element 0 is element `offset` of the layout, so a whole flat vector has offset 0.
+    presence: one byte per layout entry, 1 where at least one lane of the node had it; what is absent is never read.
+    """
+
+    node: Node
+    tensor: Tensor
+    presence: bytes
+    offset: int = 0
+
+
+class _Add(NamedTuple):
+    """out = left + right. Operands: k >= 0 is source k, k < 0 is register -1 - k; register 0 is the result."""
+
+    out: int
+    left: int
+    right: int
+
+
+def finish(layout: GradientLayout, n_lanes: int, parts: Sequence[NodePart], start: int, stop: int, out: Tensor) -> None:
+    """Folds the parts, whose nodes together cover all lanes, for the elements [start, stop) of the layout.
+
+    out: flat float32 with stop - start elements; element 0 is element `start` of the layout. It may not overlap any
+    part. Entries that are absent in all parts become zeros.
+
+    Raises: InvariantViolation if nodes overlap or leave lanes out, or sizes do not match.
+    """
+    check(0 <= start <= stop <= layout.numel, f"range {start}..{stop} is not inside 0..{layout.numel}")
+    check(out.numel() == stop - start, f"out has {out.numel()} elements, the range {stop - start}")
+    for part in parts:
+        check(len(part.presence) == len(layout.entries), f"presence of {part.node} has {len(part.presence)} bytes")
+    nodes = tuple(part.node for part in parts)
+    with torch.no_grad():
+        scratch: list[Tensor] = []
+        for begin, end, present in _runs(layout, parts, start, stop):
+            target = out[begin - start : end - start]
+            program, used, registers = _program(n_lanes, nodes, present)
+            if not used:
+                target.zero_()
+                continue
+            sources = [parts[k].tensor[begin - parts[k].offset : end - parts[k].offset] for k in used]
+            check(all(s.numel() == end - begin for s in sources), f"a part does not reach over {begin}..{end}")
+            while len(scratch) < registers - 1:
+                scratch.append(torch.empty(CHUNK_ELEMENTS, dtype=out.dtype, device=out.device))
+            _execute(program, sources, target, scratch)
+
+
+def presence(parts: Iterable[NodePart]) -> bytes:
+    """One byte per layout entry: 1 where at least one part has it."""
+    return merge_presence(part.presence for part in parts)
+
+
+def merge_presence(rows: Iterable[bytes]) -> bytes:
+    """The element-wise maximum of presence bytes; empty if there are none."""
+    merged: bytes | None = None
+    for row in rows:
+        if merged is None or merged == row:
+            merged = row
+        else:
+            merged = np.maximum(np.frombuffer(merged, np.uint8), np.frombuffer(row, np.uint8)).tobytes()
+    return merged or b""
+
+
+def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray[np.float64]:
+    """Sums of squares of the unnormalised gradient, one float64 per block; parameters only, no running statistics.
+
+    data: flat float32, whole blocks, beginning at element `start` of the layout, which is the beginning of a block.
+    Each block's value depends on the block's bits alone, so it does not matter who computes which.
+    """
+    check(start % BLOCK_ELEMENTS == 0, f"element {start} is not the beginning of a block")
+    check(data.numel() % BLOCK_ELEMENTS == 0, f"{data.numel()} elements are not whole blocks")
+    first = start // BLOCK_ELEMENTS
+    count = data.numel() // BLOCK_ELEMENTS
+    norms = torch.zeros(count, dtype=torch.float64, device=data.device)
+    wide = torch.empty(BLOCK_ELEMENTS, dtype=torch.float64, device=data.device)
+    with torch.no_grad():
+        for k in range(count):
+            size = layout.block_params_stop[first + k] - (first + k) * BLOCK_ELEMENTS
+            if size:
+                block = wide[:size].copy_(data[k * BLOCK_ELEMENTS : k * BLOCK_ELEMENTS + size])
+                torch.dot(block, block, out=norms[k])
+    result: npt.NDArray[np.float64] = norms.cpu().numpy()
+    return result
+
+
+def total_sumsq(values: Iterable[float]) -> float:
+    """The sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf go through."""
+    return math.fsum(values)
+
+
+def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:
+    """What to add to the sum of the block norms so that it is that of the gradient in which places of use are added up.
+
+    |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; 0.0 without ties. Every worker of an unsplit model
+    gets the same number; only one may contribute it.
+    """
+    terms: list[float] = []
+    with torch.no_grad():
+        for places in _places(layout).values():
+            wide = [_gather(reduced, layout, i).double() for i in places if reduced.presence[i]]
+            for k, right in enumerate(wide):
+                terms.extend(2.0 * float(torch.dot(left, right)) for left in wide[:k])
+    return math.fsum(terms)
+
+
+def _places(layout: GradientLayout) -> dict[int, list[int]]:
+    """First place of use -> all places, of parameters that have several."""
+    places: dict[int, list[int]] = {}
+    for i, entry in enumerate(layout.entries):
+        if entry.tied_to >= 0:
+            places.setdefault(entry.tied_to, [entry.tied_to]).append(i)
+    return places
+
+
+def _gather(reduced: Reduced, layout: GradientLayout, index: int) -> Tensor:
+    entry = layout.entries[index]
+    found = []
+    for piece in reduced.pieces:
+        lo, hi = max(piece.start, entry.offset), min(piece.stop, entry.offset + entry.numel)
+        if lo < hi:
+            found.append(piece.data[lo - piece.start : hi - piece.start])
+    return torch.cat(found)
+
+
+def _runs(
+    layout: GradientLayout, parts: Sequence[NodePart], start: int, stop: int
+) -> Iterable[tuple[int, int, tuple[bool, ...]]]:
+    """Cuts the range where the set of parts that have the entry changes: (begin, end, which parts have it)."""
+    if start == stop:
+        return
+    rows = [part.presence for part in parts]
+    if all(0 not in row for row in rows):
+        yield start, stop, (True,) * len(parts)
+        return
+    ends = np.array(layout.boundaries)
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(ends, stop, side="left"))
+    table = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)[:, first : last + 1] != 0
+    changes = np.flatnonzero((table[:, 1:] != table[:, :-1]).any(axis=0))
+    begin = start
+    for k in (*changes.tolist(), table.shape[1] - 1):
+        end = min(int(ends[first + k]), stop)
+        yield begin, end, tuple(table[:, k].tolist())
+        begin = end
+
+
+@lru_cache(maxsize=4096)
+def _program(
+    n_lanes: int, nodes: tuple[Node, ...], present: tuple[bool, ...]
+) -> tuple[tuple[_Add, ...], tuple[int, ...], int]:
+    """Compiles the fold of the present nodes: (additions, part behind each source, registers needed)."""
+    used = tuple(k for k in range(len(nodes)) if present[k])
+    value: dict[Node, int] = {nodes[k]: source for source, k in enumerate(used)}
+    additions: list[_Add] = []
+    free: list[int] = []
+    registers = 0
+    for merge in fold_order(n_lanes, nodes):
+        left, right = value.get(merge.left), value.get(merge.right)
+        if left is None or right is None:
+            if left is not None or right is not None:
+                value[merge.into] = left if left is not None else right  # type: ignore[assignment]
+            continue
+        if left < 0:
+            out = left
+            if right < 0:
+                free.append(right)
+        elif right < 0:
+            out = right
+        elif free:
+            out = free.pop()
+        else:
+            registers += 1
+            out = -registers
+        additions.append(_Add(out, left, right))
+        value[merge.into] = out
+    check(not additions or additions[-1].out == -1, "the fold must end in the result")
+    return tuple(additions), used, registers
+
+
+def _execute(program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, scratch: Sequence[Tensor]) -> None:
+    if not program:
+        out.copy_(sources[0])
+        return
+    if len(program) == 1:
+        torch.add(sources[program[0].left], sources[program[0].right], out=out)
+        return
+    pieces = zip(out.unsafe_split(CHUNK_ELEMENTS), *(s.unsafe_split(CHUNK_ELEMENTS) for s in sources), strict=True)
+    temporaries = list(scratch)
+    for target, *chunk in pieces:
+        if target.numel() != CHUNK_ELEMENTS:
+            temporaries = [t[: target.numel()] for t in scratch]
+        values = (*chunk, *reversed(temporaries), target)  # so that register -1 is the target, -2 the first scratch
+        for add in program:
+            torch.add(values[add.left], values[add.right], out=values[add.out])
