@@ -1,0 +1,156 @@
+"""From what the user calls a TASK to something that can be trained: a `Task`, or the path of a script.
+
+The words are taken apart without importing anything; only `load_task` runs the user's code. The command line uses it
+to check a job before it starts, every worker uses it to build the job.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from everstep.train.task import Task
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A TASK taken apart. `where`: zoo name, dotted module or file; `what`: the zoo task's PATH, or the class."""
+
+    kind: Literal["zoo", "module", "file", "script"]
+    where: str
+    what: str
+    text: str
+
+    @property
+    def short(self) -> str:
+        """A name fit for a directory."""
+        name = self.where if self.kind == "zoo" else Path(self.where).stem if self.kind == "script" else self.what
+        return "".join(c if c.isalnum() or c in "-_." else "-" for c in name) or "task"
+
+
+def parse_task(text: str) -> TaskSpec:
+    """Take a TASK apart: zoo name (`name` or `name:PATH`), `module:Class`, `path/file.py:Class` or `script.py`.
+
+    Raises: ConfigError if it is none of these, or names a file that does not exist.
+    """
+    head, colon, tail = text.partition(":")
+    if head.endswith(".py"):
+        path = Path(head)
+        if not path.is_file():
+            raise ConfigError(f"task {text!r}: there is no file {head}")
+        if colon and not tail:
+            raise ConfigError(f"task {text!r}: expected a class after the colon, such as {head}:MyTask")
+        return TaskSpec("file" if colon else "script", str(path.resolve()), tail, text)
+    known = zoo_names()
+    if head in known:
+        return TaskSpec("zoo", head, tail, text)
+    if colon and tail.isidentifier() and all(part.isidentifier() for part in head.split(".")):
+        return TaskSpec("module", head, tail, text)
+    close = difflib.get_close_matches(head, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"task {text!r} is no ready task ({', '.join(known)}), no module:Class, no file.py:Class and no script.py{hint}"
+    )
+
+
+def zoo_names() -> tuple[str, ...]:
+    """The ready tasks."""
+    from everstep.zoo import registry
+
+    return tuple(registry.names())
+
+
+def load_class(spec: TaskSpec) -> type[Task]:
+    """Import the class that a task is made of. Runs the user's module.
+
+    Raises: ConfigError, in one line, saying what does not import and why.
+    """
+    if spec.kind == "zoo":
+        from everstep.zoo import registry
+
+        return registry.load(spec.where)
+    module = _import_file(spec) if spec.kind == "file" else _import_module(spec)
+    found = getattr(module, spec.what, None)
+    from everstep.train.task import Task
+
+    if found is None:
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
+        has = f"; it has {', '.join(sorted(classes))}" if classes else ""
+        raise ConfigError(f"task {spec.text!r}: {spec.where} has no {spec.what!r}{has}")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(f"task {spec.text!r}: {spec.what} must be a subclass of everstep.Task, got {_kind(found)}")
+    return found
+
+
+def make_task(spec: TaskSpec) -> Task:
+    """Import and construct; `config` is not set yet.
+
+    Raises: ConfigError, in one line.
+    """
+    task_class = load_class(spec)
+    try:
+        if spec.kind == "zoo" and spec.what:
+            return task_class(spec.what)  # type: ignore[call-arg]
+        return task_class()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"task {spec.text!r} cannot be constructed: {_one_line(error)}") from error
+
+
+def load_task(text: str, config: Config) -> Task:
+    """The task that TASK names, with its config set.
+
+    Raises: ConfigError, in one line: what does not import and why; scripts are not tasks.
+    """
+    spec = parse_task(text)
+    if spec.kind == "script":
+        raise ConfigError(f"task {text!r} is a script: expected file.py:Class, module:Class or a ready task")
+    task = make_task(spec)
+    task.config = config
+    return task
+
+
+def _import_module(spec: TaskSpec) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(spec.where)
+    except Exception as error:
+        raise ConfigError(f"task {spec.text!r}: module {spec.where!r} does not import: {_one_line(error)}") from error
+
+
+def _import_file(spec: TaskSpec) -> ModuleType:
+    path = Path(spec.where)
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"everstep_task_{path.stem}"
+    loaded = importlib.util.spec_from_file_location(name, path)
+    if loaded is None or loaded.loader is None:
+        raise ConfigError(f"task {spec.text!r}: {path} cannot be imported as Python")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules[name] = module
+    try:
+        loaded.loader.exec_module(module)
+    except Exception as error:
+        sys.modules.pop(name, None)
+        raise ConfigError(f"task {spec.text!r}: {path.name} does not import: {_one_line(error)}") from error
+    return module
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,0 +1,41 @@
+"""The entry of a worker process: where the task, the scripted faults and the training loop meet.
+
+Here and not in `train`, because faults and the naming of tasks are above it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.base.config import Config
+from everstep.chaos.inject import Injector
+from everstep.chaos.spec import parse
+from everstep.cli.task_loading import load_task
+from everstep.observe.events import EventLog
+from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.context import WorkerContext
+
+if TYPE_CHECKING:
+    from everstep.train.task import Task
+
+ENTRY = f"{__name__}:main"
+
+
+def main(context: WorkerContext) -> int:
+    """Run one life of one worker; returns its exit code."""
+    from everstep.train.worker import run_worker
+
+    config = context.load_config()
+    events = EventLog(context.run_path / EVENTS_FILE)
+    injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
+    is_script = context.task.endswith(".py")
+
+    def load(effective: Config) -> Task:
+        return load_task(context.task, effective)
+
+    try:
+        if is_script:
+            return run_worker(context, None, context.task, injector.at)
+        return run_worker(context, load, None, injector.at)
+    finally:
+        events.close()
