@@ -98,6 +98,7 @@ class WorkerHello(Message, frozen=True, kw_only=True):
     member: Member
     step: int
     plan: Plan | None
+    wants_spare: bool = False
 
 
 class WorkerHealed(Message, frozen=True, kw_only=True):

@@ -1,0 +1,168 @@
+"""What people ask of the coordinator: status, scale, drain, stop; and which slots the agents keep filled. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.base.plan import Plan
+from everstep.protocol.coordinator_state import Agent, State, Worker, listed
+from everstep.protocol.messages import Command, CommandReply, SetSlots
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+def command(state: State, connection: str, message: Command) -> None:
+    """Carry out a command, or say in one line why not."""
+    act = {"status": _status, "scale": _scale, "drain": _drain, "stop": _stop}.get(message.name)
+    result: dict[str, Any]
+    if act is None:
+        error, result = f"unknown command '{message.name}': expected status, scale, drain or stop", {}
+    elif state.ended is not None and message.name != "status":
+        error, result = f"the job is over ({state.ended.state}): {message.name} has no effect", {}
+    else:
+        error, result = act(state, message.args)
+    reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
+    state.send(connection, reply)
+
+
+def _status(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "", status(state)
+
+
+def _stop(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
+    state.end("interrupted", str(args.get("reason") or "stopped by request"), code)
+    return "", {}
+
+
+def _scale(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    wanted = args.get("workers")
+    least, most = state.min_workers, state.config.lanes
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
+        return f"expected a number of workers from {least} (min_workers) to {most} (lanes), got {wanted!r}", {}
+    slots = state.slot_ids()
+    size = wanted + max(0, len(slots) - state.target)
+    members = [m.worker_id for m in _newest(state).members] if state.plan is not None else []
+    keep = [i for i in sorted(members) if i in slots][:wanted]
+    dropped = set(members) - set(keep)
+    others = [i for i in sorted(slots) if i not in keep and i not in dropped and i not in state.lost_slots]
+    chosen = set((keep + others)[:size])
+    fresh = 0
+    while len(chosen) < size:
+        if fresh not in chosen and fresh not in state.lost_slots and fresh not in dropped:
+            chosen.add(fresh)
+        fresh += 1
+    was = state.target
+    state.set_target(wanted, chosen, f"scaled from {was} to {wanted} workers by request")
+    return "", {"workers": wanted, "before": was}
+
+
+def _drain(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    worker_id = args.get("worker_id")
+    slots = state.slot_ids()
+    if not isinstance(worker_id, int) or worker_id not in slots:
+        return f"no worker {worker_id!r}: the workers are {listed(slots)}", {}
+    spare = state.plan is not None and worker_id not in _newest(state).worker_ids and len(slots) > state.target
+    target = state.target if spare else state.target - 1
+    if target < state.min_workers:
+        return f"cannot drain worker {worker_id}: {target} workers would be left and min_workers is {least(state)}", {}
+    state.set_target(target, slots - {worker_id}, f"worker {worker_id} drained by request")
+    return "", {"workers": target}
+
+
+def least(state: State) -> int:
+    """The least number of workers the job may run with."""
+    return state.min_workers
+
+
+def _newest(state: State) -> Plan:
+    plan = state.prepared or state.plan
+    if plan is None:
+        raise LookupError("no plan yet")
+    return plan
+
+
+# ---- slots
+
+
+def sync_slots(state: State) -> None:
+    """Tell each agent which worker ids to keep running, once the wish differs from what the agents started with.
+
+    A slot that is not wanted any more stays in the list until its process has left.
+    """
+    if state.slots is None or state.ended is not None:
+        return
+    agents = [a for _, a in sorted(state.agents.items()) if a.connection is not None]
+    if not agents:
+        return
+    running = {key.worker_id for agent in state.agents.values() for key in agent.lives}
+    wanted = (state.slots - set(state.lost_slots)) | (running - set(state.lost_slots))
+    shares: dict[str, list[int]] = {a.agent_id: [] for a in agents}
+    for worker_id in sorted(wanted):
+        if state.slot_owner.get(worker_id) in shares:
+            shares[state.slot_owner[worker_id]].append(worker_id)
+    for worker_id in sorted(wanted):
+        if state.slot_owner.get(worker_id) not in state.agents:
+            fewest = min(agents, key=lambda a: (len(shares[a.agent_id]), a.agent_id))
+            shares[fewest.agent_id].append(worker_id)
+            state.slot_owner[worker_id] = fewest.agent_id
+    for agent in agents:
+        _send_slots(state, agent, sorted(shares[agent.agent_id]))
+
+
+def _send_slots(state: State, agent: Agent, ids: list[int]) -> None:
+    if agent.sent_slots != ids:
+        agent.sent_slots = ids
+        state.send(agent.connection, SetSlots(worker_ids=ids))
+
+
+# ---- status
+
+
+def status(state: State) -> dict[str, Any]:
+    """What `everstep status --json` prints, the coordinator's own pid excepted."""
+    return {
+        "state": job_state(state),
+        "generation": state.plan.generation if state.plan is not None else 0,
+        "step": state.step,
+        "target": state.target,
+        "reason": state.ended.reason if state.ended is not None else state.waiting,
+        "workers": [_worker_status(state, w) for _, w in sorted(state.workers.items())],
+    }
+
+
+def job_state(state: State) -> str:
+    """One of INTERFACE's states of a job."""
+    if state.ended is not None:
+        return state.ended.state
+    if state.waiting:
+        return "waiting"
+    if state.plan is None or (state.generation == 1 and not state.entered and not state.broken):
+        return "starting"
+    if state.broken or (not state.entered and not state.plan.prepared):
+        return "recovering"
+    return "running"
+
+
+def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
+    plan = state.plan
+    member = plan is not None and plan.has(worker.key)
+    role, stage, lanes = "spare", None, []
+    if plan is not None and member:
+        seat = plan.seat(worker.key.worker_id)
+        stage, lanes = seat.stage, list(seat.lanes)
+        role = "leader" if plan.leader(seat.stage) == worker.key.worker_id else seat.role
+    elif worker.key.worker_id in state.joins or state.in_any_plan(worker.key) or not worker.ready:
+        role = "joining"
+    return {
+        "worker_id": worker.key.worker_id,
+        "incarnation": worker.key.incarnation,
+        "pid": worker.pid,
+        "host": worker.host,
+        "stage": stage,
+        "role": role,
+        "step": worker.step,
+        "lanes": lanes,
+        "samples_per_s": worker.samples_per_s,
+    }

@@ -1,0 +1,400 @@
+"""Who lives: agents, heartbeats, hangs, deaths. Pure.
+
+A worker's death is known from its agent (waitpid), from its agent's silence, from its own last words, from a progress
+counter that stands still, or, where no agent speaks for it, from the end of its connection.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol import coordinator_recovery as recovery
+from everstep.protocol.coordinator_state import (
+    MILLISECOND_NS,
+    SECOND_NS,
+    Agent,
+    State,
+    Worker,
+    describe,
+)
+from everstep.protocol.detector import PhiDetector
+from everstep.protocol.messages import (
+    AgentHello,
+    Dismissed,
+    Heartbeat,
+    KillWorker,
+    Pong,
+    SlotLost,
+    WorkerExited,
+    WorkerFailed,
+    WorkerLife,
+    WorkerPulse,
+    WorkerStarted,
+)
+
+HEARTBEAT_LEAST_NS = SECOND_NS // 5
+HEARTBEAT_MOST_NS = 5 * SECOND_NS
+HANG_FLOOR_NS = 10 * SECOND_NS
+HANG_UNKNOWN_NS = 60 * SECOND_NS
+HANG_FACTOR = 10
+ALONE_LIMIT_NS = SECOND_NS
+KILL_AGAIN_NS = 5 * SECOND_NS
+EXEMPT_PHASES = ("idle", "starting")
+
+
+# ---- deaths
+
+
+def evict(
+    state: State,
+    worker: Worker,
+    reason: str,
+    *,
+    kill: bool,
+    notice_ns: int = 0,
+    died_unix_ns: int | None = None,
+) -> None:
+    """This life is over, or is made to be: fence it, say why, and break the plan it was part of.
+
+    kill: it may still run. notice_ns: how long ago the fault happened, as far as is known.
+    """
+    key = worker.key
+    agent = state.agent_of(worker)
+    del state.workers[key.worker_id]
+    state.joins.pop(key.worker_id, None)
+    state.entered.discard(key.worker_id)
+    state.accusations.pop(key.worker_id, None)
+    state.fence(key, reason)
+    state.dirty = True
+    fields = {
+        "worker_id": key.worker_id,
+        "incarnation": key.incarnation,
+        "pid": worker.pid,
+        "step": worker.step,
+        "generation": state.plan.generation if state.plan is not None else 0,
+    }
+    if worker.member is None:
+        state.report("warning", reason=f"{describe(key)} ended before it was ready: {reason}", **fields)
+    else:
+        state.report("worker_evicted", reason=reason, died_unix_ns=died_unix_ns, **fields)
+    state.send(worker.connection, Dismissed(reason=reason, drained=False))
+    if kill and agent is not None:
+        kill_life(state, agent, key, reason)
+    if state.in_any_plan(key):
+        text = f"{describe(key)}: {reason}"
+        state.broken.append(text)
+        recovery.begin(state, text, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
+        _shrink(state, key)
+
+
+def _shrink(state: State, key: WorkerKey) -> None:
+    if state.config.on_failure != "shrink" or not state.slot_wanted(key.worker_id):
+        return
+    if state.target > state.min_workers:
+        reason = f"{describe(key)} was lost and on_failure is 'shrink'"
+        state.set_target(state.target - 1, state.slot_ids() - {key.worker_id}, reason)
+
+
+def kill_life(state: State, agent: Agent, key: WorkerKey, reason: str) -> None:
+    """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
+    last = agent.killed_ns.get(key)
+    if agent.connection is None or (last is not None and state.now - last < KILL_AGAIN_NS):
+        return
+    agent.killed_ns[key] = state.now
+    state.send(agent.connection, KillWorker(worker_id=key.worker_id, incarnation=key.incarnation, reason=reason))
+
+
+# ---- what agents say
+
+
+def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
+    """An agent is there (again): from now on it speaks for the workers it lists."""
+    agent = state.agents.get(hello.agent_id)
+    if agent is None:
+        agent = state.agents[hello.agent_id] = watch_agent(state, hello.agent_id, hello.host)
+    elif agent.connection is not None and agent.connection != connection:
+        state.close(agent.connection, "replaced by a newer connection of the same agent")
+    agent.connection, agent.host, agent.slots = connection, hello.host, hello.slots
+    agent.sent_slots, agent.suspected = None, False
+    agent.killed_ns.clear()
+    agent.detector.resume(state.now)
+    state.connections[connection].agent_id = hello.agent_id
+    state.dirty = True
+    if state.ended is not None:
+        state.send(connection, state.ended)
+        return
+    agent.lives = set()
+    for life in sorted(hello.workers, key=lambda w: w.worker_id):
+        saw_life(state, agent, life)
+    for worker in [w for _, w in sorted(state.workers.items())]:
+        if worker.agent_id == agent.agent_id and worker.key not in agent.lives:
+            evict(state, worker, f"it no longer runs on host {agent.host}", kill=False)
+
+
+def watch_agent(state: State, agent_id: str, host: str) -> Agent:
+    """Begin to expect an agent's heartbeats."""
+    config = state.config
+    interval = config.heartbeat_interval_ns or HEARTBEAT_MOST_NS
+    detector = PhiDetector(
+        floor_ns=config.heartbeat_floor_ns,
+        ceiling_ns=config.heartbeat_ceiling_ns,
+        interval_ns=interval,
+        now_ns=state.now,
+    )
+    state.alarms.set(f"agent:{agent_id}", detector.next_change_ns(state.now))
+    return Agent(agent_id, host, detector)
+
+
+def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
+    """An agent says that it runs this process."""
+    key = WorkerKey(life.worker_id, life.incarnation)
+    agent.lives.add(key)
+    if state.is_fenced(key):
+        kill_life(state, agent, key, "it was evicted")
+        return
+    known = state.workers.get(key.worker_id)
+    if known is not None and known.key.incarnation > key.incarnation:
+        return
+    if known is not None and known.key.incarnation < key.incarnation:
+        evict(state, known, f"its slot already runs incarnation {key.incarnation}", kill=False)
+        known = None
+    if known is None:
+        known = state.workers[key.worker_id] = Worker(key, host=agent.host)
+        state.lost_slots.pop(key.worker_id, None)
+    known.agent_id, known.pid = agent.agent_id, life.pid
+    state.slot_owner[key.worker_id] = agent.agent_id
+    state.dirty = True
+
+
+def worker_started(state: State, agent: Agent, message: WorkerStarted) -> None:
+    """A process was started; it says hello itself when it is ready."""
+    saw_life(state, agent, message.worker)
+
+
+def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
+    """A process is dead: waitpid said so."""
+    key = WorkerKey(message.worker_id, message.incarnation)
+    agent.lives.discard(key)
+    agent.killed_ns.pop(key, None)
+    state.dirty = True
+    worker = state.alive(key)
+    if worker is not None:
+        evict(state, worker, message.reason, kill=False, died_unix_ns=message.died_unix_ns)
+
+
+def slot_lost(state: State, message: SlotLost) -> None:
+    """An agent gave up on a slot."""
+    if message.worker_id in state.lost_slots:
+        return
+    state.lost_slots[message.worker_id] = message.reason
+    state.persist("slot_lost", worker_id=message.worker_id, reason=message.reason)
+    state.dirty = True
+    left = len(state.slot_ids() - set(state.lost_slots))
+    if left < state.min_workers:
+        state.end(
+            "failed",
+            f"slot {message.worker_id} was given up ({message.reason}); {left} of the {state.min_workers} workers "
+            "that the job needs at least can still run",
+            1,
+        )
+    else:
+        state.report("warning", worker_id=message.worker_id, reason=f"its slot was given up: {message.reason}")
+
+
+def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
+    """A worker's last words. The same error at the same step in another life is the user's code, not chance."""
+    who = describe(worker.key)
+    if message.fatal:
+        state.end("failed", f"{who}: {message.reason}", 1)
+        return
+    first = state.failures.setdefault((message.step, message.signature), worker.key)
+    if first != worker.key:
+        state.end("failed", f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}", 1)
+        return
+    evict(state, worker, message.reason, kill=False)
+
+
+# ---- heartbeats and hangs
+
+
+def heartbeat(state: State, agent: Agent, message: Heartbeat) -> None:
+    """An agent lives, and says how its workers get on."""
+    if message.rtt_ms > 0:
+        agent.rtts_ms.append(message.rtt_ms)
+    agent.detector.heartbeat(state.now)
+    agent.detector.expect(expected_interval_ns(state, agent))
+    agent.suspected = False
+    state.send(agent.connection, Pong(seq=message.seq))
+    for pulse in message.workers:
+        key = WorkerKey(pulse.worker_id, pulse.incarnation)
+        worker = state.alive(key)
+        if worker is not None:
+            worker.step, worker.phase, worker.samples_per_s = pulse.step, pulse.phase, pulse.samples_per_s
+            _check_hang(state, worker, pulse)
+        elif state.is_fenced(key) and key in agent.lives:
+            _outlived(state, agent, key)
+
+
+def expected_interval_ns(state: State, agent: Agent) -> int:
+    """The heartbeat interval to expect: the configured one, else 10 x the median round trip within 0.2 to 5 s."""
+    if state.config.heartbeat_interval_ns is not None:
+        return state.config.heartbeat_interval_ns
+    if not agent.rtts_ms:
+        return SECOND_NS
+    wanted = int(10 * median(agent.rtts_ms) * MILLISECOND_NS)
+    return min(max(wanted, HEARTBEAT_LEAST_NS), HEARTBEAT_MOST_NS)
+
+
+def _outlived(state: State, agent: Agent, key: WorkerKey) -> None:
+    # A worker that said its last words, or was dismissed, gets some time to leave by itself.
+    if key not in agent.killed_ns:
+        agent.killed_ns[key] = state.now
+    else:
+        kill_life(state, agent, key, "it was evicted and still runs")
+
+
+def hang_limit_ns(state: State, worker: Worker) -> int:
+    """How long this worker's progress counter may stand still."""
+    fixed = state.config.hang_limit_ns
+    if fixed is not None:
+        limit = fixed
+    elif state.step_times_ms:
+        limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(state.step_times_ms) * MILLISECOND_NS))
+    else:
+        limit = HANG_UNKNOWN_NS
+    return limit if state.in_any_plan(worker.key) else limit * HANG_FACTOR
+
+
+def _check_hang(state: State, worker: Worker, pulse: WorkerPulse) -> None:
+    still_ns = pulse.still_ms * MILLISECOND_NS
+    if pulse.phase in EXEMPT_PHASES:
+        # It may rest while nothing is asked of it; after an order its phase has to change.
+        if not _owes(state, worker):
+            worker.suspected = False
+            return
+        still_ns = min(still_ns, state.now - worker.ordered_ns)
+    limit = hang_limit_ns(state, worker)
+    what = f"no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
+    what += f" (limit {limit / 1e9:.1f} s)"
+    if still_ns >= limit:
+        evict(state, worker, what, kill=True, notice_ns=still_ns)
+    elif still_ns >= limit // 2:
+        suspect(state, worker, what)
+    else:
+        worker.suspected = False
+
+
+def _owes(state: State, worker: Worker) -> bool:
+    if worker.ordered_ns == 0 or not worker.greeted:
+        return False
+    join = state.joins.get(worker.key.worker_id)
+    if join is not None and join.key == worker.key:
+        return join.healed_ns is None and join.retry_ns is None
+    in_plan = state.plan is not None and state.plan.has(worker.key)
+    return in_plan and worker.key.worker_id not in state.entered
+
+
+def suspect(state: State, worker: Worker, reason: str) -> None:
+    """Say once that a worker may be in trouble."""
+    if not worker.suspected:
+        worker.suspected = True
+        state.report(
+            "worker_suspected",
+            worker_id=worker.key.worker_id,
+            incarnation=worker.key.incarnation,
+            pid=worker.pid,
+            step=worker.step,
+            generation=state.plan.generation if state.plan is not None else 0,
+            reason=reason,
+        )
+
+
+# ---- silence
+
+
+def check_agent(state: State, agent_id: str) -> None:
+    """Look whether an agent has been silent for too long, and ring again when it could be."""
+    agent = state.agents.get(agent_id)
+    if agent is None or state.ended is not None:
+        return
+    if state.in_grace:
+        state.alarms.set(f"agent:{agent_id}", state.grace_until_ns or state.now)
+        return
+    suspicion = agent.detector.suspicion(state.now)
+    connected = agent.connection is not None
+    dead = suspicion.dead if connected else state.now >= agent.detector.ceiling_at_ns
+    workers = [w for _, w in sorted(state.workers.items()) if w.agent_id == agent_id]
+    if dead:
+        silence = agent.detector.silence_ns(state.now)
+        del state.agents[agent_id]
+        state.close(agent.connection, f"agent {agent_id}: {suspicion.reason}")
+        for worker in workers:
+            text = f"its host {agent.host} is silent: {suspicion.reason}"
+            evict(state, worker, text, kill=False, notice_ns=silence)
+        return
+    if suspicion.suspect and not agent.suspected:
+        agent.suspected = True
+        for worker in workers:
+            suspect(state, worker, f"host {agent.host}: {suspicion.reason}")
+    change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
+    state.alarms.set(f"agent:{agent_id}", max(change, state.now + MILLISECOND_NS))
+
+
+def check_gone(state: State, worker_id: int) -> None:
+    """Look whether a worker without a connection has to be given up."""
+    worker = state.workers.get(worker_id)
+    if worker is None or worker.gone_ns is None or worker.connection is not None or state.ended is not None:
+        return
+    name = f"gone:{worker_id}"
+    if state.in_grace:
+        state.alarms.set(name, state.grace_until_ns or state.now)
+        return
+    gone = state.now - worker.gone_ns
+    if state.agent_of(worker) is None:
+        if gone >= ALONE_LIMIT_NS:
+            text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
+            evict(state, worker, text, kill=False, notice_ns=gone)
+        else:
+            state.alarms.set(name, worker.gone_ns + ALONE_LIMIT_NS)
+        return
+    # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
+    ceiling = state.config.heartbeat_ceiling_ns
+    if gone >= ceiling and _awaited(state, worker):
+        text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
+        evict(state, worker, text, kill=True, notice_ns=gone)
+    else:
+        state.alarms.set(name, max(worker.gone_ns + ceiling, state.now + SECOND_NS))
+
+
+def _awaited(state: State, worker: Worker) -> bool:
+    if state.prepared is not None and state.in_any_plan(worker.key):
+        return True
+    in_plan = state.plan is not None and state.plan.has(worker.key)
+    return in_plan and worker.key.worker_id not in state.entered
+
+
+def end_of_grace(state: State) -> None:
+    """The time to come back after the coordinator's restart is over."""
+    if state.grace_until_ns is None or state.now < state.grace_until_ns:
+        return
+    state.grace_until_ns = None
+    state.dirty = True
+    for worker in [w for _, w in sorted(state.workers.items())]:
+        if worker.greeted or worker.member is None:
+            continue
+        agent = state.agent_of(worker)
+        if agent is not None and worker.key in agent.lives:
+            worker.gone_ns = state.now
+            state.alarms.set(f"gone:{worker.key.worker_id}", state.now)
+        else:
+            evict(state, worker, "it did not come back after the coordinator's restart", kill=True)
+
+
+def pardon(state: State, gap_ns: int) -> None:
+    """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
+    for _, agent in sorted(state.agents.items()):
+        agent.detector.pardon(gap_ns)
+    for _, worker in sorted(state.workers.items()):
+        if worker.gone_ns is not None:
+            worker.gone_ns += gap_ns

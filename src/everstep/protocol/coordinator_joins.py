@@ -1,0 +1,142 @@
+"""Changes of membership while training goes on: who heals, who leaves, and when the plan for it is prepared. Pure.
+
+`reconcile` compares what is wanted (target, slots) with what is there and moves one step towards it: it hands out
+tickets to joiners, and prepares a plan once joiners have healed or members are to leave.
+"""
+
+from __future__ import annotations
+
+from everstep.base.plan import Member
+from everstep.protocol.coordinator_health import evict
+from everstep.protocol.coordinator_plans import candidates, dismiss, prepare
+from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, listed
+from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
+
+BATCH_NS = 250 * MILLISECOND_NS
+RETRY_NS = 200 * MILLISECOND_NS
+RETRY_MOST_NS = 5 * SECOND_NS
+MOST_FAILURES = 10
+
+
+def reconcile(state: State) -> None:
+    """Move one step towards the wanted membership."""
+    if state.ended is not None:
+        return
+    _dismiss_unwanted(state)
+    if state.plan is None or state.broken or not state.entered or state.in_grace:
+        return
+    leaving = leavers(state)
+    _choose_joiners(state, leaving)
+    for _, join in sorted(state.joins.items()):
+        if join.retry_ns is not None and state.now >= join.retry_ns:
+            _send_heal(state, join)
+    if state.prepared is None:
+        _prepare_if_due(state, leaving)
+
+
+def leavers(state: State) -> list[Worker]:
+    """Members whose slots are not wanted any more, as many as may leave, in id order."""
+    return [w for w in state.survivors() if not state.slot_wanted(w.key.worker_id)]
+
+
+def _dismiss_unwanted(state: State) -> None:
+    for _, worker in sorted(state.workers.items()):
+        wanted = state.slot_wanted(worker.key.worker_id)
+        if worker.ready and not wanted and not state.in_any_plan(worker.key):
+            dismiss(state, worker, f"its slot is not wanted any more (workers wanted: {state.target})")
+
+
+def _choose_joiners(state: State, leaving: list[Worker]) -> None:
+    """Give tickets to as many ready workers as there are vacancies; take back those of others."""
+    plan, prepared = state.plan, state.prepared
+    if plan is None:
+        return
+    coming = set(prepared.joining) if prepared is not None else set()
+    vacancies = state.target - (len(state.survivors()) - len(leaving)) - len(coming)
+    found = [w for w in candidates(state) if w.key.worker_id not in coming]
+    # Who has begun to heal goes on; a life that replaced another begins anew.
+    found.sort(key=lambda w: w.key.worker_id not in state.joins)
+    chosen = found[: max(0, vacancies)]
+    keep = {w.key.worker_id for w in chosen} | coming
+    for worker_id in [i for i in state.joins if i not in keep]:
+        del state.joins[worker_id]
+    for worker in sorted(chosen, key=lambda w: w.key):
+        if worker.key.worker_id not in state.joins:
+            join = state.joins[worker.key.worker_id] = Join(worker.key, 0)
+            _send_heal(state, join)
+
+
+def donors(state: State, attempt: int) -> list[Member]:
+    """Who may give the state, the preferred first: the backups, another one at each attempt, then the leader."""
+    plan = state.plan
+    if plan is None:
+        return []
+    leader = plan.leader(0)
+    alive = [w.member for w in state.survivors() if w.member is not None]
+    backups = [m for m in alive if m.worker_id != leader]
+    turn = attempt % len(backups) if backups else 0
+    return backups[turn:] + backups[:turn] + [m for m in alive if m.worker_id == leader]
+
+
+def _send_heal(state: State, join: Join) -> None:
+    worker = state.alive(join.key)
+    if worker is None or state.plan is None:
+        return
+    state.ticket += 1
+    state.persist("ticket", ticket=state.ticket, worker_id=join.key.worker_id, incarnation=join.key.incarnation)
+    join.ticket, join.retry_ns, join.healed_ns = state.ticket, None, None
+    worker.ordered_ns = state.now
+    state.send(worker.connection, Heal(ticket=join.ticket, plan=state.plan, donors=donors(state, state.ticket)))
+
+
+def restart(state: State) -> None:
+    """The members have changed at once: whoever was healing begins again, with the new plan and new donors."""
+    state.joins.clear()
+
+
+def worker_healed(state: State, worker: Worker, message: WorkerHealed) -> None:
+    """A joiner follows closely enough. An old ticket is void."""
+    join = state.joins.get(worker.key.worker_id)
+    if join is None or join.key != worker.key or join.ticket != message.ticket or join.healed_ns is not None:
+        return
+    join.healed_ns = state.now
+    worker.step = message.step
+    state.dirty = True
+
+
+def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
+    """A joiner lost its donor: try again, later each time; after too many failures it is replaced."""
+    join = state.joins.get(worker.key.worker_id)
+    if join is None or join.key != worker.key or join.ticket != message.ticket:
+        return
+    worker.heal_failures += 1
+    state.dirty = True
+    if worker.heal_failures >= MOST_FAILURES:
+        evict(state, worker, f"it could not heal in {MOST_FAILURES} attempts: {message.reason}", kill=True)
+        return
+    delay = 0 if worker.heal_failures == 1 else min(RETRY_NS << (worker.heal_failures - 2), RETRY_MOST_NS)
+    join.healed_ns, join.retry_ns = None, state.now + delay
+    state.alarms.set("joins", join.retry_ns)
+
+
+def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
+    healed_at = [j.healed_ns for j in state.joins.values() if j.healed_ns is not None]
+    healing = [j for j in state.joins.values() if j.healed_ns is None and j.retry_ns is None]
+    if healed_at and healing and state.now < min(healed_at) + BATCH_NS:
+        # Others are about to follow: one change of generation for all of them.
+        state.alarms.set("joins", min(healed_at) + BATCH_NS)
+        return
+    healed = [j.key for _, j in sorted(state.joins.items()) if j.healed_ns is not None]
+    joiners = [w for w in (state.alive(key) for key in healed) if w is not None]
+    room = state.config.lanes - len(state.survivors()) + len(leaving)
+    joiners = joiners[: max(0, room)]
+    may_leave = len(state.survivors()) + len(joiners) - state.min_workers
+    going = leaving[-may_leave:] if may_leave > 0 else []
+    if not joiners and not going:
+        return
+    parts = []
+    if joiners:
+        parts.append(f"worker {listed({w.key.worker_id for w in joiners})} healed and joins")
+    if going:
+        parts.append(f"worker {listed({w.key.worker_id for w in going})} leaves as asked")
+    prepare(state, joiners, [w.key for w in going], "; ".join(parts))

@@ -1,0 +1,326 @@
+"""Which plan comes next: the start, plans for at once, prepared plans, and the switch to one. Pure.
+
+Every plan is made here, and nowhere else. A plan for at once takes the members of the current plan that live (and
+newcomers only where there would be too few); a prepared one changes the membership at a step boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.base.errors import check
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol import coordinator_recovery as recovery
+from everstep.protocol.coordinator_journal import plan_to_entry, record_plan, restore_member
+from everstep.protocol.coordinator_state import SECOND_NS, State, Worker, describe, listed
+from everstep.protocol.messages import Dismissed, PlanNow, PlanPrepared
+
+START_PATIENCE_NS = 10 * SECOND_NS
+
+
+def reconcile(state: State) -> None:
+    """Make the plan that is due, or say what is waited for."""
+    if state.ended is not None:
+        return
+    if state.plan is None:
+        _start(state)
+    elif state.broken:
+        _regroup(state)
+
+
+# ---- plans for at once
+
+
+def candidates(state: State) -> list[Worker]:
+    """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
+    found = [
+        w
+        for w in state.workers.values()
+        if w.ready and state.slot_wanted(w.key.worker_id) and not (state.plan is not None and state.plan.has(w.key))
+    ]
+    return sorted(found, key=lambda w: (w.wants_spare, w.key))
+
+
+def _start(state: State) -> None:
+    ready = candidates(state)
+    if state.quorum_since_ns is None:
+        _await(state, "")
+    if ready and state.first_hello_ns is None:
+        state.first_hello_ns = state.now
+    expected = state.expected()
+    # The slots from 0 are the job's workers, those beyond are its spares.
+    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < state.config.workers]
+    all_there = len(willing) >= expected or (bool(state.lost_slots) and len(ready) >= expected)
+    if all_there and expected >= state.min_workers:
+        some = willing if len(willing) >= expected else ready
+        _make_now(state, some[:expected], "all workers are there", fresh=True)
+    elif state.first_hello_ns is not None and len(ready) >= state.min_workers:
+        if state.now >= state.first_hello_ns + START_PATIENCE_NS:
+            some = ready[: state.target]
+            text = f"{len(some)} of {state.target} workers came within {START_PATIENCE_NS // SECOND_NS} s"
+            _make_now(state, some, text, fresh=True)
+        else:
+            state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
+
+
+def _regroup(state: State) -> None:
+    survivors = state.survivors()
+    if state.in_grace and any(not w.greeted for w in survivors):
+        # A member that has not come back yet may follow a newer plan than the journal knows.
+        return
+    if not survivors:
+        _fall_back(state)
+        return
+    cause = "; ".join(state.broken)
+    wait_for_all = state.config.on_failure == "wait"
+    needed = max(state.min_workers, state.expected()) if wait_for_all else state.min_workers
+    members = survivors
+    if len(survivors) < needed:
+        members = survivors + candidates(state)[: max(0, state.target - len(survivors))]
+    if len(members) >= needed:
+        _make_now(state, members, cause, fresh=False)
+        return
+    policy = "on_failure is 'wait'" if needed > state.min_workers else "min_workers is the least the job may run with"
+    _await(state, f"{cause}. {len(members)} of {needed} workers are ready ({policy}): waiting for more")
+
+
+def _fall_back(state: State) -> None:
+    if not state.fallback:
+        state.fallback = True
+        state.first_hello_ns = None
+    ready = candidates(state)
+    if ready and state.first_hello_ns is None:
+        state.first_hello_ns = state.now
+    wait_for_all = state.config.on_failure == "wait"
+    expected = max(state.min_workers, state.expected())
+    patient = state.first_hello_ns is not None and state.now < state.first_hello_ns + START_PATIENCE_NS
+    enough = len(ready) >= expected or (len(ready) >= state.min_workers and not patient and not wait_for_all)
+    cause = "; ".join(state.broken)
+    if not enough:
+        _await(state, f"every worker that held the training state is gone ({cause}): waiting for workers to start over")
+        if patient and state.first_hello_ns is not None:
+            state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
+        return
+    text = f"every worker that held the training state is gone ({cause}): starting over from step 0"
+    state.report("fallback", reason=text, step=0, generation=state.generation + 1)
+    state.step = 0
+    _make_now(state, ready[: state.target], text, fresh=True)
+
+
+def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bool) -> None:
+    old = state.plan
+    repaired = old is not None and not fresh
+    ids = sorted(w.key.worker_id for w in members)
+    seats = state.place(
+        ids, state.config.lanes, stages=state.config.stages, previous=old.seats if old is not None and repaired else ()
+    )
+    newcomers = [] if old is None or fresh else [w.key.worker_id for w in members if not old.has(w.key)]
+    plan = Plan(
+        generation=state.generation + 1,
+        reason=reason,
+        members=tuple(w.member for w in sorted(members, key=lambda w: w.key) if w.member is not None),
+        seats=seats,
+        lanes=state.config.lanes,
+        stages=state.config.stages,
+        previous=old.generation if old is not None and repaired else 0,
+        joining=tuple(sorted(newcomers)),
+    )
+    _issue(state, plan)
+    state.plan, state.prepared = plan, None
+    state.entered = set()
+    state.broken, state.accusations, state.accusation_reasons = [], {}, []
+    state.fallback = False
+    state.first_hello_ns = state.quorum_since_ns = None
+    state.waiting = ""
+    for worker_id in plan.worker_ids:
+        state.joins.pop(worker_id, None)
+    recovery.decided(state, plan.generation)
+    for member in plan.members:
+        order(state, state.workers[member.worker_id], PlanNow(plan=plan))
+    _announce(state, old)
+
+
+def _issue(state: State, plan: Plan) -> None:
+    """The checks and the journal entry that every new plan passes."""
+    check(plan.generation > state.generation, f"generation {plan.generation} was given out before")
+    for member in plan.members:
+        check(not state.is_fenced(member.key), f"evicted worker {member.key} in the plan")
+        check(state.alive(member.key) is not None, f"worker {member.key} is not known to live")
+    check(bool(plan.members), "a plan needs members")
+    check({s.worker_id for s in plan.seats} == set(plan.worker_ids), "every member has a seat, and nobody else")
+    for stage in range(plan.stages):
+        lanes = sorted(lane for seat in plan.pool(stage) for lane in seat.lanes)
+        check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
+    record_plan(state, plan)
+    state.generation = plan.generation
+    state.dirty = True
+
+
+def order(state: State, worker: Worker, message: PlanNow | PlanPrepared) -> None:
+    """Tell a worker what to do; if it is not connected, it hears of it in answer to its hello."""
+    worker.ordered_ns = state.now
+    state.send(worker.connection, message)
+
+
+def _await(state: State, reason: str) -> None:
+    if state.quorum_since_ns is None:
+        state.quorum_since_ns = state.now
+    if reason and reason != state.waiting:
+        state.waiting = reason
+        state.report("waiting", reason=reason, step=state.step, generation=state.generation)
+    state.alarms.set("quorum", state.quorum_since_ns + state.config.quorum_wait_ns)
+
+
+def check_quorum(state: State) -> None:
+    """Give up when too few workers came for too long."""
+    since = state.quorum_since_ns
+    if since is None or state.ended is not None or (state.plan is not None and not state.broken):
+        return
+    if state.now < since + state.config.quorum_wait_ns:
+        state.alarms.set("quorum", since + state.config.quorum_wait_ns)
+        return
+    waited = state.config.quorum_wait_ns / 1e9
+    what = state.waiting or f"{len(candidates(state))} of {state.expected()} workers came"
+    state.end("failed", f"gave up after waiting {waited:g} s for workers: {what}", 3)
+
+
+# ---- prepared plans
+
+
+def prepare(state: State, joiners: Sequence[Worker], leaving: Sequence[WorkerKey], reason: str) -> None:
+    """Hand out a plan to which the members switch by themselves, after an agree in which all hold it."""
+    plan = state.plan
+    check(plan is not None and state.prepared is None, "a plan is prepared upon a current one, one at a time")
+    if plan is None:
+        return
+    staying = [w for w in state.survivors() if w.key not in leaving]
+    members = sorted([*staying, *joiners], key=lambda w: w.key)
+    seats = state.place([w.key.worker_id for w in members], state.config.lanes, stages=state.config.stages, previous=())
+    prepared = Plan(
+        generation=state.generation + 1,
+        reason=reason,
+        members=tuple(w.member for w in members if w.member is not None),
+        seats=seats,
+        lanes=state.config.lanes,
+        stages=state.config.stages,
+        prepared=True,
+        joining=tuple(sorted(w.key.worker_id for w in joiners)),
+    )
+    _issue(state, prepared)
+    state.prepared = prepared
+    told = {w.key.worker_id: w for w in [*state.survivors(), *joiners]}
+    for _, worker in sorted(told.items()):
+        order(state, worker, PlanPrepared(plan=prepared))
+
+
+def on_entered(state: State, worker: Worker, generation: int, step: int, phases_ms: dict[str, float]) -> None:
+    """A worker says that it has settled in a generation and computes `step` next."""
+    if state.prepared is not None and generation == state.prepared.generation:
+        _switch(state)
+    plan = state.plan
+    if plan is None or generation != plan.generation or not plan.has(worker.key):
+        return
+    state.step = max(state.step, step - 1)
+    if worker.key.worker_id not in state.entered:
+        state.entered.add(worker.key.worker_id)
+        state.dirty = True
+        if worker.key.worker_id in plan.joining:
+            _report_healed(state, worker, step)
+    recovery.entered(state, generation, phases_ms)
+
+
+def follow(state: State, generation: int) -> None:
+    """Something shows that the members have switched to this generation, if it is the prepared one."""
+    if state.prepared is not None and generation == state.prepared.generation:
+        _switch(state)
+
+
+def _report_healed(state: State, worker: Worker, step: int) -> None:
+    state.report(
+        "worker_healed",
+        worker_id=worker.key.worker_id,
+        incarnation=worker.key.incarnation,
+        pid=worker.pid,
+        step=step - 1,
+        generation=state.plan.generation if state.plan is not None else 0,
+        reason="it holds the state of the others and takes part",
+    )
+
+
+def _switch(state: State) -> None:
+    old, plan = state.plan, state.prepared
+    check(old is not None and plan is not None, "a switch needs a prepared plan")
+    if old is None or plan is None:
+        return
+    state.persist("entered", generation=plan.generation)
+    state.plan, state.prepared, state.entered = plan, None, set()
+    state.accusations, state.accusation_reasons = {}, []
+    state.dirty = True
+    for worker_id in plan.joining:
+        state.joins.pop(worker_id, None)
+    _announce(state, old)
+    for member in old.members:
+        worker = state.alive(member.key)
+        if worker is not None and not plan.has(member.key):
+            dismiss(state, worker, plan.reason)
+
+
+def dismiss(state: State, worker: Worker, reason: str) -> None:
+    """A worker is no longer wanted: it leaves without fault."""
+    del state.workers[worker.key.worker_id]
+    state.joins.pop(worker.key.worker_id, None)
+    state.fence(worker.key, reason)
+    state.send(worker.connection, Dismissed(reason=reason, drained=True))
+    state.dirty = True
+
+
+# ---- telling, adopting
+
+
+def _announce(state: State, old: Plan | None) -> None:
+    plan = state.plan
+    if plan is None:
+        return
+    leader = plan.leader(0)
+    state.report(
+        "generation_started",
+        generation=plan.generation,
+        step=state.step,
+        reason=plan.reason,
+        workers=list(plan.worker_ids),
+        leader=leader,
+        lanes={str(seat.worker_id): list(seat.lanes) for seat in plan.pool(0)},
+    )
+    if old is not None and old.member(old.leader(0)).key != plan.member(leader).key:
+        state.report(
+            "leader_changed",
+            generation=plan.generation,
+            step=state.step,
+            worker_id=leader,
+            incarnation=plan.member(leader).incarnation,
+            reason=f"worker {leader} is the first member of generation {plan.generation}: {plan.reason}",
+        )
+
+
+def adopt(state: State, plan: Plan, source: WorkerKey) -> None:
+    """A worker follows a plan that the journal does not know: believe it, and let its members come back."""
+    known = state.generation
+    state.generation = plan.generation
+    state.persist("plan", plan=plan_to_entry(plan), agents={}, adopted=True)
+    state.plan, state.prepared = plan, None
+    state.entered, state.joins, state.broken = set(), {}, []
+    state.first_hello_ns = state.quorum_since_ns = None
+    state.waiting, state.fallback = "", False
+    state.grace_until_ns = state.now + state.config.grace_ns
+    state.alarms.set("grace", state.grace_until_ns)
+    state.dirty = True
+    for member in plan.members:
+        restore_member(state, member, None)
+        if state.alive(member.key) is None:
+            state.broken.append(f"{describe(member.key)} was evicted before")
+    state.report(
+        "warning",
+        generation=plan.generation,
+        reason=f"{describe(source)} follows generation {plan.generation} with workers {listed(set(plan.worker_ids))}, "
+        f"of which the journal, at generation {known}, knows nothing: adopted",
+    )

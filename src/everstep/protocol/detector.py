@@ -1,0 +1,125 @@
+"""Phi-accrual failure detection with a floor and a ceiling. Pure.
+
+The detector learns how regularly heartbeats come and says how surprising the present silence is. Phi is minus the
+decimal logarithm of the probability that a live peer is silent for so long. The floor keeps a very regular peer from
+being given up after a short hiccup; the ceiling bounds the wait for a very irregular one.
+
+Source: Hayashibara et al., "The phi accrual failure detector", SRDS 2004, section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from everstep.base.errors import check
+
+SUSPECT_PHI = 5.0
+DEAD_PHI = 10.0
+# Quantiles of the normal distribution at which phi reaches SUSPECT_PHI and DEAD_PHI: P(Z > z) = 10**-phi.
+_SUSPECT_Z = 4.264890793922825
+_DEAD_Z = 6.361340902404057
+_WINDOW = 100
+_MIN_DEVIATION_NS = 10_000_000
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What to think of a peer. `phi` is capped at 99; `reason` is plain text, empty while there is nothing to say."""
+
+    suspect: bool
+    dead: bool
+    phi: float
+    reason: str
+
+
+class PhiDetector:
+    """Watches one peer's heartbeats.
+
+    floor_ns: no shorter silence is a death; ceiling_ns: any longer silence is one; interval_ns: the interval expected
+    before enough heartbeats have been seen; now_ns: when the watch begins (counts as a heartbeat).
+    """
+
+    def __init__(self, *, floor_ns: int, ceiling_ns: int, interval_ns: int, now_ns: int) -> None:
+        check(0 < floor_ns <= ceiling_ns, f"expected 0 < floor <= ceiling, got {floor_ns} and {ceiling_ns}")
+        check(interval_ns > 0, f"expected a positive interval, got {interval_ns}")
+        self._floor_ns = floor_ns
+        self._ceiling_ns = ceiling_ns
+        self._last_ns = now_ns
+        self._least_mean_ns = 0
+        # The expectation stands in until three real samples have replaced it.
+        self._expected = 3
+        self._intervals: deque[int] = deque([interval_ns] * self._expected)
+        self._sum = interval_ns * self._expected
+        self._squares = interval_ns * interval_ns * self._expected
+
+    def heartbeat(self, now_ns: int) -> None:
+        """A sign of life came."""
+        interval = max(0, now_ns - self._last_ns)
+        if self._expected or len(self._intervals) == _WINDOW:
+            self._expected = max(0, self._expected - 1)
+            oldest = self._intervals.popleft()
+            self._sum -= oldest
+            self._squares -= oldest * oldest
+        self._intervals.append(interval)
+        self._sum += interval
+        self._squares += interval * interval
+        self._last_ns = max(self._last_ns, now_ns)
+
+    def resume(self, now_ns: int) -> None:
+        """A sign of life after an interruption whose length says nothing about the peer's rhythm (a reconnect)."""
+        self._last_ns = max(self._last_ns, now_ns)
+
+    def expect(self, interval_ns: int) -> None:
+        """The peer may from now on wait `interval_ns` between heartbeats, whatever it did before."""
+        self._least_mean_ns = interval_ns
+
+    def pardon(self, gap_ns: int) -> None:
+        """Take `gap_ns` of silence back: it was the watcher that did not listen."""
+        self._last_ns += gap_ns
+
+    def silence_ns(self, now_ns: int) -> int:
+        """Time since the last sign of life."""
+        return max(0, now_ns - self._last_ns)
+
+    @property
+    def ceiling_at_ns(self) -> int:
+        """When the present silence reaches the ceiling."""
+        return self._last_ns + self._ceiling_ns
+
+    def suspicion(self, now_ns: int) -> Suspicion:
+        """What to think of the peer now."""
+        silence = self.silence_ns(now_ns)
+        suspect_after, dead_after = self._limits()
+        if silence < suspect_after:
+            return Suspicion(False, False, self._phi(silence), "")
+        text = f"no heartbeat for {silence / 1e9:.2f} s"
+        mean_s = self._sum / len(self._intervals) / 1e9
+        if silence < dead_after:
+            return Suspicion(True, False, self._phi(silence), f"{text} (they came every {mean_s:.2f} s)")
+        return Suspicion(True, True, self._phi(silence), f"{text} (limit {dead_after / 1e9:.2f} s)")
+
+    def next_change_ns(self, now_ns: int) -> int:
+        """The next moment at which `suspicion` can change, if no heartbeat comes until then."""
+        suspect_after, dead_after = self._limits()
+        suspect_at = self._last_ns + suspect_after
+        return suspect_at if now_ns < suspect_at else self._last_ns + dead_after
+
+    def _moments(self) -> tuple[float, float]:
+        n = len(self._intervals)
+        mean = self._sum / n
+        deviation = math.sqrt(max(0.0, self._squares / n - mean * mean))
+        mean = max(mean, self._least_mean_ns)
+        return mean, max(deviation, mean / 4, _MIN_DEVIATION_NS)
+
+    def _limits(self) -> tuple[int, int]:
+        mean, deviation = self._moments()
+        dead = min(max(int(mean + _DEAD_Z * deviation), self._floor_ns), self._ceiling_ns)
+        suspect = min(max(int(mean + _SUSPECT_Z * deviation), self._floor_ns // 2), dead)
+        return suspect, dead
+
+    def _phi(self, silence_ns: int) -> float:
+        mean, deviation = self._moments()
+        tail = 0.5 * math.erfc((silence_ns - mean) / deviation / math.sqrt(2))
+        return min(99.0, -math.log10(tail)) if tail > 0 else 99.0
