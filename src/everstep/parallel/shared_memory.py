@@ -1,0 +1,329 @@
+"""The transport between workers of one host: each offers its sums in its own shared memory, and reads its peers'.
+
+Nobody copies a gradient to anybody. A worker's nodes lie in its segment from the start; the owner of a block range
+reads them there, finishes the tree into its own result area, and everybody reads the result there.
+
+Why nothing is overwritten too early, without a lock:
+- Nodes of a step: who begins the next step has left `reduce`, so all results are finished and nobody reads them.
+- Result areas alternate by step. Writing that of step s begins when the nodes of all members have arrived for s, so all
+  of them have begun the reduction of s, and promised not to use the result of s - 2 any more.
+- A step that is reduced again in another generation gives the same bits at the same place; blocks finished before are
+  not written again, so whoever holds the earlier result may go on reading it.
+- Exchange slots alternate: who writes his k-th record has read all (k-1)-th ones, so nobody waits for the (k-2)-th. A
+  peer may thus be one exchange ahead, also beyond a prepared change of generation; both slots are looked at.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from everstep.base.errors import CollectiveAborted, InvariantViolation, check
+from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.reduce import NodePart, finish
+from everstep.exact.reduce import presence as union
+from everstep.parallel import futex
+from everstep.parallel.fence import Fence
+from everstep.parallel.segment import EXCHANGE, NODES, RESULT, Geometry, OwnSegment, PeerSegment, record_key
+from everstep.placement.owners import owners
+
+_WAIT_S = 0.005
+_LIFE_CHECK_S = 0.05
+_CHUNK_BLOCKS = 16
+_OFFER = struct.Struct("<qqq")
+_TOTAL = struct.Struct("<Q")
+
+Ready = Callable[[int, PeerSegment], bool]
+
+
+class SharedMemoryTransport:
+    """Satisfies `everstep.base.ports.Transport` for members of one host.
+
+    record_bytes: capacity of one exchange record; larger payloads go in several rounds.
+    """
+
+    def __init__(
+        self, me: WorkerKey, layout: GradientLayout, n_lanes: int, tick: Tick, *, record_bytes: int = 1 << 20
+    ) -> None:
+        check(record_bytes > _TOTAL.size, f"record_bytes must hold a header, got {record_bytes}")
+        self._me = me
+        self._layout = layout
+        self._n_lanes = n_lanes
+        self._tick = tick
+        self._geometry = Geometry(layout.numel, len(layout.entries), n_lanes, record_bytes)
+        self._own = OwnSegment(me, self._geometry)
+        self._peers: dict[int, PeerSegment] = {}
+        self._attached: dict[str, PeerSegment] = {}
+        self._fence = Fence()
+        self._owned: dict[int, tuple[int, int]] = {}
+        self._exchanges = 0
+        self._slots = _NodeSlots(self._own)
+        self._done = [_Finished(layout.n_blocks), _Finished(layout.n_blocks)]
+
+    @property
+    def segment(self) -> str:
+        return self._own.name
+
+    def open(self, plan: Plan) -> None:
+        """Attach to the members of the plan that are not attached yet.
+
+        Raises: CollectiveAborted if members are dead; MembershipError if a segment is not that of a member.
+        """
+        check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
+        self._fence.enter(plan.generation)
+        self._peers = {}
+        others = [m for m in plan.members if m.key != self._me]
+        wanted = {m.segment for m in others}
+        for name in [n for n in self._attached if n not in wanted]:
+            self._attached.pop(name).close()
+        dead = []
+        for member in others:
+            self._fence.check()
+            if not self._attach(member):
+                dead.append(member.worker_id)
+        if dead:
+            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
+        self._peers = {m.worker_id: self._attached[m.segment] for m in others}
+        self._owned = owners(self._layout.n_blocks, plan.worker_ids)
+
+    def node(self, step: int, node: Node) -> torch.Tensor:
+        """float32 [layout.numel] in the own segment."""
+        return self._slots.tensor(step, node)
+
+    def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """All-gather of small records."""
+        room = self._geometry.record_bytes - _TOTAL.size
+        parts: dict[int, list[bytes]] = {}
+        part = 0
+        rounds = 1
+        while part < rounds:
+            chunk = payload[part * room : (part + 1) * room]
+            round_tag = tag if part == 0 else Tag(f"{tag.kind}+{part}", tag.step, tag.seq)
+            for worker_id, record in self._round(round_tag, _TOTAL.pack(len(payload)) + chunk).items():
+                (total,) = _TOTAL.unpack_from(record)
+                rounds = max(rounds, -(-total // room))
+                parts.setdefault(worker_id, []).append(record[_TOTAL.size :])
+            part += 1
+        return {worker_id: b"".join(parts[worker_id]) for worker_id in sorted(parts)}
+
+    def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
+        """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
+        self._fence.check()
+        self._slots.release_results(step - 2)
+        key = record_key(self._fence.generation, Tag("reduce", step, 0))
+        slots = {node: self._slots.index(step, node) for node in presence}
+        alone = Node(0, self._n_lanes)
+        if not self._peers and list(presence) == [alone]:
+            return self._keep_root(step, alone, presence[alone])
+        self._own.write(NODES, key, _encode_offers(slots, presence))
+        parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
+        parts += self._await_nodes(key)
+        parts.sort(key=lambda part: part.node)
+        parity = step % 2
+        self._finish_own(step, parts)
+        self._own.write(RESULT[parity], key, b"")
+        self._await(lambda _, peer: peer.read(RESULT[parity], key) is not None, f"results of step {step}")
+        return Reduced(step, self._pieces(parity), union(parts), self._owned[self._me.worker_id])
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe; the waiter sees it within 5 ms."""
+        self._fence.abort(generation)
+
+    def close(self) -> None:
+        """Detach. Tensors that were handed out stay valid for as long as they are referred to."""
+        self._fence.abort(1 << 62)
+        for peer in self._attached.values():
+            peer.close()
+        self._attached.clear()
+        self._peers = {}
+        self._own.close()
+
+    # ---- inside
+
+    def _attach(self, member: Member) -> bool:
+        if member.segment in self._attached:
+            return self._attached[member.segment].alive()
+        try:
+            peer = PeerSegment(member.segment, member.key, self._geometry)
+        except (ProcessLookupError, FileNotFoundError):
+            return False
+        self._attached[member.segment] = peer
+        return True
+
+    def _round(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        self._fence.check()
+        key = record_key(self._fence.generation, tag)
+        self._own.write(EXCHANGE[self._exchanges % 2], key, payload)
+        self._exchanges += 1
+        found = {self._me.worker_id: payload}
+
+        def ready(worker_id: int, peer: PeerSegment) -> bool:
+            for slot in EXCHANGE:
+                record = peer.read(slot, key)
+                if record is not None:
+                    found[worker_id] = record
+                    return True
+            return False
+
+        self._await(ready, f"records of {tag.kind} {tag.step}.{tag.seq}")
+        return found
+
+    def _await_nodes(self, key: bytes) -> list[NodePart]:
+        parts: list[NodePart] = []
+
+        def ready(_: int, peer: PeerSegment) -> bool:
+            record = peer.read(NODES, key)
+            if record is None:
+                return False
+            for node, slot, present in _decode_offers(record, self._geometry.entries):
+                parts.append(NodePart(node, peer.slot(slot), present))
+            return True
+
+        self._await(ready, "nodes")
+        return parts
+
+    def _finish_own(self, step: int, parts: list[NodePart]) -> None:
+        first, last = self._owned[self._me.worker_id]
+        out = self._own.result(step % 2)
+        done = self._done[step % 2]
+        done.begin(step)
+        for lo, hi in done.missing(first, last, _CHUNK_BLOCKS):
+            self._fence.check()
+            self._tick()
+            start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
+            finish(self._layout, self._n_lanes, parts, start, stop, out[start:stop])
+            done.mark(lo, hi)
+
+    def _pieces(self, parity: int) -> tuple[Piece, ...]:
+        pieces = []
+        for worker_id, (first, last) in self._owned.items():
+            if first == last:
+                continue
+            holder = self._own if worker_id == self._me.worker_id else self._peers[worker_id]
+            start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
+            pieces.append(Piece(start, stop, holder.result(parity)[start:stop]))
+        return tuple(pieces)
+
+    def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
+        """A worker alone that has added up everything: its node is the result, if what no lane had reads as zero."""
+        flat = self.node(step, root)
+        for entry, end, has in zip(self._layout.entries, self._layout.boundaries, present, strict=True):
+            if not has:
+                flat[entry.offset : end].zero_()
+        self._slots.keep_result(step, root)
+        return Reduced(step, (Piece(0, self._layout.numel, flat),), present, (0, self._layout.n_blocks))
+
+    def _await(self, ready: Ready, what: str) -> None:
+        """Until `ready` has said yes once for every peer.
+
+        Raises: CollectiveAborted after `abort`, or when a peer died without having become ready.
+        """
+        waiting = dict(self._peers)
+        life_checked = time.monotonic()
+        while True:
+            bells = {worker_id: peer.bell for worker_id, peer in waiting.items()}
+            for worker_id in bells:
+                if ready(worker_id, waiting[worker_id]):
+                    del waiting[worker_id]
+            self._fence.check()
+            self._tick()
+            if not waiting:
+                return
+            worker_id, peer = next(iter(waiting.items()))
+            futex.wait(peer.bell_address, bells[worker_id], _WAIT_S)
+            if time.monotonic() - life_checked > _LIFE_CHECK_S:
+                life_checked = time.monotonic()
+                dead = [w for w, p in waiting.items() if not p.alive() and not ready(w, p)]
+                if dead:
+                    raise CollectiveAborted(f"workers {dead} died while their {what} were waited for", dead)
+
+
+class _NodeSlots:
+    """Which slot of the own segment holds which node of the current step, and which hold results."""
+
+    _IDLE_STEPS = 4
+
+    def __init__(self, own: OwnSegment) -> None:
+        self._own = own
+        self._step = 0
+        self._used: dict[Node, int] = {}
+        self._results: dict[int, int] = {}
+        self._touched: dict[int, int] = {}
+
+    def tensor(self, step: int, node: Node) -> torch.Tensor:
+        if step != self._step:
+            self._step = step
+            self._used.clear()
+            self._forget_idle()
+        if node not in self._used:
+            taken = {*self._used.values(), *self._results.values()}
+            slot = next(s for s in range(self._own.geometry.slots) if s not in taken)
+            self._used[node] = slot
+        self._touched[self._used[node]] = step
+        return self._own.slot(self._used[node])
+
+    def index(self, step: int, node: Node) -> int:
+        check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
+        return self._used[node]
+
+    def keep_result(self, step: int, node: Node) -> None:
+        self._results[step] = self.index(step, node)
+
+    def release_results(self, upto_step: int) -> None:
+        """Results of this step and older are no longer referred to."""
+        for step in [s for s in self._results if s <= upto_step]:
+            del self._results[step]
+
+    def _forget_idle(self) -> None:
+        kept = set(self._results.values())
+        idle = [s for s, step in self._touched.items() if step + self._IDLE_STEPS < self._step and s not in kept]
+        for slot in idle:
+            del self._touched[slot]
+            self._own.forget_slot(slot)
+
+
+class _Finished:
+    """Which blocks of a result area hold their final bits, and for which step."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._step = -1
+        self._blocks = bytearray(n_blocks)
+
+    def begin(self, step: int) -> None:
+        if step != self._step:
+            self._step = step
+            self._blocks = bytearray(len(self._blocks))
+
+    def missing(self, first: int, last: int, at_most: int) -> list[tuple[int, int]]:
+        """Unfinished runs [lo, hi) inside [first, last), of `at_most` blocks each."""
+        runs = []
+        lo = first
+        while (lo := self._blocks.find(0, lo, last)) >= 0:
+            hi = self._blocks.find(1, lo, min(lo + at_most, last))
+            hi = min(lo + at_most, last) if hi < 0 else hi
+            runs.append((lo, hi))
+            lo = hi
+        return runs
+
+    def mark(self, lo: int, hi: int) -> None:
+        self._blocks[lo:hi] = b"\x01" * (hi - lo)
+
+
+def _encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes]) -> bytes:
+    return b"".join(_OFFER.pack(node.lo, node.hi, slots[node]) + presence[node] for node in presence)
+
+
+def _decode_offers(record: bytes, entries: int) -> list[tuple[Node, int, bytes]]:
+    size = _OFFER.size + entries
+    if len(record) % size:
+        raise InvariantViolation(f"a record of nodes has a multiple of {size} bytes, got {len(record)}")
+    offers = []
+    for at in range(0, len(record), size):
+        lo, hi, slot = _OFFER.unpack_from(record, at)
+        offers.append((Node(lo, hi), slot, record[at + _OFFER.size : at + size]))
+    return offers
