@@ -1,0 +1,249 @@
+"""Which faults happen when: drawn from the seed, at a time or aimed at a phase of the protocol, as readable data.
+
+A fault aimed at a phase strikes when any worker enters it. Faults come in twos often enough that the second hits the
+first one's recovery; so settling, fetching, healing and switching get their share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from everstep.sim.world import MS, SECOND
+
+if TYPE_CHECKING:
+    from everstep.sim.scenario import Simulation
+    from everstep.sim.worker import SimWorker
+
+PHASES = ("settling", "fetching", "heal", "computing", "reducing", "agreeing", "updating", "gathering")
+_WEIGHTS = {
+    "kill": 8,
+    "freeze": 3,
+    "coordinator": 3,
+    "coordinator_mid_effects": 3,
+    "cut_workers": 2,
+    "cut_control": 2,
+    "isolate": 1,
+    "link": 2,
+    "bad_link": 1,
+    "host": 1,
+    "drop_control": 2,
+    "scale": 3,
+    "drain": 2,
+    "coordinator_freeze": 1,
+}
+_KINDS = tuple(_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker
+    enters the phase. `pick`: which of the possible targets. `for_ms`: how long it lasts (0: does not end by itself).
+    """
+
+    kind: str
+    at_ms: int
+    phase: str = ""
+    count: int = 1
+    delay_us: int = 0
+    pick: int = 0
+    for_ms: int = 0
+    same: bool = False  # aimed at the worker that entered the phase
+
+    def __str__(self) -> str:
+        when = f"at {self.at_ms} ms"
+        if self.phase:
+            when += f", {self.delay_us} us after '{self.phase}' number {self.count}{' there' if self.same else ''}"
+        lasts = f" for {self.for_ms} ms" if self.for_ms else ""
+        return f"{self.kind}[{self.pick}]{lasts} {when}"
+
+
+def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+    """A schedule of 0 to 6 faults within the horizon, in order of time."""
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4))):
+        faults.append(_draw_one(rng, rng.randint(5, horizon_ms)))
+        if rng.random() < 0.45:  # a second one, into the recovery of the first
+            first = faults[-1]
+            phase = rng.choice(("settling", "settling", "fetching", "heal", "heal", "updating", "agreeing", ""))
+            at = first.at_ms if phase else first.at_ms + rng.randint(0, 60)
+            faults.append(_draw_one(rng, at, phase))
+    return tuple(sorted(faults, key=lambda f: f.at_ms))
+
+
+def _draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+    kind = rng.choices(_KINDS, weights=tuple(_WEIGHTS.values()))[0]
+    if phase is None:
+        phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
+    long = rng.random() < 0.3
+    return Fault(
+        kind=kind,
+        at_ms=at_ms,
+        phase=phase,
+        count=rng.choice((1, 1, 1, 2, 3)),
+        delay_us=rng.choice((0, 0, rng.randint(0, 800), rng.randint(0, 5000))),
+        pick=rng.randint(0, 99),
+        for_ms=rng.randint(1000, 4000) if long else rng.randint(5, 600),
+        same=rng.random() < 0.5,
+    )
+
+
+class Injector:
+    """Arms the faults of a schedule and carries them out."""
+
+    def __init__(self, simulation: Simulation, faults: tuple[Fault, ...]) -> None:
+        self.simulation = simulation
+        self.world = simulation.world
+        self.pending = len(faults)
+        self.stopped = False
+        for fault in faults:
+            self.world.later(fault.at_ms * MS, self._arm, fault)
+
+    def _arm(self, fault: Fault) -> None:
+        if self.stopped:
+            return
+        if not fault.phase:
+            self._strike(fault, None)
+            return
+        site = self.simulation.site
+        left = [fault.count]
+
+        def hook(worker: SimWorker, phase: str) -> None:
+            if phase != fault.phase:
+                return
+            left[0] -= 1
+            if left[0] == 0:
+                site.phase_hooks.remove(hook)
+                self.world.later(fault.delay_us * 1000, self._strike, fault, worker if fault.same else None)
+
+        site.phase_hooks.append(hook)
+
+    def _strike(self, fault: Fault, worker: SimWorker | None) -> None:
+        if self.stopped:
+            return
+        self.world.log("chaos", f"*** {fault}")
+        self.pending -= 1
+        getattr(self, f"_{fault.kind}")(fault, worker)
+
+    def _worker(self, fault: Fault, worker: SimWorker | None) -> SimWorker | None:
+        if worker is not None:
+            return worker
+        live = self.simulation.site.live_workers()
+        return live[fault.pick % len(live)] if live else None
+
+    def _two_hosts(self, fault: Fault) -> tuple[str, str] | None:
+        hosts = self.simulation.hosts
+        if len(hosts) < 2:
+            return None
+        first = fault.pick % len(hosts)
+        return hosts[first], hosts[(first + 1 + fault.pick // len(hosts) % (len(hosts) - 1)) % len(hosts)]
+
+    # ---- kinds
+
+    def _kill(self, fault: Fault, worker: SimWorker | None) -> None:
+        target = self._worker(fault, worker)
+        if target is not None:
+            target.die("SIGKILL")
+
+    def _freeze(self, fault: Fault, worker: SimWorker | None) -> None:
+        target = self._worker(fault, worker)
+        if target is not None:
+            target.freeze()
+            if fault.for_ms < 3000:
+                self.world.later(fault.for_ms * MS, target.thaw)
+
+    def _coordinator(self, fault: Fault, worker: SimWorker | None) -> None:
+        self.simulation.site.crash_coordinator("SIGKILL")
+        self.world.later(fault.for_ms * MS, self.simulation.site.start_coordinator)
+
+    def _coordinator_mid_effects(self, fault: Fault, worker: SimWorker | None) -> None:
+        process = self.simulation.site.coordinator
+        if process is not None:
+            process.crash_after_effects = fault.pick % 12
+            self.world.later((fault.for_ms + 500) * MS, self.simulation.site.start_coordinator)
+
+    def _coordinator_freeze(self, fault: Fault, worker: SimWorker | None) -> None:
+        process = self.simulation.site.coordinator
+        if process is not None:
+            process.freeze()
+            self.world.later(fault.for_ms * MS, process.thaw)
+
+    def _cut(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
+        for a, b in pairs:
+            self.world.cut(a, b)
+            self.world.later(fault.for_ms * MS, self.world.mend, a, b)
+
+    def _cut_workers(self, fault: Fault, worker: SimWorker | None) -> None:
+        hosts = self._two_hosts(fault)
+        if hosts is not None:
+            self._cut(fault, [hosts])
+
+    def _cut_control(self, fault: Fault, worker: SimWorker | None) -> None:
+        hosts = self.simulation.hosts
+        host = worker.host if worker is not None else hosts[fault.pick % len(hosts)]
+        self._cut(fault, [(host, "control")])
+
+    def _isolate(self, fault: Fault, worker: SimWorker | None) -> None:
+        hosts = self.simulation.hosts
+        host = worker.host if worker is not None else hosts[fault.pick % len(hosts)]
+        self._cut(fault, [(host, other) for other in [*hosts, "control"] if other != host])
+
+    def _link(self, fault: Fault, worker: SimWorker | None) -> None:
+        """Break the connections of one worker with another, once."""
+        target = self._worker(fault, worker)
+        others = [w for w in self.simulation.site.live_workers() if w is not target]
+        if target is not None and others:
+            other = others[fault.pick % len(others)]
+            pair = tuple(sorted((target.name, other.name)))
+            for connection in list(self.world.connections):
+                if connection.pair == pair:
+                    connection.fail()
+
+    def _bad_link(self, fault: Fault, worker: SimWorker | None) -> None:
+        target = self._worker(fault, worker)
+        others = [w for w in self.simulation.site.live_workers() if w is not target]
+        if target is not None and others:
+            other = others[fault.pick % len(others)]
+            self.world.spoil(target.name, other.name)
+            self.world.later(fault.for_ms * MS, self.world.unspoil, target.name, other.name)
+
+    def _host(self, fault: Fault, worker: SimWorker | None) -> None:
+        hosts = self.simulation.hosts
+        host = hosts[fault.pick % len(hosts)]
+        self.simulation.site.agents[host].die("the host lost power")
+        self.world.later(fault.for_ms * MS + SECOND // 2, self.simulation.boot, host)
+
+    def _drop_control(self, fault: Fault, worker: SimWorker | None) -> None:
+        """Break control connections, of one process or of all."""
+        control = [c for c in self.world.connections if c.ends[1].name == "coordinator"]
+        for connection in control:
+            if fault.pick % 2 or connection.ends[0] is (worker or control[fault.pick % len(control)].ends[0]):
+                connection.fail()
+
+    def _scale(self, fault: Fault, worker: SimWorker | None) -> None:
+        self.simulation.command("scale", {"workers": 1 + fault.pick % self.simulation.most_workers})
+
+    def _drain(self, fault: Fault, worker: SimWorker | None) -> None:
+        target = self._worker(fault, worker)
+        if target is not None:
+            self.simulation.command("drain", {"worker_id": target.me.worker_id})
+
+    # ---- the end of all faults
+
+    def stop(self) -> None:
+        """From here on nothing fails: what is cut, frozen or down comes back."""
+        self.stopped = True
+        simulation = self.simulation
+        simulation.site.phase_hooks.clear()
+        self.world.log("chaos", "*** the faults stop")
+        self.world.mend_all()
+        coordinator = simulation.site.coordinator
+        if coordinator is not None:
+            coordinator.crash_after_effects = None
+            coordinator.thaw()
+        simulation.site.start_coordinator()
+        for worker in simulation.site.live_workers():
+            worker.thaw()
+        for host in simulation.hosts:
+            simulation.boot(host)

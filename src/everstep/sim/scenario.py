@@ -1,0 +1,209 @@
+"""One simulation from its seed: what runs, which faults strike, and whether the promises held.
+
+First safety under faults; then the faults stop, everything that is down comes back, and the training must finish within
+a bound of virtual time.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everstep.base.plan import WorkerKey
+from everstep.placement.lanes import place
+from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.coordinator_types import CoordinatorConfig
+from everstep.protocol.step_machine import StepMachine
+from everstep.sim.checks import Checks
+from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Site
+from everstep.sim.faults import Fault, Injector, draw
+from everstep.sim.model import INITIAL, Job
+from everstep.sim.worker import MakeMachine, SimWorker
+from everstep.sim.world import MS, SECOND, World
+
+HEARTBEAT_NS = 200 * MS
+FAULTS_STOP_NS = 6 * SECOND
+LIVENESS_NS = 40 * SECOND
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. `hosts` worker hosts share the slots; `spares` are started beyond `workers`."""
+
+    workers: int
+    spares: int
+    hosts: int
+    min_workers: int
+    on_failure: str
+    job: Job
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
+            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes"
+        ]
+        return "\n".join(lines + [f"  {fault}" for fault in self.faults])
+
+
+def set_up(seed: int) -> Setup:
+    """The setup of a seed."""
+    rng = World(seed).rng
+    workers = rng.randint(2, 5)
+    steps = rng.randint(4, 12)
+    lanes = rng.randint(max(4, workers), 8)
+    return Setup(
+        workers=workers,
+        spares=rng.choice((0, 0, 0, 1, 2)),
+        hosts=rng.randint(1, 3),
+        min_workers=rng.choice((1, 1, 1, min(2, workers), workers)),
+        on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
+        job=Job(steps, lanes, rng.randint(2, 5)),
+        faults=draw(rng, horizon_ms=60 + steps * 25),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it. `problem` is "" if every promise held."""
+
+    seed: int
+    setup: Setup
+    problem: str
+    steps: int
+    generations: int
+    virtual_ms: float
+    events: int
+    lost_everything: int
+    reports: dict[str, int]
+    trace: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else f"FAILED: {self.problem}"
+        return f"seed {self.seed}: {verdict}\n{self.setup}"
+
+
+def make_machine(key: WorkerKey) -> StepMachine:
+    """The step machine of production."""
+    return StepMachine(key, digest=str(INITIAL))
+
+
+class Simulation:
+    """Everything of one run, put together."""
+
+    def __init__(self, seed: int, setup: Setup, tracing: bool, make_machine: MakeMachine = make_machine) -> None:
+        self.setup = setup
+        self.world = World(seed, tracing)
+        self.checks = Checks(setup.job, self._holders)
+        self.site = Site(self.world, self.checks, self._coordinator)
+        self.site.make_worker = self._worker
+        self.make_machine = make_machine
+        self.hosts = [f"host{i}" for i in range(setup.hosts)]
+        self.most_workers = setup.job.lanes
+        self.config = CoordinatorConfig(
+            lanes=setup.job.lanes,
+            stages=1,
+            workers=setup.workers,
+            min_workers=setup.min_workers,
+            on_failure=setup.on_failure,
+            hang_limit_ns=1 * SECOND,
+            heartbeat_floor_ns=500 * MS,
+            heartbeat_ceiling_ns=1500 * MS,
+            heartbeat_interval_ns=HEARTBEAT_NS,
+            quorum_wait_ns=3600 * SECOND,
+            grace_ns=1 * SECOND,
+        )
+        slots = range(setup.workers + setup.spares)
+        self.slots = {host: [i for i in slots if i % setup.hosts == n] for n, host in enumerate(self.hosts)}
+        self.site.start_coordinator()
+        for host in self.hosts:
+            self.boot(host)
+        self.injector = Injector(self, setup.faults)
+
+    def boot(self, host: str) -> None:
+        """Start a host's agent, and with it its workers, unless it runs."""
+        known = self.site.agents.get(host)
+        if known is None or not known.alive:
+            slots = self.slots[host] if known is None else known.slots
+            self.site.agents[host] = AgentProcess(self.world, self.site, host, slots, HEARTBEAT_NS)
+
+    def command(self, name: str, args: dict[str, Any]) -> None:
+        """What a user types."""
+        self.world.log("user", name, args)
+        Client(self.world, self.site, name, args)
+
+    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
+        return Coordinator(self.config, place, list(journal))
+
+    def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
+        return SimWorker(self.world, self.site, key, agent, self.setup.job, self.make_machine(key))
+
+    def _holders(self) -> dict[WorkerKey, int]:
+        """Where the live, reachable workers with a plan are."""
+        return {
+            w.me: w.at
+            for w in self.site.live_workers()
+            if w.frozen_ns is None and w.machine.plan is not None and self.world.reachable(w.host, "control")
+        }
+
+    def ended(self) -> bool:
+        return self.site.completed or bool(self.site.failed)
+
+    def run(self) -> str:
+        """Returns what went wrong, or "". Raises: whatever broke."""
+        if not self.world.run(FAULTS_STOP_NS, self.ended):
+            self.injector.stop()
+            if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
+                return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
+        if self.site.failed:
+            return f"P4: the job failed: {self.site.failed}"
+        self.checks.finish()
+        return ""
+
+    def _where(self) -> str:
+        coordinator = self.site.coordinator
+        status = coordinator.machine.status() if coordinator is not None else {}
+        workers = [
+            f"{w.me} {w.machine.phase} generation {w.machine.generation} at {w.machine.position}"
+            for w in self.site.live_workers()
+        ]
+        return f"workers: {workers}; coordinator: {status}"
+
+
+def simulate(
+    seed: int,
+    *,
+    setup: Setup | None = None,
+    tracing: bool = False,
+    make_machine: MakeMachine = make_machine,
+    faults: Sequence[Fault] | None = None,
+) -> Outcome:
+    """Run one seed. `setup` and `faults` replace what the seed would draw (named scenarios)."""
+    chosen = setup if setup is not None else set_up(seed)
+    if faults is not None:
+        chosen = replace(chosen, faults=tuple(faults))
+    simulation = Simulation(seed, chosen, tracing, make_machine)
+    try:
+        problem = simulation.run()
+    except Exception as error:  # whatever it is, it is this seed's finding
+        problem = f"{type(error).__name__}: {error}"
+        if tracing:
+            simulation.world.lines += traceback.format_exc().splitlines()
+    return Outcome(
+        seed=seed,
+        setup=chosen,
+        problem=problem,
+        steps=simulation.checks.committed,
+        generations=len(simulation.checks.plans),
+        virtual_ms=simulation.world.now_ns / MS,
+        events=simulation.world.events,
+        lost_everything=simulation.checks.lost_everything,
+        reports=dict(simulation.site.reports),
+        trace=tuple(simulation.world.lines),
+    )

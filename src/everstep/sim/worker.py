@@ -1,0 +1,402 @@
+"""One worker's process in the simulation: drives the very step machine of production, with an abstract state."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from everstep.base.plan import Member, WorkerKey
+from everstep.protocol import messages as wire
+from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_types import (
+    Compute,
+    Discard,
+    Entered,
+    FetchState,
+    GatherAsked,
+    Gathered,
+    HoldingArrived,
+    Key,
+    LaneDone,
+    Leave,
+    LeftPlan,
+    Open,
+    PlanArrived,
+    PreparedArrived,
+    Record,
+    Reduce,
+    Release,
+    SendHolding,
+    SendRecord,
+    ServeState,
+    StateCopied,
+    StepAsked,
+    StepEffect,
+    StepEvent,
+    Update,
+    Updated,
+)
+from everstep.sim.checks import Vote
+from everstep.sim.control import ControlClient
+from everstep.sim.heal import Copy, Donor, Fetcher, Joiner
+from everstep.sim.mesh import Mesh
+from everstep.sim.model import INITIAL, Gradient, Job, leaf, update
+from everstep.sim.world import MS, Process, World
+
+if TYPE_CHECKING:
+    from everstep.sim.control import AgentProcess, Site
+
+MakeMachine = Callable[[WorkerKey], StepMachine]
+_DECIDED = (Update, Gathered, Release, Discard)
+
+
+class SimWorker(Process):
+    """One life of one slot: driver, application, lanes, and its ties to coordinator and peers."""
+
+    def __init__(
+        self, world: World, site: Site, key: WorkerKey, agent: AgentProcess, job: Job, machine: StepMachine
+    ) -> None:
+        super().__init__(world, f"worker-{key}", agent.host)
+        self.site = site
+        self.me = key
+        self.agent = agent
+        self.job = job
+        self.machine = machine
+        self.pid = 1000 + 100 * key.worker_id + key.incarnation
+        self.at, self.state = 0, INITIAL
+        self.gradient: tuple[int, Gradient] | None = None
+        self.leaves: dict[int, dict[int, Gradient]] = {}
+        self.effects_held: dict[int, int] = {}
+        self.records: Mapping[int, Record] = {}
+        self.slowness = world.rng.choice((1, 1, 1, 2, 4))
+        self.mesh, self.donor, self.fetcher, self.joiner = Mesh(self), Donor(self), Fetcher(self), Joiner(self)
+        self.faults: dict[int, list[int]] = {}
+        self._queue: deque[StepEffect] = deque()
+        self._performing = False
+        self._updating = False
+        self._asked = False
+        self._todo: deque[int] = deque()
+        self._todo_step = 0
+        self._lane_under_way = False
+        self._phase = ""
+        self._settling = False
+        self.done = False
+        self.client: ControlClient | None = None
+        world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
+        self.later(world.between(5 * MS, 40 * MS), self._connect)
+
+    # ---- ties to the coordinator and the agent
+
+    def _connect(self) -> None:
+        self.client = ControlClient(self, self.site, "worker", self._hello, self.deliver)
+
+    def _hello(self) -> list[wire.AnyMessage]:
+        """Everything that the coordinator may have missed, anew."""
+        member = Member(self.me.worker_id, self.me.incarnation, self.host, self.pid, self.name)
+        said: list[wire.AnyMessage] = [wire.WorkerHello(member=member, step=self.machine.step, plan=self.machine.plan)]
+        if self.machine.settled:
+            said.append(self._entered_message())
+        for generation, accused in sorted(self.faults.items()):
+            said.append(self._fault_message(generation, accused))
+        if self.joiner.ticket is not None and (self.joiner.healed or self.joiner.failed):
+            said.append(self._heal_message())
+        if self.done:
+            said.append(self._done_message())
+        return said
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        if self.client is not None:
+            self.client.send(message)
+
+    def _entered_message(self) -> wire.AnyMessage:
+        return wire.GenerationEntered(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            generation=self.machine.generation,
+            step=self.machine.step,
+            phases_ms={},
+        )
+
+    def _fault_message(self, generation: int, accused: list[int]) -> wire.AnyMessage:
+        return wire.PeerFault(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            generation=generation,
+            accused=sorted(accused),
+            reason="a transfer failed",
+        )
+
+    def _heal_message(self) -> wire.AnyMessage:
+        ticket = self.joiner.ticket or 0
+        who = {"worker_id": self.me.worker_id, "incarnation": self.me.incarnation, "ticket": ticket}
+        if self.joiner.failed:
+            return wire.HealFailed(**who, reason=self.joiner.failed)
+        return wire.WorkerHealed(**who, step=self.at)
+
+    def _done_message(self) -> wire.AnyMessage:
+        plan = self.machine.plan
+        leads = plan is not None and plan.leader(0) == self.me.worker_id
+        return wire.WorkerDone(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            generation=self.machine.generation,
+            step=self.at,
+            final_written=leads,
+        )
+
+    def report_fault(self, generation: int, accused: list[int]) -> None:
+        """Transfers with these members failed."""
+        self.world.log(self.name, "accuses", accused, f"in generation {generation}")
+        self.faults.setdefault(generation, []).extend(accused)
+        self.tell(self._fault_message(generation, accused))
+
+    def tell_heal(self) -> None:
+        self.tell(self._heal_message())
+
+    def pulse(self) -> wire.WorkerPulse:
+        """What the agent reads of it from shared memory."""
+        still = 0 if self.frozen_ns is None else (self.world.now_ns - self.frozen_ns) // MS
+        return wire.WorkerPulse(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            step=self.machine.step,
+            phase=str(self.machine.phase),
+            still_ms=still,
+            samples_per_s=100.0 / self.slowness,
+        )
+
+    def deliver(self, message: wire.AnyMessage) -> None:
+        """A message of the coordinator."""
+        match message:
+            case wire.PlanNow(plan=plan):
+                self.site.checks.plan(plan)
+                self.feed(PlanArrived(plan))
+            case wire.PlanPrepared(plan=plan):
+                self.site.checks.plan(plan)
+                self.feed(PreparedArrived(plan))
+            case wire.Heal(ticket=ticket, donors=donors):
+                self.joiner.begin(ticket, donors)
+            case wire.Dismissed(reason=reason, drained=drained):
+                self.exit(f"dismissed: {reason}", restart=not drained)
+            case wire.JobEnded(state=state):
+                self.exit(f"job {state}", restart=False)
+
+    def exit(self, reason: str, restart: bool) -> None:
+        """End by oneself."""
+        self._ending(reason, restart)
+
+    def die(self, reason: str) -> None:
+        """End by SIGKILL."""
+        self._ending(reason, restart=True)
+
+    def _ending(self, reason: str, restart: bool) -> None:
+        if not self.alive:
+            return
+        super().die(reason)
+        self.agent.later(self.world.between(MS // 2, 4 * MS), self.agent.exited, self, reason, restart)
+
+    # ---- the machine
+
+    def feed(self, event: StepEvent) -> None:
+        """One event for the step machine; its effects queue up behind those not yet carried out."""
+        self._settling = isinstance(event, HoldingArrived | StateCopied | Updated)
+        effects = self.machine.handle(self.world.now_ns, event)
+        if self.world.tracing:
+            self.world.log(self.name, f"[{self.machine.phase}]", event, "=>", effects)
+        if any(isinstance(e, Leave | Open) for e in effects):
+            self._queue = deque(e for e in self._queue if isinstance(e, _DECIDED))
+            self._todo.clear()
+        self._queue.extend(effects)
+        if not self._performing and not self._updating:
+            self._perform()
+
+    def _perform(self) -> None:
+        self._performing = True
+        while self._queue and self.alive and not self._updating:
+            self._act(self._queue.popleft())
+        self._performing = False
+        if self.alive and not self._updating:
+            self._pump()
+
+    def _pump(self) -> None:
+        """The turn is the application's."""
+        if not self.alive:
+            return
+        self._note_phase()
+        self.mesh.look()
+        self.donor.boundary()
+        phase = self.machine.phase
+        early = phase is Phase.SETTLING and self.world.rng.random() < 0.3
+        if self._asked or not (phase is Phase.IDLE or early):
+            return
+        position = self.machine.position
+        if position.seq < self.job.gathers(position.step):
+            self._asked = True
+            self.feed(GatherAsked(b""))
+        elif position.step < self.job.steps:
+            self._asked = True
+            self.feed(StepAsked())
+        elif not early and not self.done:
+            self._finish()
+
+    def _finish(self) -> None:
+        self.done = True
+        plan = self.machine.plan
+        if plan is not None and plan.leader(0) == self.me.worker_id:
+            self.site.checks.final(self.me, self.at, self.state)
+        self.tell(self._done_message())
+
+    def _note_phase(self) -> None:
+        phase = str(self.machine.phase)
+        if phase != self._phase:
+            self._phase = phase
+            self.phase_changed(phase)
+
+    def phase_changed(self, phase: str) -> None:
+        """Faults may be aimed at it."""
+        for hook in self.site.phase_hooks[:]:
+            hook(self, phase)
+
+    # ---- effects
+
+    def _act(self, effect: StepEffect) -> None:
+        match effect:
+            case Leave():
+                self.mesh.leave()
+                self.fetcher.stop()
+                self.donor.left(self.machine.generation)
+            case Open(plan=plan):
+                self.joiner.stop()
+                self.done = False
+                self.mesh.open(plan)
+            case SendHolding(holding=holding):
+                self.mesh.send_holding(holding)
+            case Compute(step=step, lanes=lanes):
+                self._todo, self._todo_step = deque(lanes), step
+                self._next_lane()
+            case Reduce(step=step):
+                self._reduce(step)
+            case SendRecord(key=key, record=record):
+                self._send_record(key, record)
+            case Update(step=step, records=records):
+                self._begin_update(step, records)
+            case Gathered(key=key, records=records):
+                self.site.checks.decision(self.machine.generation, key, records, self._settling)
+                self.records, self._asked = records, False
+            case Release(step=step):
+                self._release(step)
+            case Discard(step=step):
+                self.leaves = {s: v for s, v in self.leaves.items() if s > step}
+            case ServeState():
+                self.donor.serve(effect)
+            case FetchState():
+                self.fetcher.fetch(effect)
+            case Entered(generation=generation, step=step):
+                self.faults = {g: a for g, a in self.faults.items() if g >= generation}
+                self.site.checks.entered(self.me, generation, step)
+                self.tell(self._entered_message())
+            case LeftPlan():
+                self.exit("drained: the plan goes on without it", restart=False)
+
+    def _send_record(self, key: Key, record: Record) -> None:
+        if not record.payload:
+            vote = Vote(self.machine.generation, self.me.worker_id, (), 0)
+            record = Record(record.prepared, vote.encode())
+        self.mesh.send_record(key, record)
+
+    # ---- lanes
+
+    def _next_lane(self) -> None:
+        if self._lane_under_way or not self._todo:
+            return
+        step, lane = self._todo_step, self._todo.popleft()
+        if step != self.at + 1:
+            raise AssertionError(f"{self.me} is to compute step {step} at state {self.at}")
+        self._lane_under_way = True
+        took = self.world.between(MS // 2, 3 * MS) * self.slowness
+        self.later(took, self._lane_done, step, lane, self.state)
+
+    def _lane_done(self, step: int, lane: int, state: int) -> None:
+        self._lane_under_way = False
+        if step == self.at + 1 and state == self.state:
+            self.leaves.setdefault(step, {})[lane] = leaf(state, step, lane)
+            self.feed(LaneDone(step, lane))
+        self._next_lane()
+
+    def _reduce(self, step: int) -> None:
+        plan = self.machine.plan
+        if plan is None:
+            raise AssertionError("a reduction without a plan")
+        self.mesh.reduce(step, plan.lanes_of(self.me.worker_id), self.leaves.get(step, {}))
+
+    def hold(self, step: int, gradient: Gradient) -> None:
+        """The reduced gradient of a step is complete here."""
+        if step == self.at + 1:
+            self.site.checks.reduced(self.me, step, self.state, gradient)
+            self.gradient = (step, gradient)
+
+    # ---- the state
+
+    def stands(self) -> bool:
+        """Whether the state is that of the position, with nothing under way."""
+        return self.machine.settled and not self._updating and self.at == self.machine.position.step
+
+    def _begin_update(self, step: int, records: Mapping[int, Record]) -> None:
+        self.site.checks.decision(self.machine.generation, Key(step, 0), records, self._settling)
+        if self.gradient is None or self.gradient[0] != step or self.at != step - 1:
+            raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradient}")
+        self._updating = True
+        self._note_phase()
+        self.later(self.world.between(MS // 2, 3 * MS), self._apply, step, records, self.gradient[1])
+
+    def _apply(self, step: int, records: Mapping[int, Record], gradient: Gradient) -> None:
+        self._updating = False
+        self.replay(step, update(self.state, step, gradient))
+        self.records, self._asked = records, False
+        self.donor.feed(step, records, gradient)
+        self.feed(Updated(step))
+
+    def replay(self, step: int, state: int) -> None:
+        """The state is now that of `step`, one further."""
+        self.at, self.state = step, state
+        self.site.checks.state(self.me, step, state)
+        self.effects_held[step] = state
+
+    def copy(self) -> Copy:
+        """What a peer needs to be where this worker is."""
+        return Copy(self.machine.position, *self.serve_parts())
+
+    def serve_parts(self) -> tuple[Mapping[int, Record], int, tuple[tuple[int, int], ...]]:
+        kept = ((self.at, self.site.checks.states[self.at]),) if self.at else ()
+        return self.records, self.state, kept
+
+    def install(self, copy: Copy) -> None:
+        """Become a copy. The caller reports it to the machine at once."""
+        if copy.position != self.machine.position:
+            self._asked = False
+        self.donor.jumped()
+        self.at, self.state = copy.position.step, copy.state
+        self.records = copy.records
+        self.effects_held.update(copy.effects)
+        self.gradient = None
+        self._todo.clear()
+        self.site.checks.state(self.me, self.at, self.state)
+
+    def _release(self, step: int) -> None:
+        released = self.site.checks.released.get(self.me, 0)
+        for held in sorted(s for s in self.effects_held if s <= step):
+            effect = self.effects_held.pop(held)
+            if held > released:
+                self.site.checks.release(self.me, held, effect)
+        plan = self.machine.plan
+        if plan is not None and plan.leader(0) == self.me.worker_id:
+            self.tell(
+                wire.Progress(
+                    worker_id=self.me.worker_id,
+                    incarnation=self.me.incarnation,
+                    generation=self.machine.generation,
+                    step=step,
+                    step_ms=10.0,
+                )
+            )

@@ -1,0 +1,268 @@
+"""The simulated world: a virtual clock, processes that crash and freeze, and a network that is slow and breaks.
+
+Apart from who lives in it. Everything that happens comes from one heap of events and one seeded random generator, so
+a seed replays exactly. Connections are like TCP: in order, without loss while they last; they may stall and break, and
+what was under way is then lost. Different connections overtake each other freely.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+US = 1_000
+MS = 1_000_000
+SECOND = 1_000_000_000
+
+Act = Callable[..., None]
+
+
+class World:
+    """Virtual time, randomness, the trace, and which hosts cannot reach each other."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.now_ns = 0
+        self.tracing = tracing
+        self.lines: list[str] = []
+        self.events = 0
+        self.slow_network = self.rng.random() < 0.25
+        self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
+        self._count = 0
+        self._cuts: dict[tuple[str, str], int] = {}
+        self._bad: dict[tuple[str, str], int] = {}
+        self.connections: list[Connection] = []
+
+    def later(self, delay_ns: int, act: Act, *args: Any) -> None:
+        """Have `act(*args)` called after the delay."""
+        self._count += 1
+        heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._count, act, args))
+
+    def run(self, until_ns: int, stop: Callable[[], bool]) -> bool:
+        """Let time pass. Returns whether `stop` became true by then."""
+        while self._heap and self._heap[0][0] <= until_ns:
+            self.now_ns, _, act, args = heapq.heappop(self._heap)
+            self.events += 1
+            act(*args)
+            if stop():
+                return True
+        self.now_ns = max(self.now_ns, until_ns)
+        return stop()
+
+    def log(self, who: str, what: str, *details: Any) -> None:
+        """A line of the trace."""
+        if self.tracing:
+            said = " ".join(str(d) for d in details)
+            self.lines.append(f"{self.now_ns / MS:11.3f} {who:<12} {what} {said}".rstrip())
+
+    # ---- time
+
+    def between(self, low_ns: int, high_ns: int) -> int:
+        return self.rng.randint(low_ns, high_ns)
+
+    def latency_ns(self) -> int:
+        """Of one message: mostly a fraction of a millisecond, now and then very long."""
+        draw = self.rng.random()
+        if draw < 0.01 or (self.slow_network and draw < 0.05):
+            return self.between(10 * MS, 60 * MS)
+        return self.between(50 * US, (5 if self.slow_network else 1) * MS)
+
+    # ---- the network
+
+    def cut(self, a: str, b: str) -> None:
+        """No packet passes between two hosts until `mend`."""
+        self.log("network", "cut", a, b)
+        self._cuts[_pair(a, b)] = self._cuts.get(_pair(a, b), 0) + 1
+
+    def mend(self, a: str, b: str) -> None:
+        pair = _pair(a, b)
+        if pair not in self._cuts:
+            return
+        self._cuts[pair] -= 1
+        if self._cuts[pair] <= 0:
+            del self._cuts[pair]
+            self.log("network", "mended", a, b)
+            for connection in list(self.connections):
+                connection.flush()
+
+    def reachable(self, a: str, b: str) -> bool:
+        return a == b or _pair(a, b) not in self._cuts
+
+    def spoil(self, a: str, b: str) -> None:
+        """Break every connection between two processes (by name), and each new one, until `unspoil`."""
+        self.log("network", "bad link", a, b)
+        self._bad[_pair(a, b)] = self._bad.get(_pair(a, b), 0) + 1
+        for connection in list(self.connections):
+            if connection.pair == _pair(a, b):
+                connection.fail()
+
+    def unspoil(self, a: str, b: str) -> None:
+        if _pair(a, b) in self._bad:
+            self.log("network", "good link", a, b)
+            del self._bad[_pair(a, b)]
+
+    def spoiled(self, a: str, b: str) -> bool:
+        return _pair(a, b) in self._bad
+
+    def mend_all(self) -> None:
+        """The faults stop."""
+        self._bad.clear()
+        for a, b in list(self._cuts):
+            self._cuts[(a, b)] = 1
+            self.mend(a, b)
+
+
+def _pair(a: str, b: str) -> tuple[str, str]:
+    return (a, b) if a <= b else (b, a)
+
+
+class Process:
+    """Something that runs on a host, until it dies. While frozen it does nothing, and does it all afterwards."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.frozen_ns: int | None = None
+        self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
+
+    def later(self, delay_ns: int, act: Act, *args: Any) -> None:
+        """A timer of this process."""
+        self.world.later(delay_ns, self.wake, act, args)
+
+    def wake(self, act: Act, args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.frozen_ns is not None:
+            self._backlog.append((act, args))
+        else:
+            act(*args)
+
+    def freeze(self) -> None:
+        if self.alive and self.frozen_ns is None:
+            self.world.log(self.name, "FROZEN")
+            self.frozen_ns = self.world.now_ns
+
+    def thaw(self) -> None:
+        if not self.alive or self.frozen_ns is None:
+            return
+        self.world.log(self.name, "THAWED")
+        self.frozen_ns = None
+        backlog, self._backlog = self._backlog, []
+        for act, args in backlog:
+            self.wake(act, args)
+
+    def die(self, reason: str) -> None:
+        """End now; every connection breaks, and the other sides see it."""
+        if not self.alive:
+            return
+        self.world.log(self.name, "DIED", reason)
+        self.alive = False
+        for connection in list(self.world.connections):
+            if connection.ends[0] is self or connection.ends[1] is self:
+                connection.close(self)
+
+
+class Connection:
+    """Between two processes. Each side gives what to call for a message and for the end; that is called once.
+
+    `timeout_ns`: a message that cannot be delivered for so long ends it.
+    """
+
+    def __init__(self, world: World, a: Process, b: Process, timeout_ns: int = SECOND) -> None:
+        self.world = world
+        self.ends = (a, b)
+        self.pair = _pair(a.name, b.name)
+        self.timeout_ns = timeout_ns
+        self.open = True
+        self._receive: list[Callable[[Any], None] | None] = [None, None]
+        self._lost: list[Callable[[], None] | None] = [None, None]
+        self._due = [0, 0]
+        self._held: tuple[list[Any], list[Any]] = ([], [])
+        world.connections.append(self)
+
+    def listen(self, side: Process, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        """What `side` does with what comes, and at the end."""
+        index = self.ends.index(side)
+        self._receive[index], self._lost[index] = receive, lost
+
+    def send(self, side: Process, message: Any) -> None:
+        """From one side to the other."""
+        if not self.open:
+            return
+        to = 1 - self.ends.index(side)
+        if self._held[to] or not self.world.reachable(self.ends[0].host, self.ends[1].host):
+            self._hold(to, message)
+        else:
+            self._transmit(to, message)
+
+    def _transmit(self, to: int, message: Any) -> None:
+        self._due[to] = max(self._due[to], self.world.now_ns + self.world.latency_ns())
+        self.world.later(self._due[to] - self.world.now_ns, self._deliver, to, message)
+
+    def _hold(self, to: int, message: Any) -> None:
+        if not self._held[to]:
+            self.world.later(self.timeout_ns, self._stuck, to, message)
+        self._held[to].append(message)
+
+    def _stuck(self, to: int, message: Any) -> None:
+        if self.open and self._held[to] and self._held[to][0] is message:
+            self.fail()
+
+    def flush(self) -> None:
+        """The hosts may reach each other again."""
+        if not self.open or not self.world.reachable(self.ends[0].host, self.ends[1].host):
+            return
+        for to in (0, 1):
+            held = self._held[to][:]
+            self._held[to].clear()
+            for message in held:
+                self._transmit(to, message)
+
+    def _deliver(self, to: int, message: Any) -> None:
+        if not self.open:
+            return
+        if not self.world.reachable(self.ends[0].host, self.ends[1].host):
+            self._held[to].append(message)
+            if len(self._held[to]) == 1:
+                self.world.later(self.timeout_ns, self._stuck, to, message)
+            return
+        self.ends[to].wake(self._received, (to, message))
+
+    def _received(self, to: int, message: Any) -> None:
+        receive = self._receive[to]
+        if receive is not None:
+            receive(message)
+
+    def close(self, side: Process) -> None:
+        """One side ends it: what it had sent still arrives, unless it broke on the way."""
+        if not self.open:
+            return
+        to = 1 - self.ends.index(side)
+        self._lost[1 - to] = self._receive[1 - to] = None
+        if self._held[to] or not self.world.reachable(self.ends[0].host, self.ends[1].host):
+            self.world.later(self.timeout_ns, self.fail)
+            return
+        delay = max(self._due[to] - self.world.now_ns, self.world.latency_ns())
+        self.world.later(delay, self.fail)
+
+    def fail(self) -> None:
+        """Both sides see the end; what is under way is lost."""
+        if not self.open:
+            return
+        self.open = False
+        self.world.connections.remove(self)
+        for index in (0, 1):
+            lost = self._lost[index]
+            if lost is not None:
+                self.ends[index].later(0, lost)
+
+
+def connect(world: World, a: Process, b: Process | None, timeout_ns: int = SECOND) -> Connection | None:
+    """A connection from `a` to `b`; None if nobody can be reached there (the caller waits before trying again)."""
+    if b is None or not b.alive or not world.reachable(a.host, b.host) or world.spoiled(a.name, b.name):
+        return None
+    return Connection(world, a, b, timeout_ns)
