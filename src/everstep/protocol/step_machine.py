@@ -291,13 +291,10 @@ class StepMachine:
         if event.generation < self._generation:
             return []
         self._holdings.setdefault(event.generation, {}).setdefault(event.worker_id, event.holding)
-        if event.generation == self._generation:
-            return self._settle() if self._phase is Phase.SETTLING else []
-        prepared = self._prepared.get(event.generation)
-        if prepared is not None and self._phase is Phase.AGREEING and prepared.has(self.me):
-            # Somebody has decided the switch, with the record of this worker; its holding brings what is missing here.
-            return self._take(prepared)
-        return []
+        # One of a prepared generation waits, though it proves the switch: this worker may be a joiner's donor, and the
+        # joiner gets nothing from one that has not decided the step itself.
+        settling = event.generation == self._generation and self._phase is Phase.SETTLING
+        return self._settle() if settling else []
 
     def _settle(self) -> list[StepEffect]:
         holdings = self._stated()
