@@ -1,0 +1,104 @@
+"""Which samples make up (step, lane). Pure, and without state: the cursor is the number of the step.
+
+The samples of all epochs form one endless row, each epoch in an order of its own. Step s takes the s-th global batch of
+it, lane l the l-th micro-batch of that. So an epoch's tail is filled up with the head of the next one, no sample is
+dropped, and the number of workers does not appear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from everstep.base.errors import ConfigError, check
+from everstep.order.permutation import permutation
+
+
+SampleId = tuple[int, int]
+"""One use of one sample: (epoch, index); epochs count from 0, the index is the dataset's."""
+
+
+@dataclass(frozen=True)
+class LaneSamples:
+    """What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none.
+
+    Iterating and `len` go over `samples`.
+    """
+
+    step: int
+    lane: int
+    samples: tuple[SampleId, ...]
+
+    def __iter__(self) -> Iterator[SampleId]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class SampleOrder:
+    """The sample order of a job.
+
+    dataset_size: in samples. lanes, micro_batch: their product is the global batch. steps, epochs: where the job ends;
+    if both are given, whichever comes first. With `steps` alone every step is full.
+
+    Raises: ConfigError if neither steps nor epochs is given, or the dataset is smaller than a global batch.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        dataset_size: int,
+        lanes: int,
+        micro_batch: int,
+        steps: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
+        for name, value in (("lanes", lanes), ("micro_batch", micro_batch), ("steps", steps), ("epochs", epochs)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {value}: raise it")
+        self.seed = seed
+        self.dataset_size = dataset_size
+        self.lanes = lanes
+        self.micro_batch = micro_batch
+        self.global_batch = lanes * micro_batch
+        if dataset_size < self.global_batch:
+            raise ConfigError(
+                f"expected a dataset of at least one global batch, {self.global_batch} samples ({lanes} lanes x "
+                f"{micro_batch}), got {dataset_size} samples: lower --batch-size (or 'lanes'), or use more data"
+            )
+        if steps is None and epochs is None:
+            raise ConfigError("expected 'steps' or 'epochs' to say where the job ends, got neither: set one of them")
+        self.total_samples = None if epochs is None else epochs * dataset_size
+        """How many samples there are to use, None if only steps are limited."""
+        limits = [] if steps is None else [steps]
+        if self.total_samples is not None:
+            limits.append(-(-self.total_samples // self.global_batch))
+        self.total_steps = min(limits)
+        """The last step."""
+
+    def samples(self, step: int, lane: int) -> LaneSamples:
+        """The samples of a lane in a step; steps count from 1."""
+        check(1 <= step <= self.total_steps, f"step {step} is not in 1..{self.total_steps}")
+        check(0 <= lane < self.lanes, f"lane {lane} is not in 0..{self.lanes - 1}")
+        at = (step - 1) * self.global_batch + lane * self.micro_batch
+        stop = at + self.micro_batch
+        if self.total_samples is not None:
+            stop = min(stop, self.total_samples)
+        found: list[SampleId] = []
+        while at < stop:
+            epoch, position = divmod(at, self.dataset_size)
+            last = min(self.dataset_size, position + stop - at)
+            order = permutation(self.seed, epoch, self.dataset_size)
+            found += [(epoch, index) for index in order.run(position, last)]
+            at += last - position
+        return LaneSamples(step, lane, tuple(found))
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before this one use together."""
+        used = (step - 1) * self.global_batch
+        return used if self.total_samples is None else min(used, self.total_samples)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, from 0, in which a step begins."""
+        return self.samples_before(step) // self.dataset_size
