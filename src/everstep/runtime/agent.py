@@ -1,0 +1,179 @@
+"""The agent of a host's workers towards the coordinator: heartbeats with everyone's progress, births and deaths.
+
+Apart from the launcher because a host may have an agent without having the coordinator. It starts nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+from everstep.protocol.messages import (
+    AgentHello,
+    AnyMessage,
+    Command,
+    Heartbeat,
+    Pong,
+    SlotLost,
+    WorkerExited,
+    WorkerLife,
+    WorkerPulse,
+    WorkerStarted,
+)
+from everstep.runtime.board import Board
+from everstep.runtime.control import ControlClient
+
+FIRST_INTERVAL_S = 0.2
+MIN_INTERVAL_S = 0.2
+MAX_INTERVAL_S = 5.0
+RTT_FACTOR = 10.0
+_RATE_WINDOW_S = 2.0
+
+
+class Rate:
+    """Samples per second over the last seconds, from a counter that starts anew with each life."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._incarnation = -1
+
+    def update(self, now_s: float, incarnation: int, samples: int) -> float:
+        """Take the counter's present value; returns the rate."""
+        if incarnation != self._incarnation:
+            self._seen.clear()
+            self._incarnation = incarnation
+        self._seen.append((now_s, samples))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] >= _RATE_WINDOW_S:
+            self._seen.popleft()
+        first_s, first = self._seen[0]
+        elapsed_s = now_s - first_s
+        return (samples - first) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+class Agent:
+    """Speaks for the workers of one host.
+
+    lives: called (from any thread) for the processes that run now. slots: how many slots are kept filled.
+    on_message: called in the connection's thread for KillWorker, SetSlots, JobEnded, CommandReply.
+    interval_s: between heartbeats; None: ten median round trips within 0.2 to 5 s.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str] | tuple[str, int],
+        token: bytes,
+        agent_id: str,
+        host: str,
+        board: Board,
+        lives: Callable[[], list[WorkerLife]],
+        slots: Callable[[], int],
+        on_message: Callable[[AnyMessage], None],
+        interval_s: float | None = None,
+    ) -> None:
+        self.agent_id = agent_id
+        self.host = host
+        self._board = board
+        self._lives = lives
+        self._slots = slots
+        self._on_message = on_message
+        self._interval_s = interval_s
+        self._seq = 0
+        self._sent: tuple[int, float] = (0, 0.0)
+        self._rtts_ms: deque[float] = deque(maxlen=31)
+        self._rates: dict[int, Rate] = {}
+        self._next_s = 0.0
+        self.client = ControlClient(address, token, "agent", agent_id, self._hello, self._receive)
+
+    # ---- heartbeats
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until the next heartbeat."""
+        return max(0.0, self._next_s - now_s)
+
+    def interval(self) -> float:
+        """Seconds between heartbeats."""
+        if self._interval_s is not None:
+            return self._interval_s
+        if not self._rtts_ms:
+            return FIRST_INTERVAL_S
+        return min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, RTT_FACTOR * median(self._rtts_ms) / 1000))
+
+    def beat(self, now_s: float) -> None:
+        """Send a heartbeat if one is due. `now_s` is monotonic."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.interval()
+        if not self.client.connected:
+            return
+        self._seq += 1
+        rtt_ms = self._rtts_ms[-1] if self._rtts_ms else 0.0
+        beat = Heartbeat(
+            agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=list(self.pulses(self._lives(), now_s))
+        )
+        self._sent = (self._seq, time.monotonic())
+        self.client.send(beat)
+
+    def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
+        """What the board says of these lives."""
+        now_ns = time.monotonic_ns()
+        for life in lives:
+            pulse = self._board.read(life.worker_id)
+            if pulse.incarnation != life.incarnation:
+                continue
+            rate = self._rates.setdefault(life.worker_id, Rate())
+            yield WorkerPulse(
+                worker_id=life.worker_id,
+                incarnation=life.incarnation,
+                step=pulse.step,
+                phase=pulse.phase,
+                still_ms=pulse.still_ms(now_ns),
+                samples_per_s=rate.update(now_s, life.incarnation, pulse.samples),
+            )
+
+    # ---- births and deaths
+
+    def worker_started(self, life: WorkerLife) -> None:
+        """A process was started."""
+        self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
+
+    def worker_exited(self, worker_id: int, incarnation: int, reason: str, died_unix_ns: int) -> None:
+        """A process is dead."""
+        self.client.send(
+            WorkerExited(
+                agent_id=self.agent_id,
+                worker_id=worker_id,
+                incarnation=incarnation,
+                reason=reason,
+                died_unix_ns=died_unix_ns,
+            )
+        )
+
+    def slot_lost(self, worker_id: int, reason: str) -> None:
+        """A slot was given up."""
+        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, reason=reason))
+
+    def command(self, name: str, args: dict[str, Any]) -> None:
+        """Ask the coordinator for something, as the CLI would; the reply goes to `on_message`."""
+        self._seq += 1
+        self.client.send(Command(request=self._seq, name=name, args=args))
+
+    def close(self, flush_s: float = 0.5) -> None:
+        """End the connection."""
+        self.client.close(flush_s)
+
+    # ---- in the connection's thread
+
+    def _hello(self) -> AnyMessage:
+        return AgentHello(agent_id=self.agent_id, host=self.host, workers=self._lives(), slots=self._slots())
+
+    def _receive(self, message: AnyMessage) -> None:
+        if isinstance(message, Pong):
+            seq, sent_s = self._sent
+            if message.seq == seq:
+                self._rtts_ms.append((time.monotonic() - sent_s) * 1000)
+            return
+        self._on_message(message)

@@ -1,0 +1,328 @@
+"""The coordinator process: `python -m everstep.runtime.coordinator_main RUN_DIR --port P`. No torch.
+
+It only carries events to the pure `protocol.coordinator.Coordinator` and executes its effects, in order: what has to be
+persisted is synced before anything that depends on it leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+
+from everstep.base.config import Config, load_config
+from everstep.base.errors import EverstepError, ProtocolError
+from everstep.observe.events import EventLog
+from everstep.placement.lanes import place
+from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.coordinator_types import (
+    Close,
+    Connected,
+    CoordinatorConfig,
+    CoordinatorEvent,
+    Disconnected,
+    Persist,
+    Received,
+    Report,
+    Send,
+    Tick,
+)
+from everstep.protocol.messages import AnyMessage, PlanNow, PlanPrepared, decode, encode
+from everstep.runtime import wire
+from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
+from everstep.runtime.journal import Journal
+from everstep.runtime.process import die_with_parent, raise_descriptor_limit
+
+MAX_STRANGERS = 4096
+MAX_UNSENT_BYTES = 256 << 20
+_COMPLAIN_EVERY_S = 1.0
+
+
+class ControlServer:
+    """Connections, timer, journal and events around one `Coordinator`."""
+
+    def __init__(self, coordinator: Coordinator, journal: Journal, events: EventLog, token: bytes) -> None:
+        self.coordinator = coordinator
+        self.journal = journal
+        self.events = events
+        self.token = token
+        self.connections: dict[str, Connection] = {}
+        self.strangers = 0
+        self.refused = 0
+        self._names = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._complained_s = -_COMPLAIN_EVERY_S
+        self._journal_warned = False
+        self._last_encoded: tuple[AnyMessage | None, bytes] = (None, b"")
+
+    def next_name(self) -> str:
+        """A name that no other connection of this process has had."""
+        self._names += 1
+        return f"c{self._names}"
+
+    def handle(self, event: CoordinatorEvent) -> None:
+        """Pass an event to the coordinator and do what it says."""
+        now_ns = time.monotonic_ns()
+        for effect in self.coordinator.handle(now_ns, event):
+            match effect:
+                case Persist(entry):
+                    self._persist(entry)
+                case Send(name, message):
+                    connection = self.connections.get(name)
+                    if connection is not None:
+                        connection.send(self._frame(message))
+                case Close(name, reason):
+                    connection = self.connections.get(name)
+                    if connection is not None:
+                        connection.end(reason)
+                case Report(kind, fields):
+                    self.events.write(kind, **fields)
+        self._arm(now_ns)
+
+    def refuse(self, peer: str, reason: str) -> None:
+        """A stranger was turned away: count it, and say so at most once a second."""
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._complained_s >= _COMPLAIN_EVERY_S:
+            self._complained_s = now
+            text = f"refused a connection from {peer}: {reason} ({self.refused} refused so far)"
+            print(text, file=sys.stderr, flush=True)
+            self.events.write("warning", reason=text)
+
+    def _frame(self, message: AnyMessage) -> bytes:
+        """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
+        known, data = self._last_encoded
+        if known is message:
+            return data
+        if (
+            isinstance(message, PlanNow | PlanPrepared)
+            and type(known) is type(message)
+            and getattr(known, "plan", None) is message.plan
+        ):
+            return data
+        data = wire.frame(encode(message))
+        self._last_encoded = (message, data)
+        return data
+
+    def _persist(self, entry: dict[str, Any]) -> None:
+        if self.journal.append(entry):
+            self._journal_warned = False
+        elif not self._journal_warned:
+            self._journal_warned = True
+            text = (
+                f"cannot write {self.journal.path}: the coordinator keeps {self.journal.pending} entries in memory and"
+                " tries again; a restart of it would rely on what the workers report"
+            )
+            print(text, file=sys.stderr, flush=True)
+            self.events.write("warning", reason=text)
+
+    def _arm(self, now_ns: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_ns = self.coordinator.next_deadline_ns
+        if deadline_ns is not None:
+            delay_s = max(0.0005, (deadline_ns - now_ns) / 1e9)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(Tick())
+
+
+class Connection(asyncio.Protocol):
+    """One socket: first a stranger, then a client with a role. Nothing of a stranger's is decoded."""
+
+    def __init__(self, server: ControlServer) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._name = ""
+        self._nonce = b""
+        self._early = bytearray()
+        self._reader = wire.FrameReader()
+        self._timeout: asyncio.TimerHandle | None = None
+        self._peer = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, which is no subclass of it
+        host = transport.get_extra_info("peername") or ("?", 0)
+        self._peer = f"{host[0]}:{host[1]}"
+        self._server.strangers += 1
+        if self._server.strangers > MAX_STRANGERS:
+            self._refuse("too many connections at once have not proved the token")
+            return
+        sent, self._nonce = wire.greeting()
+        transport.write(sent)
+        self._timeout = asyncio.get_running_loop().call_later(
+            wire.HANDSHAKE_TIMEOUT_S, self._refuse, "the handshake took too long"
+        )
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._name:
+                self._frames(data)
+            elif self._transport is not None:
+                self._handshake(data)
+        except ProtocolError as error:
+            if self._name:
+                self._server.refuse(self._peer, str(error))
+                self.end(str(error))
+            else:
+                self._refuse(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._stop_timeout()
+        if self._name:
+            self._server.connections.pop(self._name, None)
+            self._server.handle(Disconnected(self._name))
+        else:
+            self._server.strangers -= 1
+
+    def send(self, data: bytes) -> None:
+        """Queue a frame. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`; it will reconnect."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._server.refuse(self._peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
+            transport.abort()
+
+    def end(self, reason: str) -> None:
+        """Close after what is queued has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _handshake(self, data: bytes) -> None:
+        early = self._early
+        early += data
+        if len(early) < 2:
+            return
+        end = 2 + wire.answer_length(bytes(early[:2]))
+        if len(early) < end:
+            return
+        identity, reply = wire.verify(self._server.token, self._nonce, bytes(early[2:end]))
+        if identity.role not in ("agent", "worker", "client"):
+            raise ProtocolError(f"expected the role agent, worker or client, got {identity.role!r}")
+        if self._transport is None:
+            return
+        self._stop_timeout()
+        self._transport.write(reply)
+        rest = bytes(early[end:])
+        self._early = bytearray()
+        self._name = self._server.next_name()
+        self._server.strangers -= 1
+        self._server.connections[self._name] = self
+        self._server.handle(Connected(self._name, identity.role))
+        if rest:
+            self._frames(rest)
+
+    def _frames(self, data: bytes) -> None:
+        for body in self._reader.feed(data):
+            self._server.handle(Received(self._name, decode(body)))
+
+    def _refuse(self, reason: str) -> None:
+        self._stop_timeout()
+        self._server.refuse(self._peer, reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _stop_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
+
+
+def coordinator_config(config: Config) -> CoordinatorConfig:
+    """What the coordinator needs of the job's config."""
+    hang = config.hang_limit_s
+    interval = config.heartbeat.interval_s
+    return CoordinatorConfig(
+        lanes=config.lanes,
+        stages=config.stages,
+        workers=config.workers,
+        min_workers=config.min_workers,
+        on_failure=config.on_failure,
+        hang_limit_ns=None if isinstance(hang, str) else int(hang * 1e9),
+        heartbeat_floor_ns=int(config.heartbeat.floor_s * 1e9),
+        heartbeat_ceiling_ns=int(config.heartbeat.ceiling_s * 1e9),
+        heartbeat_interval_ns=None if isinstance(interval, str) else int(interval * 1e9),
+        quorum_wait_ns=int(config.quorum_wait_s * 1e9),
+    )
+
+
+async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int) -> None:
+    """Run the server until the process is ended."""
+    config = load_config([(JOB_FILE, json.loads((run_dir / JOB_FILE).read_text())["config"])])
+    token = wire.read_token(run_dir / TOKEN_FILE)
+    journal = Journal(run_dir / JOURNAL_FILE)
+    events = EventLog(run_dir / EVENTS_FILE)
+    coordinator = Coordinator(coordinator_config(config), place, journal.entries)
+    server = ControlServer(coordinator, journal, events, token)
+    loop = asyncio.get_running_loop()
+    try:
+        listener = await loop.create_server(lambda: Connection(server), host, port, backlog=2048)
+    except OSError:
+        if port == 0:
+            raise
+        # Somebody else took the port meanwhile: clients read the new one from the address file.
+        listener = await loop.create_server(lambda: Connection(server), host, 0, backlog=2048)
+    bound = listener.sockets[0].getsockname()
+    address = write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
+    if journal.entries:
+        report_restart(events, coordinator, journal, address.pid, down_since_unix_ns)
+    server.handle(Tick())
+    gc.collect()
+    gc.freeze()
+    await asyncio.Event().wait()
+
+
+def report_restart(
+    events: EventLog, coordinator: Coordinator, journal: Journal, pid: int, down_since_unix_ns: int
+) -> None:
+    """Tell that this coordinator continues the work of another."""
+    now_ns = time.time_ns()
+    downtime_s = (now_ns - down_since_unix_ns) / 1e9 if down_since_unix_ns else None
+    torn = f"; a torn line of {journal.cut_bytes} bytes was cut off its end" if journal.cut_bytes else ""
+    events.write(
+        "coordinator_restarted",
+        time_unix_ns=now_ns,
+        generation=coordinator.status().get("generation"),
+        pid=pid,
+        reason=f"continues from its journal of {len(journal.entries)} entries{torn}",
+        downtime_s=downtime_s,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="everstep.runtime.coordinator_main")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--parent", type=int, default=0, help="die with this process, which started it")
+    parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which ends the job in order
+    if arguments.parent:
+        die_with_parent(arguments.parent)
+    raise_descriptor_limit()
+    try:
+        uvloop.run(serve(arguments.run_dir, arguments.host, arguments.port, arguments.down_since))
+    except (EverstepError, OSError, ValueError, KeyError) as error:
+        print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

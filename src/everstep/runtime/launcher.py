@@ -1,0 +1,378 @@
+"""The launcher of one host: coordinator, fork server, workers, agent, signals; it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from everstep.base.config import Config, to_dict
+from everstep.protocol.messages import AnyMessage, CommandReply, JobEnded, KillWorker, SetSlots
+from everstep.runtime import wire
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_atomically
+from everstep.runtime.agent import Agent
+from everstep.runtime.board import MAX_ROWS, Board
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.process import raise_descriptor_limit
+from everstep.runtime.slots import RestartPolicy
+from everstep.runtime.supervisor import CoordinatorProcess, last_line
+from everstep.runtime.workers import Workers
+from everstep.runtime.zygote import DEFAULT_PRELOAD
+from everstep.runtime.zygote_client import ZygoteClient
+
+GRACE_S = 10.0
+LAST_WAIT_S = 15.0
+ZYGOTE_HOPELESS = 3
+Observer = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended: 'completed', 'failed' or 'interrupted', with the reason for the user."""
+
+    exit_code: int
+    state: str
+    reason: str
+
+
+class Launcher:
+    """Runs a job in `run_dir` on this host, from start to end.
+
+    task, argv: handed to the workers.
+    entry: "module:function", called in each worker with its `WorkerContext`; what it returns is the worker's exit code,
+    and 0 means that it left in order (done, or dismissed by request).
+    on_event: called from the launcher's thread with {"kind": ..., ...} for what it does itself (worker_started,
+    worker_exited, worker_killed, worker_restarting, slot_lost, coordinator_started, coordinator_died, zygote_ready,
+    warning, job_ended).
+    preload: modules that the fork server imports. resume: keep the coordinator's journal of an earlier launcher here.
+
+    The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
+    elsewhere the caller passes them on with `interrupt`.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        task: str,
+        argv: Sequence[str],
+        entry: str,
+        on_event: Observer | None = None,
+        *,
+        preload: Sequence[str] = DEFAULT_PRELOAD,
+        host: str = "127.0.0.1",
+        resume: bool = False,
+    ) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self.task = task
+        self.argv = list(argv)
+        self.host = host
+        self.board = Board.create(MAX_ROWS)
+        self.outcome: Outcome | None = None
+        self._preload = tuple(preload)
+        self._on_event = on_event
+        self._resume = resume
+        self._token = wire.new_token()
+        self._selector = selectors.DefaultSelector()
+        self._inbox: deque[AnyMessage | int] = deque()
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
+        self._signals = 0
+        self._interrupted = 0
+        self._ending: Outcome | None = None
+        self._deadline_s: float | None = None
+        self._killed = False
+        self._finished = False
+        self._zygote_failures = 0
+        backoff = config.backoff
+        policy = RestartPolicy(
+            config.max_restarts, backoff.initial_s, backoff.max_s, restart=config.on_failure != "shrink"
+        )
+        self._coordinator = CoordinatorProcess(run_dir, host)
+        self._zygote: ZygoteClient | None = None
+        self._workers = Workers(self.board, entry, policy, self._context, self._notify)
+        self._agent: Agent | None = None
+
+    # ---- from outside
+
+    def run(self) -> int:
+        """Run the job to its end. Returns the exit code; `outcome` says more. Nothing is left running."""
+        try:
+            with self._signal_handlers():
+                self._prepare()
+                self._start_coordinator()
+                self._start_zygote()
+                self._start_agent()
+                self._workers.want(list(range(self.config.workers + self.config.spares)))
+                while not self._finished:
+                    self._turn()
+        finally:
+            self._tear_down()
+        outcome = self._ending or Outcome(1, "failed", "the launcher ended early")
+        self.outcome = outcome
+        self._notify("job_ended", exit_code=outcome.exit_code, state=outcome.state, reason=outcome.reason)
+        return outcome.exit_code
+
+    def interrupt(self, number: int) -> None:
+        """As if the signal had come: the first ends the job in order, the second at once. Any thread."""
+        self._inbox.append(number)
+        self._wake()
+
+    # ---- start
+
+    def _prepare(self) -> None:
+        raise_descriptor_limit()
+        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
+        if not self._resume:
+            (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
+        wire.write_token(self.run_dir / TOKEN_FILE, self._token)
+        job: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.run_dir / JOB_FILE).read_text())
+            job = found if isinstance(found, dict) else {}
+        job.update(task=self.task, argv=self.argv, config=to_dict(self.config))
+        write_atomically(self.run_dir / JOB_FILE, json.dumps(job, indent=2) + "\n")
+
+    def _start_coordinator(self) -> None:
+        self._coordinator.start()
+        self._selector.register(self._coordinator.pidfd, selectors.EVENT_READ, self._on_coordinator_death)
+        self._notify("coordinator_started", pid=self._coordinator.pid)
+
+    def _start_zygote(self) -> None:
+        log_path = self.run_dir / "logs" / "zygote.log"
+        self._zygote = ZygoteClient(log_path, self.board.fd, self.config.threads, self._preload)
+        self._workers.zygote = self._zygote
+        self._selector.register(self._zygote.fd, selectors.EVENT_READ, self._on_zygote_message)
+
+    def _start_agent(self) -> None:
+        interval = self.config.heartbeat.interval_s
+        self._agent = Agent(
+            self.run_dir / COORDINATOR_FILE,
+            self._token,
+            f"{os.uname().nodename}-{os.getpid()}",
+            self.host,
+            self.board,
+            self._workers.lives,
+            self._workers.wanted_slots,
+            self._on_message,
+            None if isinstance(interval, str) else float(interval),
+        )
+        self._workers.agent = self._agent
+
+    def _context(self, worker_id: int, incarnation: int) -> WorkerContext:
+        return WorkerContext(
+            run_dir=str(self.run_dir.resolve()),
+            worker_id=worker_id,
+            incarnation=incarnation,
+            host=self.host,
+            token=self._token.hex(),
+            coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
+            board_fd=self.board.fd,
+            board_row=worker_id,
+            config=to_dict(self.config),
+            task=self.task,
+            argv=self.argv,
+            spare=worker_id >= self.config.workers,
+            agent_pid=os.getpid(),
+        )
+
+    # ---- the loop
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        for key, _ in self._selector.select(self._patience(now_s)):
+            key.data()
+        now_s = time.monotonic()
+        if self._agent is not None:
+            self._agent.beat(now_s)
+        if self._ending is None:
+            restart_at_s = self._coordinator.restart_at_s
+            if restart_at_s is not None and restart_at_s <= now_s:
+                self._start_coordinator()
+            self._workers.start_due(now_s)
+        self._check_end(now_s)
+
+    def _patience(self, now_s: float) -> float:
+        waits = [1.0]
+        if self._agent is not None:
+            waits.append(self._agent.due_in(now_s))
+        if self._ending is None and self._coordinator.restart_at_s is not None:
+            waits.append(self._coordinator.restart_at_s - now_s)
+        due = self._workers.due_in(now_s)
+        if due is not None:
+            waits.append(due)
+        if self._deadline_s is not None:
+            waits.append(self._deadline_s - now_s)
+        return max(0.0, min(waits))
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, int):
+                self._on_signal(item)
+            elif isinstance(item, KillWorker):
+                if self._workers.kill(item.worker_id, item.incarnation):
+                    self._notify("worker_killed", worker_id=item.worker_id, reason=item.reason)
+            elif isinstance(item, SetSlots):
+                self._workers.want(item.worker_ids)
+            elif isinstance(item, JobEnded):
+                self._on_job_ended(item)
+            elif isinstance(item, CommandReply) and not item.ok:
+                self._notify("warning", reason=item.error)
+
+    def _on_zygote_message(self) -> None:
+        zygote = self._zygote
+        if zygote is None:
+            return
+        messages = zygote.receive()
+        for message in messages:
+            if message["op"] == "ready":
+                self._zygote_failures = 0
+                self._notify("zygote_ready", **{k: v for k, v in message.items() if k != "op"})
+            else:
+                self._workers.heard(message)
+        if not messages:
+            self._on_zygote_death(zygote)
+
+    def _on_zygote_death(self, zygote: ZygoteClient) -> None:
+        was_ready = zygote.ready
+        self._selector.unregister(zygote.fd)
+        zygote.close(timeout_s=2.0)
+        self._zygote = self._workers.zygote = None
+        self._workers.zygote_died()
+        if self._ending is not None:
+            return
+        self._zygote_failures = 0 if was_ready else self._zygote_failures + 1
+        why = last_line(self.run_dir / "logs" / "zygote.log")
+        self._notify("warning", reason=f"the fork server died and is started again: {why}")
+        if self._zygote_failures >= ZYGOTE_HOPELESS:
+            self._end(Outcome(1, "failed", f"the fork server cannot start: {why}"), 0.0)
+        else:
+            self._start_zygote()
+
+    def _on_coordinator_death(self) -> None:
+        self._selector.unregister(self._coordinator.pidfd)
+        reason, hopeless = self._coordinator.died(time.monotonic())
+        self._notify("coordinator_died", reason=reason)
+        if hopeless and self._ending is None:
+            tail = self._coordinator.log_tail()
+            self._end(Outcome(1, "failed", f"the coordinator cannot start ({reason}): {tail}"), 0.0)
+
+    # ---- the end
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        name = signal.Signals(number).name
+        outcome = Outcome(128 + number, "interrupted", f"interrupted by {name}")
+        if self._signals > 1:
+            self._ending = outcome if self._interrupted else (self._ending or outcome)
+            self._kill_everything()
+            self._finished = True
+            return
+        self._interrupted = number
+        if self._ending is not None or self._agent is None:
+            return
+        self._workers.stopping = True
+        self._agent.command("stop", {"reason": outcome.reason, "exit_code": outcome.exit_code})
+        self._deadline_s = time.monotonic() + GRACE_S
+        self._notify("warning", reason=f"{outcome.reason}: ending in order, once more ends at once")
+
+    def _on_job_ended(self, message: JobEnded) -> None:
+        outcome = Outcome(message.exit_code, message.state, message.reason)
+        if self._interrupted and message.state != "completed":
+            outcome = Outcome(128 + self._interrupted, "interrupted", message.reason)
+        self._end(outcome, GRACE_S)
+
+    def _end(self, outcome: Outcome, grace_s: float) -> None:
+        if self._ending is None:
+            self._ending = outcome
+            self._workers.stopping = True
+            self._deadline_s = time.monotonic() + grace_s
+
+    def _check_end(self, now_s: float) -> None:
+        late = self._deadline_s is not None and now_s >= self._deadline_s
+        if self._ending is not None:
+            if self._workers.none_live():
+                self._finished = True
+            elif late and not self._killed:
+                self._killed = True
+                self._workers.kill_all()
+                self._deadline_s = now_s + GRACE_S
+            elif late:
+                self._finished = True
+        elif self._interrupted:
+            if late:
+                reason = f"interrupted by {signal.Signals(self._interrupted).name}; the coordinator did not answer"
+                self._end(Outcome(128 + self._interrupted, "interrupted", reason), GRACE_S)
+        elif not self._workers.none_coming():
+            self._deadline_s = None
+        elif self._deadline_s is None:
+            self._deadline_s = now_s + LAST_WAIT_S
+        elif late:
+            reason = "all workers have left, but the coordinator has not said how the job ended"
+            self._end(Outcome(1, "failed", reason), 0.0)
+
+    def _kill_everything(self) -> None:
+        self._workers.stopping = True
+        self._workers.kill_all()
+        if self._zygote is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._zygote.process.kill()
+
+    def _tear_down(self) -> None:
+        self._workers.stopping = True
+        if self._agent is not None:
+            self._agent.close(0.0)
+        if self._zygote is not None:
+            self._workers.kill_all()
+            self._zygote.close(timeout_s=5.0)
+            self._workers.zygote_died()
+        self._coordinator.end()
+        with contextlib.suppress(OSError):
+            (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
+        self._selector.close()
+
+    # ---- small things
+
+    def _on_message(self, message: AnyMessage) -> None:
+        """In the connection's thread."""
+        self._inbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_w, b"\0")
+
+    def _notify(self, kind: str, **fields: Any) -> None:
+        if self._on_event is not None:
+            self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **fields})
+
+    @contextlib.contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handler(number: int, _frame: FrameType | None) -> None:
+            self.interrupt(number)
+
+        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)

@@ -1,0 +1,128 @@
+"""When a dead worker is started again, and when its slot is given up. Pure: time and random numbers are passed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+HEALTHY_S = 60.0
+HOUR_S = 3600.0
+LOOP_OWN = 3
+LOOP_KILLED = 10
+
+SlotState = Literal["empty", "starting", "running", "resting", "left", "lost"]
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """`max_restarts` per worker and hour; `initial_s`, `max_s` bound the backoff; `restart`: whether at all."""
+
+    max_restarts: int
+    initial_s: float
+    max_s: float
+    restart: bool = True
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the next life at this monotonic time (seconds)."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The slot is lost; the reason is for the user."""
+
+    reason: str
+
+
+@dataclass
+class Slot:
+    """One worker slot of this host and its lives.
+
+    state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
+    in order), 'lost' (given up).
+    """
+
+    worker_id: int
+    wanted: bool = True
+    state: SlotState = "empty"
+    incarnation: int = -1
+    pid: int = 0
+    restart_at_s: float = 0.0
+    started_s: float = 0.0
+    attempt: int = 0
+    early_own: int = 0
+    early_killed: int = 0
+    restarts_s: deque[float] = field(default_factory=deque)
+
+    @property
+    def live(self) -> bool:
+        return self.state == "running"
+
+    def begin(self, now_s: float) -> int:
+        """A new life is asked for. Returns its incarnation."""
+        self.incarnation += 1
+        self.state, self.pid, self.started_s = "starting", 0, now_s
+        return self.incarnation
+
+    def started(self, pid: int) -> None:
+        """The process of the present life exists."""
+        self.state, self.pid = "running", pid
+
+    def exited(
+        self,
+        now_s: float,
+        policy: RestartPolicy,
+        *,
+        in_order: bool,
+        ready: bool,
+        killed: bool,
+        reason: str,
+        random: float,
+    ) -> Restart | GiveUp | None:
+        """The present life has ended; None if there is nothing to do.
+
+        in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
+        """
+        self.pid = 0
+        if in_order or not self.wanted:
+            self.state = "left"
+            return None
+        verdict = self._judge(now_s, policy, ready=ready, killed=killed, reason=reason, random=random)
+        if isinstance(verdict, GiveUp):
+            self.state = "lost"
+        else:
+            self.state, self.restart_at_s = "resting", verdict.at_s
+        return verdict
+
+    def _judge(
+        self, now_s: float, policy: RestartPolicy, *, ready: bool, killed: bool, reason: str, random: float
+    ) -> Restart | GiveUp:
+        if not policy.restart:
+            return GiveUp(f"{reason}; on_failure is 'shrink', so it is not started again")
+        if ready:
+            self.early_own = self.early_killed = 0
+        elif killed:
+            self.early_killed += 1
+        else:
+            self.early_own += 1
+        if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
+            times = max(self.early_own, self.early_killed)
+            return GiveUp(f"crash loop: it died {times} times in a row before it was ready, last: {reason}")
+        while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
+            self.restarts_s.popleft()
+        if len(self.restarts_s) >= policy.max_restarts:
+            return GiveUp(
+                f"it was restarted {len(self.restarts_s)} times within an hour (max_restarts), last: {reason}"
+            )
+        if ready and now_s - self.started_s >= HEALTHY_S:
+            self.attempt = 0
+        delay_s = 0.0
+        if self.attempt > 0:
+            delay_s = min(policy.max_s, policy.initial_s * 2 ** (self.attempt - 1)) * (0.5 + random)
+        self.attempt += 1
+        self.restarts_s.append(now_s)
+        return Restart(now_s + min(delay_s, policy.max_s))

@@ -1,0 +1,223 @@
+"""The launcher's workers: slots, their processes, and the fork server that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everstep.protocol.messages import WorkerLife
+from everstep.runtime.agent import Agent
+from everstep.runtime.board import Board
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.process import describe_status, killed_from_outside
+from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot
+from everstep.runtime.zygote_client import ZygoteClient
+
+_DEATH_WAIT_MS = 2000
+
+
+class Workers:
+    """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
+
+    make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        entry: str,
+        policy: RestartPolicy,
+        make_context: Callable[[int, int], WorkerContext],
+        notify: Callable[..., None],
+    ) -> None:
+        self._board = board
+        self._entry = entry
+        self._policy = policy
+        self._make_context = make_context
+        self._notify = notify
+        self._slots: dict[int, Slot] = {}
+        self._pidfds: dict[int, int] = {}
+        self._lives: tuple[WorkerLife, ...] = ()
+        self._jitter = random.Random()
+        self.zygote: ZygoteClient | None = None
+        self.agent: Agent | None = None
+        self.stopping = False
+
+    # ---- what others ask
+
+    def lives(self) -> list[WorkerLife]:
+        """The processes that run now. Thread-safe."""
+        return list(self._lives)
+
+    def wanted_slots(self) -> int:
+        """How many slots are to be kept filled. Thread-safe."""
+        return sum(1 for slot in list(self._slots.values()) if slot.wanted)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for _, slot in sorted(self._slots.items())]
+
+    def none_live(self) -> bool:
+        """Whether no process runs or is about to."""
+        return not any(slot.state in ("starting", "running") for slot in self._slots.values())
+
+    def none_coming(self) -> bool:
+        """Whether nothing runs, and nothing will be started unless the coordinator asks for it."""
+        return not any(slot.state in ("empty", "starting", "running", "resting") for slot in self._slots.values())
+
+    # ---- slots
+
+    def want(self, worker_ids: list[int]) -> None:
+        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`."""
+        now_s = time.monotonic()
+        for worker_id in worker_ids:
+            if not 0 <= worker_id < self._board.rows:
+                self._notify("warning", worker_id=worker_id, reason=f"no room for more than {self._board.rows} workers")
+                continue
+            slot = self._slots.setdefault(worker_id, Slot(worker_id))
+            if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
+                slot.state, slot.restart_at_s = "resting", now_s
+            slot.wanted = True
+        for worker_id, slot in self._slots.items():
+            slot.wanted = worker_id in worker_ids
+            if not slot.wanted and slot.state in ("resting", "empty"):
+                slot.state = "left"
+
+    def due_in(self, now_s: float) -> float | None:
+        """Seconds until a slot has to be started, None if none waits or none can be started now."""
+        if self.stopping or self.zygote is None or not self.zygote.ready:
+            return None
+        waiting = [s.restart_at_s for s in self._slots.values() if s.state in ("empty", "resting")]
+        return max(0.0, min(waiting) - now_s) if waiting else None
+
+    def start_due(self, now_s: float) -> None:
+        """Start every slot whose time has come."""
+        if self.stopping or self.zygote is None or not self.zygote.ready:
+            return
+        for slot in self.slots:
+            if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
+                incarnation = slot.begin(now_s)
+                context = self._make_context(slot.worker_id, incarnation)
+                with contextlib.suppress(OSError):
+                    context.last_words_path.unlink(missing_ok=True)
+                self._board.row(slot.worker_id).reset(incarnation, 0)
+                self.zygote.start(self._entry, context)
+
+    def kill(self, worker_id: int, incarnation: int) -> bool:
+        """SIGKILL this life. Returns False if it does not run."""
+        slot = self._slots.get(worker_id)
+        pidfd = self._pidfds.get(worker_id)
+        if slot is None or slot.incarnation != incarnation or pidfd is None:
+            return False
+        return _send_signal(pidfd, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """SIGKILL everyone."""
+        for pidfd in self._pidfds.values():
+            _send_signal(pidfd, signal.SIGKILL)
+
+    # ---- what the fork server says
+
+    def heard(self, message: dict[str, Any]) -> None:
+        """A message of the fork server."""
+        if message["op"] == "started":
+            self._started(message["worker_id"], message["incarnation"], message["pid"])
+        elif message["op"] == "exited":
+            status = message["status"]
+            self._exited(
+                message["worker_id"], message["incarnation"], status, describe_status(status), message["unix_ns"]
+            )
+
+    def zygote_died(self) -> None:
+        """The fork server is dead, and its children with it."""
+        for slot in self.slots:
+            if slot.state not in ("starting", "running"):
+                continue
+            pidfd = self._pidfds.get(slot.worker_id)
+            if pidfd is not None:
+                _send_signal(pidfd, signal.SIGKILL)
+                _wait_dead(pidfd)
+            reason = "killed by SIGKILL, because its fork server died"
+            self._exited(slot.worker_id, slot.incarnation, int(signal.SIGKILL), reason, time.time_ns())
+
+    def _started(self, worker_id: int, incarnation: int, pid: int) -> None:
+        slot = self._slots[worker_id]
+        slot.started(pid)
+        self._board.row(worker_id).set_pid(pid)
+        with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the next message says so
+            self._pidfds[worker_id] = os.pidfd_open(pid)
+        self._lives = self._list_lives()
+        if self.agent is not None:
+            self.agent.worker_started(WorkerLife(worker_id=worker_id, incarnation=incarnation, pid=pid))
+        self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=pid)
+        if self.stopping and worker_id in self._pidfds:
+            _send_signal(self._pidfds[worker_id], signal.SIGKILL)
+
+    def _exited(self, worker_id: int, incarnation: int, status: int, reason: str, unix_ns: int) -> None:
+        slot = self._slots[worker_id]
+        pid = slot.pid
+        words = self._last_words(worker_id, incarnation)
+        if words and status != 0:
+            reason = f"{reason}: {words}"
+        pulse = self._board.read(worker_id)
+        ready = pulse.incarnation == incarnation and pulse.phase != "starting"
+        verdict = slot.exited(
+            time.monotonic(),
+            self._policy,
+            in_order=status == 0,
+            ready=ready,
+            killed=killed_from_outside(status),
+            reason=reason,
+            random=self._jitter.random(),
+        )
+        self._lives = self._list_lives()
+        if self.agent is not None:
+            self.agent.worker_exited(worker_id, incarnation, reason, unix_ns)
+        pidfd = self._pidfds.pop(worker_id, None)
+        if pidfd is not None:
+            os.close(pidfd)
+        self._notify("worker_exited", worker_id=worker_id, incarnation=incarnation, pid=pid, reason=reason)
+        if self.stopping:
+            return
+        if isinstance(verdict, GiveUp):
+            if self.agent is not None:
+                self.agent.slot_lost(worker_id, verdict.reason)
+            self._notify("slot_lost", worker_id=worker_id, reason=verdict.reason)
+        elif isinstance(verdict, Restart):
+            delay_s = verdict.at_s - time.monotonic()
+            if delay_s > 0:
+                self._notify(
+                    "worker_restarting", worker_id=worker_id, reason=f"starts again in {delay_s:.1f} s", delay_s=delay_s
+                )
+
+    def _last_words(self, worker_id: int, incarnation: int) -> str:
+        with contextlib.suppress(OSError):
+            path: Path = self._make_context(worker_id, incarnation).last_words_path
+            return " ".join(path.read_text(errors="replace")[:2000].split())
+        return ""
+
+    def _list_lives(self) -> tuple[WorkerLife, ...]:
+        return tuple(
+            WorkerLife(worker_id=s.worker_id, incarnation=s.incarnation, pid=s.pid) for s in self.slots if s.live
+        )
+
+
+def _send_signal(pidfd: int, number: signal.Signals) -> bool:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_dead(pidfd: int) -> None:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll(_DEATH_WAIT_MS)

@@ -1,0 +1,258 @@
+"""The fork server: a process that has imported torch once and forks a worker per request in milliseconds.
+
+`python -m everstep.runtime.zygote --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor work,
+so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its launcher:
+
+    <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "log": path, "context": {...}}
+    -> {"op": "ready", "seconds", "threads", "skipped": [...]}
+    -> {"op": "started", "worker_id", "incarnation", "pid"}
+    -> {"op": "exited", "worker_id", "incarnation", "pid", "status": wait status, "unix_ns"}
+
+The end of the socket ends it, and its children with it (PR_SET_PDEATHSIG); what dead workers leave running, it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent, thread_count
+
+DEFAULT_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.optim",
+    "torch._dynamo",  # the first optimizer of a process imports it: 1 to 2 s
+    "torch.utils.data",
+    "torch.nn.utils.stateless",
+)
+
+
+@dataclass(frozen=True)
+class _Child:
+    worker_id: int
+    incarnation: int
+
+
+def preload(names: list[str]) -> list[str]:
+    """Import what workers will need. Returns, with the reason, what could not be imported."""
+    skipped = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            skipped.append(f"{name}: {type(error).__name__}: {error}")
+    return skipped
+
+
+class Zygote:
+    """The single-threaded loop around the launcher's socket and SIGCHLD."""
+
+    def __init__(self, sock: socket.socket, board_fd: int) -> None:
+        self._sock = sock
+        self._board_fd = board_fd
+        self._children: dict[int, _Child] = {}
+        self._buffer = b""
+        self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
+
+    def tell(self, **message: Any) -> None:
+        """To the launcher."""
+        self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def run(self) -> None:
+        """Serve until the launcher's end of the socket closes."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._signal_r, select.POLLIN)
+        while True:
+            for fd, _events in poller.poll():
+                if fd == self._signal_r:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._signal_r, 4096)
+                    self._reap()
+                elif not self._requests():
+                    return
+
+    def end_children(self) -> None:
+        """SIGKILL whatever still runs, and wait for it."""
+        while pids := children():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+    def _requests(self) -> bool:
+        data = self._sock.recv(1 << 16)
+        if not data:
+            return False
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if request["op"] == "start":
+                self._start(request)
+        return True
+
+    def _start(self, request: dict[str, Any]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request)
+        self._children[pid] = _Child(request["worker_id"], request["incarnation"])
+        self.tell(op="started", worker_id=request["worker_id"], incarnation=request["incarnation"], pid=pid)
+
+    def _reap(self) -> None:
+        gone = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            child = self._children.pop(pid, None)
+            if child is None:
+                continue  # an orphan that was adopted
+            gone = True
+            self.tell(
+                op="exited",
+                worker_id=child.worker_id,
+                incarnation=child.incarnation,
+                pid=pid,
+                status=status,
+                unix_ns=time.time_ns(),
+            )
+        if gone:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        for pid in children():
+            if pid not in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _become_worker(self, request: dict[str, Any]) -> None:
+        """In the child: leave everything of the server behind, run the entry point, and never return."""
+        code = 1
+        try:
+            die_with_parent_of_fork()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            redirect_output(Path(request["log"]))
+            close_descriptors({self._board_fd})
+            context = WorkerContext(**request["context"])
+            code = run_entry(request["entry"], context)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+_SERVER_PID = os.getpid()
+
+
+def die_with_parent_of_fork() -> None:
+    """In a fresh fork: die with the fork server."""
+    die_with_parent(_SERVER_PID)
+
+
+def redirect_output(path: Path) -> None:
+    """Append stdout and stderr to a file; with a disk that refuses, to nowhere."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def run_entry(entry: str, context: WorkerContext) -> int:
+    """Call "module:function" with the context. Returns the exit code; what it raises goes to the log and last words."""
+    try:
+        module, _, function = entry.partition(":")
+        result = getattr(importlib.import_module(module), function)(context)
+        code = result if isinstance(result, int) else 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else (0 if error.code is None else 1)
+    except BaseException as error:
+        traceback.print_exc()
+        write_last_words(context, error)
+        code = 1
+    _leave_in_order()
+    return code
+
+
+def write_last_words(context: WorkerContext, error: BaseException) -> None:
+    """One line that says why, unless the worker has written a better one itself."""
+    with contextlib.suppress(OSError):
+        if not context.last_words_path.exists():
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            context.last_words_path.write_text(text[:2000] + "\n")
+
+
+def _leave_in_order() -> None:
+    # os._exit skips what a process does at its end: flush, and end the helpers that multiprocessing started.
+    multiprocessing_util = sys.modules.get("multiprocessing.util")
+    for act in (
+        getattr(multiprocessing_util, "_exit_function", None),
+        logging.shutdown,
+        sys.stdout.flush,
+        sys.stderr.flush,
+    ):
+        if act is not None:
+            with contextlib.suppress(Exception):
+                act()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="everstep.runtime.zygote")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--board-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--preload", default=",".join(DEFAULT_PRELOAD))
+    arguments = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides when the job ends
+    die_with_parent(arguments.parent)
+    adopt_orphans()
+    sock = socket.socket(fileno=arguments.fd)
+    sock.set_inheritable(False)
+    start = time.monotonic()
+    skipped = preload([name for name in arguments.preload.split(",") if name])
+    gc.collect()
+    gc.freeze()
+    zygote = Zygote(sock, arguments.board_fd)
+    zygote.tell(op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped)
+    try:
+        zygote.run()
+    except (BrokenPipeError, ConnectionError):
+        pass
+    finally:
+        if os.getpid() == _SERVER_PID:
+            zygote.end_children()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""When a dead worker is started again: at once, then later and later; and when that is no use any more."""
+
+from __future__ import annotations
+
+from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot
+
+POLICY = RestartPolicy(max_restarts=20, initial_s=0.5, max_s=30.0)
+
+
+def _die(slot: Slot, now_s: float, policy: RestartPolicy = POLICY, **how: object) -> Restart | GiveUp | None:
+    facts = {"in_order": False, "ready": True, "killed": True, "reason": "killed by SIGKILL", "random": 0.5}
+    facts.update(how)  # type: ignore[arg-type]
+    return slot.exited(now_s, policy, **facts)  # type: ignore[arg-type]
+
+
+def _live(slot: Slot, now_s: float) -> None:
+    slot.begin(now_s)
+    slot.started(pid=100 + slot.incarnation)
+
+
+def test_each_life_has_its_incarnation() -> None:
+    slot = Slot(2)
+    _live(slot, 0.0)
+    assert (slot.incarnation, slot.pid, slot.live) == (0, 100, True)
+    _die(slot, 1.0)
+    assert not slot.live and slot.pid == 0
+    _live(slot, 1.0)
+    assert slot.incarnation == 1
+
+
+def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
+    slot = Slot(0)
+    delays = []
+    for now in range(10):
+        _live(slot, float(now))
+        verdict = _die(slot, float(now))
+        assert isinstance(verdict, Restart)
+        delays.append(verdict.at_s - now)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_jitter_spreads_restarts() -> None:
+    waits = []
+    for random in (0.0, 0.999):
+        slot = Slot(0)
+        for _ in range(3):
+            _live(slot, 0.0)
+            verdict = _die(slot, 0.0, random=random)
+        assert isinstance(verdict, Restart)
+        waits.append(verdict.at_s)
+    assert waits[0] == 0.5 and 1.4 < waits[1] < 1.5
+
+
+def test_a_minute_of_health_resets_the_backoff() -> None:
+    slot = Slot(0)
+    for now in (0.0, 1.0, 2.0):
+        _live(slot, now)
+        _die(slot, now)
+    _live(slot, 10.0)
+    assert _die(slot, 71.0) == Restart(71.0)
+
+
+def test_three_early_errors_in_a_row_are_a_crash_loop() -> None:
+    slot = Slot(0)
+    for _ in range(2):
+        _live(slot, 0.0)
+        assert isinstance(_die(slot, 0.0, ready=False, killed=False), Restart)
+    _live(slot, 0.0)
+    verdict = _die(slot, 0.0, ready=False, killed=False, reason="exit code 1: ImportError: no such thing")
+    assert isinstance(verdict, GiveUp)
+    assert "crash loop" in verdict.reason and "no such thing" in verdict.reason
+    assert slot.state == "lost"
+
+
+def test_a_life_that_got_ready_ends_the_row() -> None:
+    slot = Slot(0)
+    for ready in (False, False, True, False, False):
+        _live(slot, 0.0)
+        assert isinstance(_die(slot, 0.0, ready=ready, killed=False), Restart)
+
+
+def test_kills_from_outside_are_forgiven_for_longer() -> None:
+    slot = Slot(0)
+    verdicts = []
+    for _ in range(10):
+        _live(slot, 0.0)
+        verdicts.append(_die(slot, 0.0, ready=False, killed=True))
+    assert all(isinstance(v, Restart) for v in verdicts[:9])
+    assert isinstance(verdicts[9], GiveUp)
+
+
+def test_at_most_max_restarts_within_an_hour() -> None:
+    policy = RestartPolicy(max_restarts=3, initial_s=0.1, max_s=1.0)
+    slot = Slot(0)
+    for now in (0.0, 100.0, 200.0):
+        _live(slot, now)
+        assert isinstance(_die(slot, now, policy), Restart)
+    _live(slot, 300.0)
+    verdict = _die(slot, 300.0, policy)
+    assert isinstance(verdict, GiveUp) and "3 times within an hour" in verdict.reason
+    later = Slot(1)
+    for now in (0.0, 100.0, 200.0, 3650.0):
+        _live(later, now)
+        assert isinstance(_die(later, now, policy), Restart)
+
+
+def test_leaving_in_order_and_unwanted_slots_are_not_restarted() -> None:
+    slot = Slot(0)
+    _live(slot, 0.0)
+    assert _die(slot, 1.0, in_order=True) is None
+    assert slot.state == "left"
+    other = Slot(1, wanted=False)
+    _live(other, 0.0)
+    assert _die(other, 1.0) is None
+    assert other.state == "left"
+
+
+def test_shrink_never_restarts() -> None:
+    slot = Slot(0)
+    _live(slot, 0.0)
+    verdict = _die(slot, 1.0, RestartPolicy(20, 0.5, 30.0, restart=False))
+    assert isinstance(verdict, GiveUp) and "shrink" in verdict.reason
