@@ -41,6 +41,14 @@ def until(what: Callable[[], Any], why: str) -> Any:
     pytest.fail(f"not within {PATIENCE_S:g} s: {why}")
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def processes_of(run_dir: Path) -> list[int]:
     """Pids whose command line, or whose log file, names the run directory."""
     found = []
@@ -48,7 +56,7 @@ def processes_of(run_dir: Path) -> list[int]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if not runs(int(entry.name)):
                 continue
             command = (entry / "cmdline").read_bytes().decode(errors="replace")
             stdout = os.readlink(entry / "fd" / "1")
@@ -205,7 +213,7 @@ def test_a_killed_fork_server_takes_its_workers_along_and_all_come_back(start: C
     until(lambda: len(job.kinds("worker_exited")) == 2, "both workers gone")
     assert all("fork server died" in e["reason"] for e in job.kinds("worker_exited"))
     job.running({0: 1, 1: 1})
-    assert not any(os.path.exists(f"/proc/{w['pid']}") for w in status["workers"])
+    assert not any(runs(w["pid"]) for w in status["workers"])
     assert job.finish() == 0
 
 
@@ -292,12 +300,12 @@ def test_what_dead_workers_leave_running_is_ended(start: Callable[..., Job]) -> 
     job = start(workers=1, argv=["--with-child"])
     status = job.running({0: 0})
     child = int((job.run_dir / "child-0.0").read_text())
-    assert os.path.exists(f"/proc/{child}")
+    assert runs(child)
     os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-    until(lambda: not os.path.exists(f"/proc/{child}"), "the orphan's end")
+    until(lambda: not runs(child), "the orphan's end")
     job.running({0: 1})
     assert job.finish() == 0
-    assert not os.path.exists(f"/proc/{(job.run_dir / 'child-0.1').read_text()}")
+    assert not runs(int((job.run_dir / "child-0.1").read_text()))
 
 
 def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

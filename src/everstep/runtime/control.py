@@ -69,6 +69,7 @@ class ControlClient:
         self._sock: socket.socket | None = None
         self._closing = False
         self._warned = ""
+        self._seen: tuple[int, int] = (0, 0)
         self._connected = threading.Event()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.connects = 0
@@ -155,6 +156,7 @@ class ControlClient:
         if isinstance(address, tuple):
             host, port = address
         else:
+            self._seen = self._signature()
             found = read_address(Path(address))
             host, port = found.host, found.port
         sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
@@ -259,11 +261,23 @@ class ControlClient:
             os.read(self._wake_r, 4096)
 
     def _pause(self, seconds: float) -> None:
-        """Wait, unless closing ends it; a message that is queued meanwhile does not."""
+        """Wait, unless closing or a new address ends it; a message that is queued meanwhile does not."""
         end = time.monotonic() + seconds
         while not self._closing and (left := end - time.monotonic()) > 0:
-            select.select([self._wake_r], [], [], left)
+            select.select([self._wake_r], [], [], min(left, FIRST_BACKOFF_S))
             self._clear_wake()
+            if self._signature() != self._seen:
+                return
+
+    def _signature(self) -> tuple[int, int]:
+        """Changes when another coordinator announces itself."""
+        if isinstance(self._address, tuple):
+            return self._seen
+        try:
+            found = os.stat(self._address)
+        except OSError:
+            return (0, 0)
+        return (found.st_ino, found.st_mtime_ns)
 
     def _complain(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

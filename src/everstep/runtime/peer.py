@@ -44,6 +44,10 @@ class PeerConnection:
         sock.settimeout(timeout_s)
         self._sock = sock
 
+    def fileno(self) -> int:
+        """For select: readable means that something has come, or that the other side is gone."""
+        return self._sock.fileno()
+
     def set_timeout(self, timeout_s: float) -> None:
         """How long an operation may stand still."""
         self._sock.settimeout(timeout_s)
