@@ -1,0 +1,114 @@
+"""`everstep demo`: the whole promise in a minute. Kill workers, the leader and the coordinator; compare the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError, JobFailed
+from everstep.cli.display import duration
+from everstep.cli.run_dir import RUNS, read_digest
+from everstep.cli.status import last_run
+from everstep.cli.story import Event, Story, sentence, tell
+from everstep.cli.verify import compare
+from everstep.observe.events import read_events
+from everstep.runtime.address import EVENTS_FILE
+
+TASK = "resnet18-digits"
+_TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_restarted", "worker_healed")
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=12), default=48, show_default=True, help="Updates of both runs.")
+@click.option(
+    "--workers", type=click.IntRange(min=3), default=4, show_default=True, help="Workers of the run with faults."
+)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where both runs are kept (runs/demo-<time>).")
+def command(steps: int, workers: int, run_dir: Path | None) -> int:
+    """Train on real data with several workers, kill some of them with SIGKILL, and end with the same bits."""
+    base = run_dir or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    undisturbed, disturbed = base / "one-worker-undisturbed", base / f"{workers}-workers-with-faults"
+    chaos = faults(steps)
+    print(f"1. {TASK}, {steps} steps, one worker, undisturbed: {undisturbed}", flush=True)
+    print(f"2. the same with {workers} workers, and with these faults: {disturbed}")
+    for fault in chaos.split("; "):
+        print(f"     {fault}")
+    print("Both run now; this shows the second.\n", flush=True)
+    began = time.monotonic()
+    base.mkdir(parents=True, exist_ok=True)
+    with _beside(_run(undisturbed, steps, 1, ""), base / "one-worker.log") as reference:
+        code = subprocess.call(_run(disturbed, steps, workers, chaos))
+        if code:
+            return code
+        print("\nwaiting for the undisturbed run ...", flush=True)
+        if reference.wait():
+            raise JobFailed(f"the undisturbed run failed: see {base / 'one-worker.log'}")
+    return _verdict(undisturbed, disturbed, time.monotonic() - began)
+
+
+def faults(steps: int) -> str:
+    """A worker, the leader, the coordinator, and a worker once more, spread over the run."""
+    return "; ".join(
+        (
+            f"kill:target=worker:2,at={steps // 5},phase=backward",
+            f"kill:target=leader:0,at={2 * steps // 5},phase=agree",
+            f"kill:target=coordinator,at={3 * steps // 5}",
+            f"kill:target=worker:1,at={4 * steps // 5},phase=reduce",
+        )
+    )
+
+
+def _run(run_dir: Path, steps: int, workers: int, chaos: str) -> list[str]:
+    command = [sys.executable, "-m", "everstep", "run", TASK, "--steps", str(steps), "--workers", str(workers)]
+    command += ["--run-dir", str(run_dir), "--set", "log_every=4", "--fresh"]
+    return [*command, "--chaos", chaos] if chaos else command
+
+
+@contextlib.contextmanager
+def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in the background; whatever happens here, it does not outlive the block."""
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        process.kill()
+        process.wait()
+
+
+def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
+    events: list[Event] = last_run(read_events(disturbed / EVENTS_FILE))
+    story = tell(events)
+    print("\nWhat happened:")
+    _print_story(events, story)
+    different = compare(undisturbed, disturbed)
+    digest = read_digest(disturbed)
+    if digest is None:
+        raise ConfigError(f"{disturbed} has no final/digest.json")
+    print(f"\nundisturbed  {(read_digest(undisturbed) or {}).get('state')}")
+    print(f"with faults  {digest.get('state')}")
+    print(f"{story.faults_survived} faults survived, {story.steps_lost} steps lost, {duration(wall_s)} in all")
+    if different:
+        for line in different:
+            print(line)
+        print("NOT bitwise equal")
+        return 1
+    print("bitwise equal")
+    return 0
+
+
+def _print_story(events: list[Event], story: Story) -> None:
+    for event in events:
+        if event["kind"] in _TOLD:
+            seconds = (int(event["time_unix_ns"]) - story.began_ns) / 1e9
+            print(f"  {seconds:6.2f} s  {sentence(event)}")

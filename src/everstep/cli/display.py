@@ -1,0 +1,284 @@
+"""What a running job looks like: a live view on a terminal, plain lines in a pipe, JSON for machines.
+
+All three take in the same events; `Watcher` feeds them from events.jsonl in a thread of its own, so that nothing that
+is shown can hold up the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from everstep.cli.story import Event, Story, sentence
+from everstep.observe.events import follow
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from everstep.runtime.board import Board
+
+_LAST_EVENTS = 6
+_LAUNCHER_WORDS = {
+    "worker_exited": "worker {worker_id} exited: {reason}",
+    "worker_restarting": "worker {worker_id} is started again{delay}",
+    "slot_lost": "worker {worker_id} is given up: {reason}",
+    "coordinator_died": "the coordinator died: {reason}",
+    "warning": "warning: {reason}",
+}
+
+
+class Display(Protocol):
+    """Shows a job. All methods but `launcher_event` are called from one thread."""
+
+    def event(self, event: Event, story: Story) -> None:
+        """An event was written; `story` includes it."""
+        ...
+
+    def refresh(self, story: Story) -> None:
+        """A moment has passed."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something to say that is no event."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class JsonDisplay:
+    """The lines of events.jsonl on stdout; notes on stderr."""
+
+    def event(self, event: Event, story: Story) -> None:
+        print(json.dumps(event, separators=(",", ":")), flush=True)
+
+    def refresh(self, story: Story) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class PlainDisplay:
+    """One line per `log_every` steps, and one per event worth telling; no escape codes."""
+
+    def __init__(self, log_every: int, out: TextIO | None = None) -> None:
+        self._log_every = max(1, log_every)
+        self._out = out
+
+    def event(self, event: Event, story: Story) -> None:
+        if event["kind"] == "step_committed":
+            number = int(event["step"])
+            if number % self._log_every == 0 or number == story.total_steps:
+                self.note(step_line(story, number))
+            return
+        text = sentence(event)
+        if text:
+            self.note(text)
+
+    def refresh(self, story: Story) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, file=self._out or sys.stdout, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """Progress bar, a line per worker and the last events, redrawn in place."""
+
+    def __init__(self, console: Console, board: Board) -> None:
+        from rich.live import Live
+
+        self._board = board
+        self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._seen: dict[int, tuple[int, int, float]] = {}
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def event(self, event: Event, story: Story) -> None:
+        text = None if event["kind"] == "step_committed" else sentence(event)
+        if text:
+            self._last.append(text)
+
+    def refresh(self, story: Story) -> None:
+        self._live.update(self._render(story), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self, story: Story) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=story.total_steps or 100, completed=story.step if story.total_steps else 0, width=32)
+        colour = {"running": "green", "starting": "cyan"}.get(story.state, "yellow")
+        head.add_row(bar, Text(headline(story)), Text(story.state, style=f"bold {colour}"))
+        parts: list[RenderableType] = [head, self._workers(story)]
+        if story.waiting:
+            parts.append(Text(story.waiting, style="yellow"))
+        parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
+        return Group(*parts)
+
+    def _workers(self, story: Story) -> RenderableType:
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 2), header_style="bold")
+        for name in ("worker", "role", "lanes", "step", "state", "samples"):
+            table.add_column(name)
+        for i, worker in sorted(story.workers.items()):
+            pulse = self._board.read(i) if i < self._board.rows else None
+            lanes = ",".join(str(lane) for lane in worker.lanes)
+            step, phase, samples = (pulse.step, pulse.phase, pulse.samples) if pulse else (0, "?", 0)
+            style = {"leader": "bold green", "active": "", "joining": "yellow"}.get(worker.role, "dim")
+            name = f"{i}.{pulse.incarnation if pulse else worker.incarnation}"
+            table.add_row(name, worker.role, lanes, str(step), phase, f"{samples}", style=style)
+        return table
+
+
+class Watcher:
+    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `story` is what it has seen."""
+
+    def __init__(self, path: Path, begin_ns: int, display: Display, story: Story) -> None:
+        self.story = story
+        self._path = path
+        self._begin_ns = begin_ns
+        self._display = display
+        self._ended = threading.Event()
+        self._notes: deque[str] = deque()
+        self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show what is still unread, and end."""
+        self._ended.set()
+        self._thread.join()
+        self._display.close()
+
+    def launcher_event(self, event: dict[str, Any]) -> None:
+        """What the launcher itself does; from its thread."""
+        words = _LAUNCHER_WORDS.get(event["kind"])
+        if words is not None and event.get("reason") != "exit code 0":
+            delay_s = event.get("delay_s")
+            delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
+            known = {"worker_id": "?", "reason": "unknown", **event, "delay": delay}
+            self._notes.append(words.format_map(known))
+
+    def _stopped(self) -> bool:
+        """Asked by `follow` about 10 times a second, and before its last read: a good moment to redraw."""
+        while self._notes:
+            self._display.note(self._notes.popleft())
+        ended = self._ended.is_set()
+        if not ended:
+            self._display.refresh(self.story)
+        return ended
+
+    def _run(self) -> None:
+        try:
+            for event in follow(self._path, poll_s=0.1, stop=self._stopped):
+                if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
+                    self.story.take(event)
+                    self._display.event(event, self.story)
+        except BrokenPipeError:
+            pass  # nobody reads any more; the job goes on
+
+
+def choose_display(*, as_json: bool, log_every: int) -> Callable[[Board], Display]:
+    """The display that fits: JSON if asked for, live on a terminal, else plain."""
+    if as_json:
+        return lambda board: JsonDisplay()
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        return lambda board: LiveDisplay(Console(), board)
+    return lambda board: PlainDisplay(log_every)
+
+
+def step_line(story: Story, number: int) -> str:
+    """step 12/200  loss 1.2345  812 samples/s  eta 1m02s  generation 3."""
+    total = f"/{story.total_steps}" if story.total_steps else ""
+    parts = [f"step {number}{total}"]
+    if story.loss is not None:
+        parts.append(f"loss {story.loss:.4f}")
+    if story.samples_per_s is not None:
+        parts.append(f"{story.samples_per_s:.0f} samples/s")
+    if story.eta_s is not None:
+        parts.append(f"eta {duration(story.eta_s)}")
+    parts.append(f"generation {story.generation}")
+    return "  ".join(parts)
+
+
+def headline(story: Story) -> str:
+    """The same for the live view."""
+    return step_line(story, story.step)
+
+
+def duration(seconds: float) -> str:
+    """1h02m, 3m04s or 5s."""
+    whole = int(seconds + 0.5)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as names and values for people."""
+    digest = summary["digest"] or {}
+    recovery = summary["recovery_s"]
+    rows = [
+        ("state", f"{summary['state']}" + (f" ({summary['reason']})" if summary["reason"] else "")),
+        ("steps", str(summary["steps"])),
+        ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
+    ]
+    rows += [(name, f"{value:.4f}") for name, value in (summary["metrics"] or {}).items() if value is not None]
+    rows += [
+        ("faults survived", str(summary["faults_survived"])),
+        ("steps lost", str(summary["steps_lost"])),
+        ("generations", str(summary["generations"])),
+    ]
+    if summary["recoveries"]:
+        times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms"
+        rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
+    rows += [
+        ("digest of model", str(digest.get("model", "none"))),
+        ("digest of state", str(digest.get("state", "none"))),
+        ("wall time", duration(summary["wall_s"])),
+        ("run directory", summary["run_dir"]),
+    ]
+    return rows
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """A table on a terminal, aligned lines in a pipe."""
+    rows = summary_lines(summary)
+    if not sys.stdout.isatty():
+        for name, value in rows:
+            print(f"{name:<16} {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)

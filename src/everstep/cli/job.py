@@ -1,0 +1,246 @@
+"""A job before it starts: its effective config, whether it can work, and job.json, which remembers it.
+
+Everything the user can get wrong is found here, before a process is started, as far as it can be known by then.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.base.config import Config, load_config, numerics, to_dict
+from everstep.base.errors import ConfigError
+from everstep.chaos.spec import parse, simulated_failure
+from everstep.order.cursor import SampleOrder
+from everstep.runtime.address import JOB_FILE, write_atomically
+
+Layers = Sequence[tuple[str, Mapping[str, Any]]]
+
+_VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `layers` by rising precedence, without the task's own defaults."""
+
+    layers: tuple[tuple[str, dict[str, Any]], ...]
+    batch_size: int | None = None
+    simulate_failure: bool = False
+
+    @property
+    def explicit(self) -> tuple[str, ...]:
+        """The dotted keys that the user set himself."""
+        keys = {key for _, layer in self.layers for key in _dotted(layer)}
+        return tuple(sorted(keys | ({"micro_batch"} if self.batch_size is not None else set())))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
+
+    dataset_size: in samples, None where only the script knows.
+    """
+
+    task: str
+    argv: tuple[str, ...]
+    config: Config
+    dataset_size: int | None = None
+    explicit: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created_unix_ns: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As job.json says it."""
+        return {
+            "task": self.task,
+            "argv": list(self.argv),
+            "config": to_dict(self.config),
+            "seed": self.config.seed,
+            "dataset_size": self.dataset_size,
+            "explicit": list(self.explicit),
+            "versions": dict(self.versions),
+            "created_unix_ns": self.created_unix_ns,
+        }
+
+
+def effective_config(defaults: Mapping[str, Any], request: Request, *, script: bool = False) -> Config:
+    """defaults < task's own (`defaults`) < file < --set < options; `--batch-size` becomes `micro_batch`.
+
+    script: a script says its own lanes and length in `join`, so neither steps nor epochs is missing.
+
+    Raises: ConfigError for unknown keys, bad values and contradictions.
+    """
+    layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", defaults), *request.layers]
+    config = load_config(layers)
+    if request.batch_size is not None:
+        config = load_config(
+            [*layers, ("--batch-size", {"micro_batch": _micro_batch(request.batch_size, config.lanes)})]
+        )
+    check_workers(config)
+    if config.steps is None and config.epochs is None and not script:
+        raise ConfigError("the job has no end: give --steps or --epochs")
+    return config
+
+
+def _micro_batch(batch_size: int, lanes: int) -> int:
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
+    if batch_size % lanes:
+        near = max(lanes, round(batch_size / lanes) * lanes)
+        raise ConfigError(
+            f"the global batch must be divisible by the number of lanes: got --batch-size {batch_size} with {lanes} "
+            f"lanes; use {near}, or another number of lanes (--set lanes=...)"
+        )
+    return batch_size // lanes
+
+
+def check_workers(config: Config) -> None:
+    """Raises: ConfigError if the numbers of workers, spares and lanes contradict each other."""
+    if config.workers < 1:
+        raise ConfigError(f"--workers must be at least 1, got {config.workers}")
+    if config.workers > config.lanes:
+        raise ConfigError(
+            f"--workers may not exceed the number of lanes: got {config.workers} workers for {config.lanes} lanes; "
+            f"use at most {config.lanes} workers, or more lanes (--set lanes={config.workers})"
+        )
+    if config.spares < 0:
+        raise ConfigError(f"--spares must be at least 0, got {config.spares}")
+    if not 1 <= config.min_workers <= config.workers:
+        raise ConfigError(
+            f"--min-workers must be from 1 to the number of workers ({config.workers}), got {config.min_workers}"
+        )
+
+
+def check_dataset(config: Config, dataset_size: int) -> None:
+    """Raises: ConfigError if the dataset is smaller than one global batch."""
+    batch = config.lanes * config.micro_batch
+    if dataset_size < batch:
+        raise ConfigError(
+            f"the dataset has {dataset_size} samples, fewer than one global batch of {batch} ({config.lanes} lanes x "
+            f"{config.micro_batch}); use a smaller --batch-size"
+        )
+
+
+def total_steps(config: Config, dataset_size: int | None) -> int | None:
+    """Number of the last step, None where it cannot be known beforehand."""
+    if dataset_size is None:
+        return config.steps if config.epochs is None else None
+    if config.steps is None and config.epochs is None:
+        return None
+    return SampleOrder(
+        config.seed, dataset_size, config.lanes, config.micro_batch, config.steps, config.epochs
+    ).total_steps
+
+
+def with_chaos(config: Config, request: Request, dataset_size: int | None) -> Config:
+    """The config with `--simulate-failure` written out as a fault; checks the specification.
+
+    Raises: ConfigError naming the fault that cannot be read.
+    """
+    if request.simulate_failure:
+        fault = simulated_failure(total_steps(config, dataset_size), config.seed)
+        chaos = "; ".join(text for text in (config.chaos.strip().rstrip(";"), str(fault)) if text)
+        config = load_config([("job", to_dict(config)), ("--simulate-failure", {"chaos": chaos})])
+    parse(config.chaos)
+    return config
+
+
+def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int | None, request: Request) -> Job:
+    """A job that is created now."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _VERSIONED:
+        versions[name] = importlib.metadata.version(name)
+    return Job(task, tuple(argv), config, dataset_size, request.explicit, versions, time.time_ns())
+
+
+def differences(old: Job, new: Job) -> list[str]:
+    """What makes these two jobs different ones: task, arguments, dataset, or config that changes the numbers."""
+    found: list[str] = []
+    if old.task != new.task:
+        found.append(f"task is {old.task!r} there, {new.task!r} here")
+    if old.argv != new.argv:
+        found.append(f"the task's arguments are {' '.join(old.argv)!r} there, {' '.join(new.argv)!r} here")
+    if None not in (old.dataset_size, new.dataset_size) and old.dataset_size != new.dataset_size:
+        found.append(f"the dataset has {old.dataset_size} samples there, {new.dataset_size} here")
+    then, now = _dotted(numerics(old.config)), _dotted(numerics(new.config))
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            found.append(f"{key} is {then.get(key)} there, {now.get(key)} here")
+    return found
+
+
+def write_job(run_dir: Path, job: Job) -> None:
+    """Raises: ConfigError if the directory cannot be written."""
+    try:
+        write_atomically(run_dir / JOB_FILE, json.dumps(job.to_dict(), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {run_dir / JOB_FILE}: {error.strerror or error}") from None
+
+
+def read_job(run_dir: Path) -> Job:
+    """The job of a run directory.
+
+    Raises: ConfigError if there is none, or job.json cannot be read.
+    """
+    path = run_dir / JOB_FILE
+    try:
+        data = json.loads(path.read_text())
+        return Job(
+            task=str(data["task"]),
+            argv=tuple(str(a) for a in data["argv"]),
+            config=load_config([(JOB_FILE, data["config"])]),
+            dataset_size=data.get("dataset_size") or _dataset_size(run_dir),
+            explicit=tuple(data.get("explicit", ())),
+            versions=data.get("versions", {}),
+            created_unix_ns=int(data.get("created_unix_ns", 0)),
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read {path}: it is not a job file ({type(error).__name__}: {error})") from None
+
+
+def _dataset_size(run_dir: Path) -> int | None:
+    """What the leader of a script's job wrote once the script had joined."""
+    try:
+        return int(json.loads((run_dir / "dataset.json").read_text())["size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A YAML file of config keys.
+
+    Raises: ConfigError if it cannot be read or holds something else.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
+    return data
+
+
+def _dotted(layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in layer.items():
+        if isinstance(value, Mapping):
+            flat.update(_dotted(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

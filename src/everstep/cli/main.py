@@ -1,0 +1,112 @@
+"""`everstep`: the command line. Commands are imported when they are used, so that `--help` answers at once.
+
+Every operating fault ends as one line on stderr and an exit code: 0 done; 1 the job failed, runs differ, the ledger is
+not clean; 2 usage, config, or something named that does not exist; 3 gave up waiting for workers; 130 and 143 signals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+from everstep.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    EverstepError,
+    QuorumLost,
+)
+
+COMMANDS = {
+    "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),
+    "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
+    "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),
+    "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
+    "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
+    "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
+    "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
+    "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it is run or asked for help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        return command if isinstance(command, click.Command) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in COMMANDS:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"no such command {name!r}; known: {', '.join(COMMANDS)}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="everstep")
+def cli() -> None:
+    """Fault-tolerant, elastic distributed training for PyTorch that ends with the same bits."""
+
+
+def exit_code_of(error: EverstepError) -> int:
+    """The exit code that an operating fault deserves."""
+    if isinstance(error, ConfigError | CheckpointCorrupt):
+        return 2
+    return 3 if isinstance(error, QuorumLost) else 1
+
+
+def complain(text: str) -> None:
+    """One line on stderr."""
+    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: runs a command, turns what it raises into a line and an exit code."""
+    sys.exit(run_command(argv))
+
+
+def run_command(argv: list[str] | None = None) -> int:
+    """As `main`, returning the exit code."""
+    try:
+        result: Any = cli.main(args=argv, prog_name="everstep", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as help_wanted:
+        print(help_wanted.format_message(), file=sys.stderr)
+        return 2
+    except click.ClickException as error:
+        complain(error.format_message())
+        return 2
+    except EverstepError as error:
+        complain(str(error))
+        return exit_code_of(error)
+    except (KeyboardInterrupt, click.Abort):
+        complain("interrupted")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""`everstep run`: from what the user asks to a job that is over, with everything it says on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.config import Config, load_config, parse_set
+from everstep.base.errors import ConfigError
+from everstep.chaos.spec import parse
+from everstep.cli.display import Watcher, choose_display, print_summary
+from everstep.cli.job import (
+    Job,
+    Request,
+    check_dataset,
+    effective_config,
+    make_job,
+    read_config_file,
+    total_steps,
+    with_chaos,
+    write_job,
+)
+from everstep.cli.placement_table import print_placement
+from everstep.cli.probe import Probe, probe_task
+from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
+from everstep.cli.story import Story, summary, tell
+from everstep.cli.task_loading import TaskSpec, parse_task
+from everstep.cli.worker import ENTRY
+from everstep.observe.events import EventLog, read_events
+from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.commands import run_lock
+
+_OPTIONS = ("workers", "spares", "min_workers", "steps", "epochs", "chaos")
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """One `everstep run`, as the user typed it."""
+
+    spec: TaskSpec
+    argv: tuple[str, ...]
+    request: Request
+    run_dir: Path
+    fresh: bool = False
+    as_json: bool = False
+
+
+@click.command()
+@click.argument("task")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+@click.option("--workers", type=int, help="Number of workers (1).")
+@click.option("--spares", type=int, help="Started, idle workers that step in at once (0).")
+@click.option("--min-workers", type=int, help="Fewer than these wait for more (1).")
+@click.option("--steps", type=int, help="End after so many updates.")
+@click.option("--epochs", type=int, help="End after so many passes over the data.")
+@click.option("--batch-size", type=int, help="Global batch: lanes x micro_batch; sets micro_batch.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the job lives (runs/<task>-<time>).")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
+@click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')
+@click.option("--simulate-failure", is_flag=True, help="Kill one random worker once, in the middle of the run.")
+@click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
+@click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
+def command(
+    task: str,
+    argv: tuple[str, ...],
+    batch_size: int | None,
+    run_dir: Path | None,
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    simulate_failure: bool,
+    fresh: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Train TASK, and go on whatever happens to the workers.
+
+    TASK is a ready task (name or name:PATH), module:Class, path/file.py:Class, or a script that calls everstep.join
+    (everstep run train.py -- its own arguments).
+    """
+    spec = parse_task(task)
+    if argv and spec.kind != "script":
+        raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
+    request = _request(config_file, settings, options, batch_size, simulate_failure)
+    invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json)
+    if dry_run:
+        config, probe = _prepare(invocation, units=True)
+        print_placement(config, probe, as_json=as_json)
+        return 0
+    with run_lock(invocation.run_dir):
+        return _run(invocation)
+
+
+def _request(
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    options: dict[str, Any],
+    batch_size: int | None,
+    simulate_failure: bool,
+) -> Request:
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if config_file is not None:
+        layers.append((str(config_file), read_config_file(config_file)))
+    for text in settings:
+        key, value = parse_set(text)
+        layers.append((f"--set {text}", {key: value}))
+    given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    layers.append(("options", given))
+    return Request(tuple(layers), batch_size, simulate_failure)
+
+
+def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
+    """The effective config, checked against everything that can be known before the start."""
+    spec, request = invocation.spec, invocation.request
+    if spec.kind == "script":
+        probe = Probe()
+    else:
+        parse(load_config(request.layers).chaos)  # the user's own mistakes are found without importing anything
+        probe = probe_task(canonical(spec), request, units=units)
+    config = effective_config(probe.defaults, request, script=spec.kind == "script")
+    if probe.dataset_size is not None:
+        check_dataset(config, probe.dataset_size)
+    return with_chaos(config, request, probe.dataset_size), probe
+
+
+def canonical(spec: TaskSpec) -> str:
+    """The task's name in job.json: the same from wherever the job is started."""
+    if spec.kind == "zoo" and spec.what:
+        path = Path(spec.what)
+        return f"{spec.where}:{path.resolve() if path.exists() else spec.what}"
+    return f"{spec.where}:{spec.what}" if spec.what else spec.where
+
+
+def _run(invocation: Invocation) -> int:
+    """With the directory locked."""
+    config, probe = _prepare(invocation)
+    run_dir = invocation.run_dir
+    job = make_job(canonical(invocation.spec), invocation.argv, config, probe.dataset_size, invocation.request)
+    aside = set_aside(run_dir) if invocation.fresh else None
+    found = inspect(run_dir, job)
+    if found.state == "finished":
+        return _already_finished(invocation, found)
+    write_job(run_dir, job)
+    return _launch(invocation, job, _opening(run_dir, found, aside))
+
+
+def _opening(run_dir: Path, found: Found, aside: Path | None) -> list[str]:
+    lines = [f"run directory {run_dir}"]
+    if aside is not None:
+        lines.append(f"what was there is now in {aside}")
+    if found.state == "stopped":
+        lines.append(
+            f"this job was stopped after step {found.step} and left no checkpoint: it starts again from step 0 in the "
+            "same directory"
+        )
+    return lines
+
+
+def _already_finished(invocation: Invocation, found: Found) -> int:
+    run_dir = invocation.run_dir
+    text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
+    if not invocation.as_json:
+        print(text)
+        return 0
+    story = tell(read_events(run_dir / EVENTS_FILE))
+    print(json.dumps({**summary(story, 0, str(run_dir), found.digest), "reason": text}))
+    return 0
+
+
+def _launch(invocation: Invocation, job: Job, opening: list[str]) -> int:
+    from everstep.runtime.launcher import Launcher
+
+    run_dir, config = invocation.run_dir, job.config
+    begin_ns = time.time_ns()
+    launcher = Launcher(run_dir, config, job.task, list(job.argv), ENTRY, lambda event: watcher.launcher_event(event))
+    display = choose_display(as_json=invocation.as_json, log_every=config.log_every)(launcher.board)
+    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display, Story(total_steps(config, job.dataset_size)))
+    for line in opening:
+        display.note(line)
+    events = EventLog(run_dir / EVENTS_FILE)
+    words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
+    events.write("job_started", step=0, reason=f"{words} with {config.workers} workers", workers=config.workers)
+    watcher.start()
+    exit_code = 1
+    try:
+        exit_code = launcher.run()
+        _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
+    finally:
+        watcher.stop()
+        events.close()
+    return _conclude(invocation, watcher.story, launcher.outcome, exit_code)
+
+
+def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, exit_code: int) -> None:
+    """The coordinator reports the end; if it could not, the launcher's word stands in."""
+    ends = ("job_completed", "job_failed")
+    if outcome is None or any(
+        e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE)
+    ):
+        return
+    kind = ends[0] if exit_code == 0 else ends[1]
+    events.write(kind, reason=outcome.reason, state=outcome.state, exit_code=exit_code)
+
+
+def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int) -> int:
+    from everstep.cli.main import complain
+
+    run_dir = invocation.run_dir
+    digest = read_digest(run_dir) if exit_code == 0 else None
+    if outcome is not None:
+        story.reason = outcome.reason if exit_code else ""
+    result = summary(story, exit_code, str(run_dir), digest)
+    if invocation.as_json:
+        print(json.dumps(result, separators=(",", ":")), flush=True)
+    elif exit_code == 0:
+        print_summary(result)
+    if exit_code:
+        complain(f"{story.reason or 'the job failed'} (after step {story.step}; logs in {run_dir / 'logs'})")
+    return exit_code

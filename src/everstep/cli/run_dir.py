@@ -1,0 +1,92 @@
+"""The run directory as `everstep run` finds it: new, stopped, finished, of another job; and how it is made ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from everstep.base.errors import ConfigError
+from everstep.cli.job import Job, differences, read_job
+from everstep.cli.task_loading import TaskSpec
+from everstep.observe.events import last_committed_step
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.commands import LOCK_FILE
+
+RUNS = Path("runs")
+_PREVIOUS = "previous-"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in a run directory. `step`: the last one committed there; `digest`: of a finished job."""
+
+    state: Literal["new", "stopped", "finished"]
+    step: int = 0
+    digest: dict[str, Any] | None = None
+
+
+def default_run_dir(spec: TaskSpec) -> Path:
+    """runs/<task>-<time>, one that does not exist yet."""
+    base = RUNS / f"{spec.short}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = base, 1
+    while path.exists():
+        count += 1
+        path = base.with_name(f"{base.name}-{count}")
+    return path
+
+
+def read_digest(run_dir: Path) -> dict[str, Any] | None:
+    """final/digest.json, None if the job has not finished.
+
+    Raises: ConfigError if it is there but cannot be read.
+    """
+    path = run_dir / "final" / "digest.json"
+    try:
+        data = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(data, dict) or "model" not in data:
+        raise ConfigError(f"cannot read {path}: expected step, model and state")
+    return data
+
+
+def inspect(run_dir: Path, job: Job) -> Found:
+    """What a (locked) directory holds, for this job.
+
+    Raises: ConfigError if it belongs to another job, saying what differs.
+    """
+    if not (run_dir / JOB_FILE).exists():
+        return Found("new")
+    different = differences(read_job(run_dir), job)
+    if different:
+        raise ConfigError(
+            f"{run_dir} belongs to another job: {'; '.join(different)}; choose another --run-dir, or --fresh to set "
+            "the old one aside"
+        )
+    digest = read_digest(run_dir)
+    if digest is not None:
+        return Found("finished", int(digest.get("step", 0)), digest)
+    return Found("stopped", last_committed_step(run_dir / EVENTS_FILE))
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what a (locked) directory holds into previous-N/; returns where to, None if there was nothing."""
+    content = [p for p in run_dir.iterdir() if p.name != LOCK_FILE and not p.name.startswith(_PREVIOUS)]
+    if not content:
+        return None
+    number = 1
+    while (target := run_dir / f"{_PREVIOUS}{number}").exists():
+        number += 1
+    try:
+        target.mkdir()
+        for path in content:
+            os.rename(path, target / path.name)
+    except OSError as error:
+        raise ConfigError(f"cannot move the old contents of {run_dir} to {target}: {error.strerror or error}") from None
+    return target

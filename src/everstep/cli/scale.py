@@ -1,0 +1,40 @@
+"""`everstep scale`: more or fewer workers, while the job runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.job import read_job
+from everstep.cli.run_dir import read_digest
+from everstep.runtime import commands
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--workers", type=int, required=True, help="How many workers there shall be.")
+def command(run_dir: Path, workers: int) -> int:
+    """Change the number of workers of the job that runs in DIR."""
+    job = read_job(run_dir)
+    if not job.config.min_workers <= workers <= job.config.lanes:
+        raise ConfigError(
+            f"--workers must be from {job.config.min_workers} (min_workers) to {job.config.lanes} (lanes), got {workers}"
+        )
+    result = ask_running(run_dir, "scale", {"workers": workers})
+    print(f"{run_dir}: from {result.get('before', '?')} to {workers} workers")
+    return 0
+
+
+def ask_running(run_dir: Path, name: str, args: dict[str, int]) -> dict[str, object]:
+    """Ask the job that runs in this directory.
+
+    Raises: ConfigError if none runs there; EverstepError if it refuses.
+    """
+    read_job(run_dir)
+    try:
+        return commands.ask(run_dir, name, args)
+    except commands.NoJobRunning as error:
+        ended = "; it has finished" if read_digest(run_dir) is not None else ""
+        raise ConfigError(f"{error}{ended}") from None

@@ -1,0 +1,108 @@
+"""`everstep status`: asked of the coordinator while the job runs, read from the directory when it does not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.job import read_job
+from everstep.cli.run_dir import read_digest
+from everstep.cli.story import Event, tell
+from everstep.observe.events import read_events
+from everstep.runtime import commands
+from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(run_dir: Path, as_json: bool) -> int:
+    """What the job in DIR is doing, or how it ended."""
+    status = read_status(run_dir)
+    if as_json:
+        print(json.dumps(status))
+    else:
+        _print(run_dir, status)
+    return 0
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The object that `status --json` prints.
+
+    Raises: ConfigError if DIR is no run directory.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    job = read_job(run_dir)
+    try:
+        live = commands.ask(run_dir, "status")
+        live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
+    except (commands.NoJobRunning, FileNotFoundError):
+        live = _from_files(run_dir)
+    return {**live, "task": job.task}
+
+
+def _from_files(run_dir: Path) -> dict[str, Any]:
+    """Of a job that no coordinator answers for: finished, failed, interrupted, starting, or recovering from its loss."""
+    events = last_run(read_events(run_dir / EVENTS_FILE))
+    story = tell(events)
+    digest = read_digest(run_dir)
+    running = _is_locked(run_dir)
+    if running:
+        state = "starting" if not story.step else "recovering"
+    elif digest is not None:
+        state = "completed"
+    elif story.state in ("failed", "interrupted"):
+        state = story.state
+    else:
+        state = "interrupted"  # it ended without a word: killed, or the machine went down
+    return {
+        "state": state,
+        "generation": story.generation,
+        "step": int(digest["step"]) if digest is not None and not running else story.step,
+        "workers": [],
+        "coordinator": {"pid": None},
+        "reason": story.reason,
+    }
+
+
+def last_run(events: list[Event] | list[dict[str, Any]]) -> list[Event]:
+    """The events since the job was last started."""
+    starts = [i for i, event in enumerate(events) if event["kind"] == "job_started"]
+    return list(events[starts[-1] :]) if starts else list(events)
+
+
+def _is_locked(run_dir: Path) -> bool:
+    """Whether a launcher holds the directory."""
+    try:
+        with open(run_dir / commands.LOCK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _print(run_dir: Path, status: dict[str, Any]) -> None:
+    reason = f" ({status['reason']})" if status.get("reason") else ""
+    print(f"{run_dir}: {status['task']}")
+    print(f"{status['state']}{reason}, step {status['step']}, generation {status['generation']}")
+    if not status["workers"]:
+        return
+    header = ("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")
+    lines = [header]
+    for w in status["workers"]:
+        lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
+        stage = "-" if w["stage"] is None else str(w["stage"])
+        name = f"{w['worker_id']}.{w['incarnation']}"
+        speed = f"{w['samples_per_s'] or 0:.1f}"
+        lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())

@@ -1,0 +1,199 @@
+"""What has happened in a job so far, from its events; and the summary at its end. Pure: events in, facts out."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = Mapping[str, Any]
+
+_NOTICED = ("worker_evicted", "coordinator_restarted")
+_WINDOW = 20
+
+
+@dataclass
+class WorkerLine:
+    """What is known of one worker: its place in the newest plan."""
+
+    worker_id: int
+    incarnation: int = 0
+    role: str = "spare"
+    lanes: tuple[int, ...] = ()
+
+
+@dataclass
+class Story:
+    """Takes in events in file order and knows the state of the job.
+
+    total_steps: None while unknown. `recoveries_s`: durations of all recoveries. `steps_lost`: committed steps that a
+    fallback had to give up.
+    """
+
+    total_steps: int | None = None
+    step: int = 0
+    loss: float | None = None
+    generation: int = 0
+    workers: dict[int, WorkerLine] = field(default_factory=dict)
+    recoveries_s: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = 0
+    injected: int = 0
+    noticed: int = 0
+    steps_lost: int = 0
+    samples: int = 0
+    state: str = "starting"
+    reason: str = ""
+    exit_code: int | None = None
+    began_ns: int = 0
+    ended_ns: int = 0
+    waiting: str = ""
+    _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def take(self, event: Event) -> None:
+        """Take in the next event."""
+        kind = event["kind"]
+        time_ns = int(event.get("time_unix_ns") or 0)
+        self.began_ns = self.began_ns or time_ns
+        self.ended_ns = max(self.ended_ns, time_ns)
+        self.generation = max(self.generation, int(event.get("generation") or 0))
+        if kind == "step_committed":
+            self._step(event, time_ns)
+        elif kind == "generation_started":
+            self._plan(event)
+        elif kind == "worker_joined":
+            self._joined(event)
+        elif kind in _NOTICED:
+            self.noticed += 1
+            if kind == "worker_evicted":
+                self.workers.pop(int(event["worker_id"]), None)
+                self.state = "recovering"
+        elif kind == "fault_injected":
+            self.injected += 1
+        elif kind == "recovery_completed":
+            self.recoveries_s.append(float(event.get("duration_s") or 0.0))
+        elif kind == "evaluated":
+            self.metrics = dict(event.get("metrics") or {})
+            self.metrics_step = int(event.get("step") or 0)
+        elif kind == "fallback":
+            back_to = int(event.get("step") or 0)
+            self.steps_lost += max(0, self.step - back_to)
+            self.step = min(self.step, back_to)
+        elif kind == "waiting":
+            self.state, self.waiting = "waiting", str(event.get("reason") or "")
+        elif kind in ("job_completed", "job_failed"):
+            default = "completed" if kind == "job_completed" else "failed"
+            self.state = str(event.get("state") or default)
+            self.reason = str(event.get("reason") or "")
+            self.exit_code = event.get("exit_code")
+
+    def _step(self, event: Event, time_ns: int) -> None:
+        self.step = max(self.step, int(event["step"]))
+        self.loss = event.get("loss", self.loss)
+        self.samples += int(event.get("samples") or 0)
+        self._recent.append((time_ns, self.samples))
+        self.state, self.waiting = "running", ""
+
+    def _plan(self, event: Event) -> None:
+        lanes = event.get("lanes") or {}
+        leader = event.get("leader")
+        known = self.workers
+        self.workers = {i: w for i, w in known.items() if str(i) not in lanes}
+        for worker in self.workers.values():
+            worker.role, worker.lanes = ("joining" if worker.role == "joining" else "spare"), ()
+        for text, taken in lanes.items():
+            i = int(text)
+            role = "leader" if i == leader else "active" if taken else "standby"
+            incarnation = known[i].incarnation if i in known else 0
+            self.workers[i] = WorkerLine(i, incarnation, role, tuple(taken))
+
+    def _joined(self, event: Event) -> None:
+        i = int(event["worker_id"])
+        incarnation = int(event.get("incarnation") or 0)
+        if i not in self.workers or self.workers[i].incarnation != incarnation:
+            self.workers[i] = WorkerLine(i, incarnation, "joining" if self.generation else "spare")
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over the last steps."""
+        if len(self._recent) < 2:
+            return None
+        (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
+        return (s1 - s0) * 1e9 / (t1 - t0) if t1 > t0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step, at the speed of the last ones."""
+        if self.total_steps is None or len(self._recent) < 2 or self.step >= self.total_steps:
+            return None
+        seconds = (self._recent[-1][0] - self._recent[0][0]) / 1e9
+        return (self.total_steps - self.step) * seconds / (len(self._recent) - 1)
+
+    @property
+    def faults_survived(self) -> int:
+        """Faults that were injected, or noticed without having been injected."""
+        return max(self.injected, self.noticed)
+
+
+def tell(events: Iterable[Event], total_steps: int | None = None) -> Story:
+    """The story of these events."""
+    story = Story(total_steps)
+    for event in events:
+        story.take(event)
+    return story
+
+
+def summary(story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The object that `run --json` ends with."""
+    states = {0: "completed", 130: "interrupted", 143: "interrupted"}
+    times = sorted(story.recoveries_s)
+    return {
+        "kind": "summary",
+        "state": states.get(exit_code, "failed"),
+        "exit_code": exit_code,
+        "reason": story.reason or None,
+        "steps": int(digest["step"]) if digest is not None else story.step,
+        "faults_survived": story.faults_survived,
+        "steps_lost": story.steps_lost,
+        "recoveries": len(times),
+        "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
+        "generations": story.generation,
+        "digest": dict(digest) if digest is not None else None,
+        "loss": story.loss,
+        "metrics": story.metrics or None,
+        "wall_s": round((story.ended_ns - story.began_ns) / 1e9, 3),
+        "run_dir": run_dir,
+    }
+
+
+def sentence(event: Event) -> str | None:
+    """An event as a line for people; None for those that say nothing new (each step, what a launcher does)."""
+    kind = event["kind"]
+    who = f"worker {event['worker_id']}" if event.get("worker_id") is not None else "the coordinator"
+    reason = " ".join(str(event.get("reason") or "").split())
+    why = f": {reason}" if reason else ""
+    if kind == "recovery_completed":
+        return f"recovered in {1000 * float(event.get('duration_s') or 0):.0f} ms{why}"
+    if kind == "evaluated":
+        numbers = ", ".join(f"{k} {v:.4f}" for k, v in (event.get("metrics") or {}).items() if v is not None)
+        return f"evaluated after step {event.get('step')}: {numbers}"
+    if kind == "generation_started":
+        members = ", ".join(str(i) for i in event.get("workers") or ())
+        return f"generation {event.get('generation')} with workers {members}{why}"
+    words = {
+        "worker_joined": f"{who} has joined{why}",
+        "worker_suspected": f"{who} is suspected{why}",
+        "worker_evicted": f"{who} was evicted{why}",
+        "worker_healed": f"{who} has healed{why}",
+        "leader_changed": f"the leader is now worker {event.get('worker_id')}{why}",
+        "waiting": f"waiting{why}",
+        "coordinator_restarted": f"the coordinator was restarted{why}",
+        "fault_injected": reason,
+        "warning": f"warning{why}",
+        "fallback": f"fallback{why}",
+        "job_completed": f"completed{why}",
+        "job_failed": f"failed{why}",
+    }
+    return words.get(kind)

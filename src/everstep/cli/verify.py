@@ -1,0 +1,78 @@
+"""`everstep verify`: are two runs bitwise equal, and if not, where do they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+
+from everstep.base.errors import ConfigError
+from everstep.cli.run_dir import read_digest
+from everstep.cli.weights import StoredTensor, find_weights, read_weights
+
+_NAMED = 5
+
+
+@click.command()
+@click.argument("dir_a", type=click.Path(path_type=Path))
+@click.argument("dir_b", type=click.Path(path_type=Path))
+def command(dir_a: Path, dir_b: Path) -> int:
+    """Compare the final weights and digests of two finished runs. Exit code 0: bitwise equal; 1: they differ."""
+    found = compare(dir_a, dir_b)
+    if not found:
+        digest = read_digest(dir_a) or {}
+        of_what = "weights, buffers and optimizer state" if digest.get("state") else "weights and buffers"
+        print(f"bitwise equal: {of_what}, step {digest.get('step', '?')}, digest {digest.get('model', '?')}")
+        return 0
+    for line in found:
+        print(line)
+    return 1
+
+
+def compare(a: Path, b: Path) -> list[str]:
+    """Lines that say what differs between two runs; none if they are bitwise equal.
+
+    Raises: ConfigError if one of them cannot be read.
+    """
+    tensors_a, tensors_b = read_weights(find_weights(a)), read_weights(find_weights(b))
+    digest_a, digest_b = read_digest(a), read_digest(b)
+    for path, digest in ((a, digest_a), (b, digest_b)):
+        if digest is None and path.is_dir() and (path / "final").is_dir():
+            raise ConfigError(f"{path} has no final/digest.json: has the job finished?")
+    lines = _compare_names(tensors_a, tensors_b)
+    differing = [n for n in tensors_a if n in tensors_b and not tensors_a[n].same(tensors_b[n])]
+    if differing:
+        lines.append(f"{len(differing)} of {len(tensors_a)} tensors differ")
+        lines += [f"  {name}: {_difference(tensors_a[name], tensors_b[name])}" for name in differing[:_NAMED]]
+        if len(differing) > _NAMED:
+            lines.append(f"  and {len(differing) - _NAMED} more")
+    if digest_a is not None and digest_b is not None:
+        for key in ("step", "model", "state"):
+            if digest_a.get(key) != digest_b.get(key):
+                lines.append(f"{key} in digest.json differs: {digest_a.get(key)} and {digest_b.get(key)}")
+    return lines
+
+
+def _compare_names(a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> list[str]:
+    lines = []
+    for label, only in (("first", sorted(a.keys() - b.keys())), ("second", sorted(b.keys() - a.keys()))):
+        if only:
+            more = f" and {len(only) - _NAMED} more" if len(only) > _NAMED else ""
+            lines.append(f"only in the {label}: {', '.join(only[:_NAMED])}{more}")
+    return lines
+
+
+def _difference(a: StoredTensor, b: StoredTensor) -> str:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+    x, y = a.floats(), b.floats()
+    if x is None or y is None:
+        return "bytes differ"
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(x - y)
+    count = int(np.count_nonzero(~(apart == 0)))
+    if not count:
+        return "bytes differ, in the sign of zeros"
+    largest = np.nanmax(apart) if not np.isnan(apart).all() else np.nan
+    return f"{count} of {x.size} elements differ, by {largest:.3g} at most"
