@@ -43,8 +43,7 @@ def candidates(state: State) -> list[Worker]:
 
 def _start(state: State) -> None:
     ready = candidates(state)
-    if state.quorum_since_ns is None:
-        _await(state, "")
+    _await(state, "")
     if ready and state.first_hello_ns is None:
         state.first_hello_ns = state.now
     expected = state.expected()

@@ -57,6 +57,7 @@ class World:
         self.closed: list[str] = []
         self.follows: dict[str, Plan] = {}
         self.seq = 0
+        self.next_beat = now + S
 
     # ---- events
 
@@ -158,13 +159,12 @@ class World:
     def wait(self, duration_ns: int, *, beating: bool = True) -> None:
         """Let time pass, with ticks at the deadlines; connected agents go on with heartbeats every second."""
         end = self.now + duration_ns
-        beat = self.now + S
         while True:
             deadline = self.coordinator.next_deadline_ns
-            wake = min(end, beat if beating else end, deadline if deadline is not None else end)
+            wake = min(end, self.next_beat if beating else end, deadline if deadline is not None else end)
             self.now = max(self.now, wake)
-            if beating and self.now >= beat:
-                beat += S
+            if beating and self.now >= self.next_beat:
+                self.next_beat = self.now + S
                 for agent in [a for a in self.coordinator._state.agents.values() if a.connection is not None]:
                     self.beat(agent=agent.agent_id)
             self.handle(Tick())

@@ -1,0 +1,110 @@
+"""The failure detector: what it calls dead, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.errors import InvariantViolation
+from everstep.protocol.detector import DEAD_PHI, SUSPECT_PHI, PhiDetector
+
+S = 1_000_000_000
+
+
+def regular(
+    interval_ns: int, n: int = 50, floor_ns: int = S // 10, ceiling_ns: int = 60 * S
+) -> tuple[PhiDetector, int]:
+    detector = PhiDetector(floor_ns=floor_ns, ceiling_ns=ceiling_ns, interval_ns=interval_ns, now_ns=0)
+    for i in range(1, n + 1):
+        detector.heartbeat(i * interval_ns)
+    return detector, n * interval_ns
+
+
+def test_regular_heartbeats_raise_no_suspicion():
+    detector, now = regular(S)
+    for late in (0, S // 2, S, int(1.5 * S)):
+        said = detector.suspicion(now + late)
+        assert not said.suspect and not said.dead and said.reason == ""
+
+
+def test_suspicion_grows_from_nothing_over_suspect_to_dead():
+    detector, now = regular(S)
+    seen = [detector.suspicion(now + late * S // 10) for late in range(60)]
+    phis = [s.phi for s in seen]
+    assert phis == sorted(phis) and phis[0] < 0.1
+    states = [(s.suspect, s.dead) for s in seen]
+    assert states == sorted(states)
+    assert {(False, False), (True, False), (True, True)} == set(states)
+    assert all(s.reason for s in seen if s.suspect)
+
+
+def test_thresholds_are_those_of_phi():
+    detector, now = regular(S)
+    for late_ns in range(0, 6 * S, S // 50):
+        said = detector.suspicion(now + late_ns)
+        assert said.suspect == (said.phi >= SUSPECT_PHI - 1e-9)
+        assert said.dead == (said.phi >= DEAD_PHI - 1e-9)
+
+
+def test_floor_protects_a_very_regular_peer():
+    detector, now = regular(S // 100, floor_ns=2 * S)
+    assert not detector.suspicion(now + 2 * S - 1).dead
+    assert detector.suspicion(now + 2 * S).dead
+
+
+def test_ceiling_ends_the_wait_for_an_irregular_peer():
+    detector = PhiDetector(floor_ns=S, ceiling_ns=5 * S, interval_ns=S, now_ns=0)
+    now = 0
+    for i in range(60):
+        now += (9 * S) if i % 2 else S // 10
+        detector.heartbeat(now)
+    assert not detector.suspicion(now + 5 * S - 1).dead
+    assert detector.suspicion(now + 5 * S).dead
+
+
+def test_slow_rhythm_is_learned_from_three_heartbeats():
+    detector = PhiDetector(floor_ns=S, ceiling_ns=60 * S, interval_ns=S // 5, now_ns=0)
+    for i in range(1, 4):
+        detector.heartbeat(i * 5 * S)
+    assert not detector.suspicion(15 * S + 6 * S).suspect
+
+
+def test_expected_interval_is_a_lower_bound_of_the_mean():
+    detector, now = regular(S // 10, floor_ns=S)
+    assert detector.suspicion(now + 4 * S).dead
+    detector.expect(4 * S)
+    assert not detector.suspicion(now + 4 * S).suspect
+
+
+def test_next_change_is_when_the_answer_changes():
+    detector, now = regular(S)
+    first = detector.next_change_ns(now)
+    assert not detector.suspicion(first - 2).suspect and detector.suspicion(first).suspect
+    second = detector.next_change_ns(first)
+    assert not detector.suspicion(second - 2).dead and detector.suspicion(second).dead
+
+
+def test_pardon_and_resume_take_silence_back():
+    detector, now = regular(S)
+    later = now + 30 * S
+    assert detector.suspicion(later).dead
+    detector.pardon(30 * S)
+    assert not detector.suspicion(later).suspect
+    other, now = regular(S)
+    other.resume(later)
+    assert not other.suspicion(later + S).suspect
+    # The interruption does not count as an interval: the rhythm is still one second.
+    assert other.suspicion(later + 4 * S).dead
+
+
+def test_window_forgets_old_rhythms():
+    detector, now = regular(5 * S)
+    for _ in range(100):
+        now += S
+        detector.heartbeat(now)
+    assert detector.suspicion(now + 4 * S).dead
+
+
+@pytest.mark.parametrize(("floor", "ceiling", "interval"), [(0, 1, 1), (2, 1, 1), (1, 2, 0)])
+def test_impossible_settings_are_refused(floor, ceiling, interval):
+    with pytest.raises(InvariantViolation):
+        PhiDetector(floor_ns=floor, ceiling_ns=ceiling, interval_ns=interval, now_ns=0)
