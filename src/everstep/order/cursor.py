@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from everstep.base.errors import ConfigError, check
 from everstep.order.permutation import permutation
 
-
 SampleId = tuple[int, int]
 """One use of one sample: (epoch, index); epochs count from 0, the index is the dataset's."""
 
