@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from everstep.base.errors import CollectiveAborted, InvariantViolation, check
+from everstep.base.errors import CollectiveAborted, check
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -29,13 +29,12 @@ from everstep.exact.reduce import NodePart, finish
 from everstep.exact.reduce import presence as union
 from everstep.parallel import futex
 from everstep.parallel.fence import Fence
+from everstep.parallel.reduction import Finished, decode_offers, encode_offers, zero_absent
 from everstep.parallel.segment import EXCHANGE, NODES, RESULT, Geometry, OwnSegment, PeerSegment, record_key
 from everstep.placement.owners import owners
 
 _WAIT_S = 0.005
 _LIFE_CHECK_S = 0.05
-_CHUNK_BLOCKS = 16
-_OFFER = struct.Struct("<qqq")
 _TOTAL = struct.Struct("<Q")
 
 Ready = Callable[[int, PeerSegment], bool]
@@ -63,7 +62,8 @@ class SharedMemoryTransport:
         self._owned: dict[int, tuple[int, int]] = {}
         self._exchanges = 0
         self._slots = _NodeSlots(self._own)
-        self._done = [_Finished(layout.n_blocks), _Finished(layout.n_blocks)]
+        self._reduced_step = -1
+        self._done = [Finished(layout.n_blocks), Finished(layout.n_blocks)]
 
     @property
     def segment(self) -> str:
@@ -114,13 +114,13 @@ class SharedMemoryTransport:
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
         self._fence.check()
-        self._slots.release_results(step - 2)
+        self._forget(step)
         key = record_key(self._fence.generation, Tag("reduce", step, 0))
         slots = {node: self._slots.index(step, node) for node in presence}
         alone = Node(0, self._n_lanes)
         if not self._peers and list(presence) == [alone]:
             return self._keep_root(step, alone, presence[alone])
-        self._own.write(NODES, key, _encode_offers(slots, presence))
+        self._own.write(NODES, key, encode_offers(slots, presence))
         parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
@@ -180,7 +180,7 @@ class SharedMemoryTransport:
             record = peer.read(NODES, key)
             if record is None:
                 return False
-            for node, slot, present in _decode_offers(record, self._geometry.entries):
+            for node, slot, present in decode_offers(record, self._geometry.entries):
                 parts.append(NodePart(node, peer.slot(slot), present))
             return True
 
@@ -192,7 +192,7 @@ class SharedMemoryTransport:
         out = self._own.result(step % 2)
         done = self._done[step % 2]
         done.begin(step)
-        for lo, hi in done.missing(first, last, _CHUNK_BLOCKS):
+        for lo, hi in done.missing(first, last):
             self._fence.check()
             self._tick()
             start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
@@ -209,12 +209,18 @@ class SharedMemoryTransport:
             pieces.append(Piece(start, stop, holder.result(parity)[start:stop]))
         return tuple(pieces)
 
+    def _forget(self, step: int) -> None:
+        """The reduction of `step` begins: results of step - 2 are free, and those of a future that was undone too."""
+        if step < self._reduced_step:
+            for done in self._done:
+                done.begin(-1)
+        self._reduced_step = step
+        self._slots.release_results(step)
+
     def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
         """A worker alone that has added up everything: its node is the result, if what no lane had reads as zero."""
         flat = self.node(step, root)
-        for entry, end, has in zip(self._layout.entries, self._layout.boundaries, present, strict=True):
-            if not has:
-                flat[entry.offset : end].zero_()
+        zero_absent(self._layout, flat, present)
         self._slots.keep_result(step, root)
         return Reduced(step, (Piece(0, self._layout.numel, flat),), present, (0, self._layout.n_blocks))
 
@@ -274,10 +280,9 @@ class _NodeSlots:
     def keep_result(self, step: int, node: Node) -> None:
         self._results[step] = self.index(step, node)
 
-    def release_results(self, upto_step: int) -> None:
-        """Results of this step and older are no longer referred to."""
-        for step in [s for s in self._results if s <= upto_step]:
-            del self._results[step]
+    def release_results(self, step: int) -> None:
+        """The reduction of `step` begins: only the results of this step and the one before are still referred to."""
+        self._results = {s: slot for s, slot in self._results.items() if step - 2 < s <= step}
 
     def _forget_idle(self) -> None:
         kept = set(self._results.values())
@@ -285,45 +290,3 @@ class _NodeSlots:
         for slot in idle:
             del self._touched[slot]
             self._own.forget_slot(slot)
-
-
-class _Finished:
-    """Which blocks of a result area hold their final bits, and for which step."""
-
-    def __init__(self, n_blocks: int) -> None:
-        self._step = -1
-        self._blocks = bytearray(n_blocks)
-
-    def begin(self, step: int) -> None:
-        if step != self._step:
-            self._step = step
-            self._blocks = bytearray(len(self._blocks))
-
-    def missing(self, first: int, last: int, at_most: int) -> list[tuple[int, int]]:
-        """Unfinished runs [lo, hi) inside [first, last), of `at_most` blocks each."""
-        runs = []
-        lo = first
-        while (lo := self._blocks.find(0, lo, last)) >= 0:
-            hi = self._blocks.find(1, lo, min(lo + at_most, last))
-            hi = min(lo + at_most, last) if hi < 0 else hi
-            runs.append((lo, hi))
-            lo = hi
-        return runs
-
-    def mark(self, lo: int, hi: int) -> None:
-        self._blocks[lo:hi] = b"\x01" * (hi - lo)
-
-
-def _encode_offers(slots: Mapping[Node, int], presence: Mapping[Node, bytes]) -> bytes:
-    return b"".join(_OFFER.pack(node.lo, node.hi, slots[node]) + presence[node] for node in presence)
-
-
-def _decode_offers(record: bytes, entries: int) -> list[tuple[Node, int, bytes]]:
-    size = _OFFER.size + entries
-    if len(record) % size:
-        raise InvariantViolation(f"a record of nodes has a multiple of {size} bytes, got {len(record)}")
-    offers = []
-    for at in range(0, len(record), size):
-        lo, hi, slot = _OFFER.unpack_from(record, at)
-        offers.append((Node(lo, hi), slot, record[at + _OFFER.size : at + size]))
-    return offers

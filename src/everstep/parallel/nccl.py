@@ -1,0 +1,78 @@
+"""One generation's NCCL group, for gradients on CUDA devices. Records go over gloo beside it.
+
+Apart from the mesh because NCCL orders transfers by stream and needs them grouped, and because it has an `abort` that
+works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from everstep.base.errors import CollectiveAborted
+from everstep.parallel.fence import Fence
+
+_FOREVER = timedelta(hours=12)
+_POLL_S = 0.0005
+
+
+class NcclLinks:
+    """Transfers are recorded by `send` and `recv` and all begun, as one group, by `wait`."""
+
+    def __init__(self, worker_ids: Sequence[int], me: int, store: Store, device: torch.device, fence: Fence) -> None:
+        self.worker_ids = tuple(worker_ids)
+        self.me = me
+        self._device = device
+        self._fence = fence
+        self._generation = fence.generation
+        self._store = PrefixStore(f"generation{fence.generation}/nccl", store)
+        self._group: Any = None
+
+    def connect(self) -> None:
+        """Make the group. Its communicator comes with the first transfer."""
+        group_class: Any = dist.ProcessGroupNCCL
+        options = group_class.Options()
+        options._timeout = _FOREVER
+        options.config.blocking = 0
+        self._group = group_class(self._store, self.worker_ids.index(self.me), len(self.worker_ids), options)
+
+    def send(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[str, torch.Tensor, int]:
+        """Record a send; NCCL matches transfers by their order, which is the same on both sides. `tag` is unused."""
+        return "send", tensor, worker_id
+
+    def recv(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[str, torch.Tensor, int]:
+        """Record a receive."""
+        return "recv", tensor, worker_id
+
+    def wait(self, works: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+        """Begin all, and wait for the end of all. Raises: CollectiveAborted."""
+        try:
+            self._group._start_coalescing(self._device)
+            for kind, tensor, worker_id in works:
+                getattr(self._group, kind)([tensor], self.worker_ids.index(worker_id), 0)
+            work = self._group._end_coalescing(self._device)
+            while not work.is_completed():
+                self._fence.check()
+                time.sleep(_POLL_S)
+            torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            self._fence.check()
+            raise CollectiveAborted(f"generation {self._generation}: {str(error).splitlines()[0]}") from None
+
+    def cut(self) -> None:
+        """Thread-safe. Pending transfers end."""
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def retire(self) -> None:
+        """Give the group back."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None

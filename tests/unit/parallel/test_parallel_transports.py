@@ -1,0 +1,263 @@
+"""Both transports, several members as threads of one process: bits, exchanges, aborts, changes of generation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from parallel_cases import layout, member, plan_of, reduce_step, reference, same_bits, together, whole
+from torch.distributed import HashStore
+
+from everstep.base.errors import CollectiveAborted
+from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Node, Reduced, Tag, Transport
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.shared_memory import SharedMemoryTransport
+
+LANES = 8
+SHAPE = layout()
+
+
+class Crew:
+    """Transports of workers 0..n-1 in this process."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.store = HashStore()
+        self.transports: dict[int, Transport] = {}
+        self.ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def hire(self, worker_id: int) -> Transport:
+        key = WorkerKey(worker_id, 0)
+        if self.kind == "shm":
+            self.transports[worker_id] = SharedMemoryTransport(key, SHAPE, LANES, self.tick, record_bytes=4096)
+        else:
+            self.transports[worker_id] = GroupTransport(key, SHAPE, LANES, self.store, self.tick)
+        return self.transports[worker_id]
+
+    def plan(self, generation: int, ids: list[int], runs: list[tuple[int, ...]] | None = None) -> Plan:
+        for i in ids:
+            if i not in self.transports:
+                self.hire(i)
+        return plan_of(generation, [member(self.transports[i], WorkerKey(i, 0), os.getpid()) for i in ids], LANES, runs)
+
+    def open(self, plan: Plan) -> None:
+        raised = together(*(lambda i=i: self.transports[i].open(plan) for i in plan.worker_ids))
+        assert raised == [None] * len(raised)
+
+    def reduce(self, plan: Plan, step: int) -> list[Reduced]:
+        found = together(*(lambda i=i: reduce_step(self.transports[i], SHAPE, plan, i, step) for i in plan.worker_ids))
+        assert all(isinstance(r, Reduced) for r in found), found
+        return found  # type: ignore[return-value]
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.close()
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    found = Crew(request.param)
+    yield found
+    found.close()
+
+
+def check_step(reduced: list[Reduced], step: int) -> None:
+    expected, present = reference(SHAPE, LANES, step)
+    for r in reduced:
+        assert r.step == step and r.presence == present
+        assert same_bits(whole(r), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_bits_do_not_depend_on_how_many_share_the_work(crew: Crew, n: int) -> None:
+    plan = crew.plan(1, list(range(n)))
+    crew.open(plan)
+    for step in (1, 2, 5):
+        reduced = crew.reduce(plan, step)
+        check_step(reduced, step)
+        assert sorted(b for r in reduced for b in range(*r.owned)) == list(range(SHAPE.n_blocks))
+    assert crew.ticks > 0 or n == 1
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(0, 3, 5), (1, 2, 4, 6, 7)],
+        [(), (0, 1, 2, 3, 4, 5, 6, 7)],
+        [(0,), (1, 2), (3, 4, 5, 6), (7,), ()],
+    ],
+)
+def test_uneven_lanes_and_standbys(crew: Crew, runs: list[tuple[int, ...]]) -> None:
+    plan = crew.plan(1, list(range(len(runs))), runs)
+    crew.open(plan)
+    check_step(crew.reduce(plan, 4), 4)
+
+
+def test_results_stay_until_the_second_next_reduction(crew: Crew) -> None:
+    for generation, ids in ((1, [0]), (2, [0, 1, 2])):
+        plan = crew.plan(generation, ids)
+        crew.open(plan)
+        base = 10 * generation
+        before = crew.reduce(plan, base)
+        after = crew.reduce(plan, base + 1)
+        for i in ids:  # the nodes of step + 2 are being filled
+            crew.transports[i].node(base + 2, Node(0, 8)).fill_(float("nan"))
+            crew.transports[i].node(base + 2, Node(0, 4)).fill_(float("nan"))
+        check_step(before, base)
+        check_step(after, base + 1)
+
+
+def test_same_node_is_the_same_memory_also_in_another_generation(crew: Crew) -> None:
+    crew.open(crew.plan(1, [0, 1]))
+    first = crew.transports[0].node(3, Node(0, 4))
+    first.fill_(7.0)
+    crew.open(crew.plan(2, [0, 1]))
+    again = crew.transports[0].node(3, Node(0, 4))
+    assert again.data_ptr() == first.data_ptr() and float(again[0]) == 7.0
+    assert crew.transports[0].node(3, Node(4, 6)).data_ptr() != first.data_ptr()
+
+
+def test_a_step_reduced_again_leaves_the_earlier_result_alone(crew: Crew) -> None:
+    plan = crew.plan(1, [0, 1, 2])
+    crew.open(plan)
+    held = crew.reduce(plan, 7)[0]
+    expected = whole(held).clone()
+    smaller = crew.plan(2, [0, 1])
+    crew.open(smaller)
+    wrong = threading.Event()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            if not same_bits(whole(held), expected):
+                wrong.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    check_step(crew.reduce(smaller, 7), 7)
+    stop.set()
+    watcher.join()
+    assert not wrong.is_set()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4000, 4096, 50_000])
+def test_exchange_gathers_records_of_any_size(crew: Crew, size: int) -> None:
+    plan = crew.plan(1, [0, 2, 5])
+    crew.open(plan)
+    payloads = {i: bytes([i]) * (size * (i + 1) // 3) for i in plan.worker_ids}
+    for seq in range(3):
+        tag = Tag("decide", 9, seq)
+        found = together(*(lambda i=i, t=tag: crew.transports[i].exchange(t, payloads[i]) for i in plan.worker_ids))
+        assert found == [payloads] * 3
+
+
+@pytest.mark.parametrize("operation", ["exchange", "reduce"])
+def test_abort_frees_whoever_waits(crew: Crew, operation: str) -> None:
+    plan = crew.plan(1, [0, 1])
+    crew.open(plan)
+    waiting = crew.transports[0]
+    before = crew.ticks
+
+    def wait() -> object:
+        if operation == "exchange":
+            return waiting.exchange(Tag("decide", 1, 0), b"alone")
+        return reduce_step(waiting, SHAPE, plan, 0, 1)
+
+    freed: list[float] = []
+
+    def abort() -> None:
+        while crew.ticks < before + 5:  # it waits, and says so
+            time.sleep(0.001)
+        freed.append(time.monotonic())
+        waiting.abort(1)
+
+    result = together(wait, abort)[0]
+    assert isinstance(result, CollectiveAborted) and not result.accused
+    assert time.monotonic() - freed[0] < 1.0
+    with pytest.raises(CollectiveAborted):
+        waiting.exchange(Tag("decide", 2, 0), b"")
+    crew.transports[1].abort(1)
+    again = crew.plan(2, [0, 1])
+    crew.open(again)
+    check_step(crew.reduce(again, 1), 1)
+
+
+def test_abort_before_open_counts(crew: Crew) -> None:
+    plan = crew.plan(3, [0, 1])
+    crew.transports[0].abort(3)
+    with pytest.raises(CollectiveAborted):
+        crew.transports[0].open(plan)
+        crew.transports[0].exchange(Tag("settle", 0, 0), b"")
+    newer = crew.plan(4, [0, 1])
+    crew.open(newer)
+    found = together(*(lambda i=i: crew.transports[i].exchange(Tag("settle", 0, 0), b"x") for i in (0, 1)))
+    assert found == [{0: b"x", 1: b"x"}] * 2
+
+
+def test_an_old_abort_does_not_touch_a_new_generation(crew: Crew) -> None:
+    plan = crew.plan(5, [0, 1])
+    crew.open(plan)
+    crew.transports[0].abort(4)
+    check_step(crew.reduce(plan, 1), 1)
+
+
+def test_prepared_switch_with_one_member_behind(crew: Crew) -> None:
+    """0 reads the agree of the old generation and goes on to settle in the new one before 1 has read that agree."""
+    old = crew.plan(1, [0, 1])
+    crew.open(old)
+    new = crew.plan(2, [0, 1, 2])
+    transports = crew.transports
+    agree, settle = Tag("decide", 4, 0), Tag("settle", 0, 0)
+    slow = threading.Event()
+
+    def fast_member() -> object:
+        got = transports[0].exchange(agree, b"a0")
+        transports[0].open(new)
+        return got, transports[0].exchange(settle, b"s0")
+
+    def slow_member() -> object:
+        if crew.kind == "shm":  # publish, and look only when the other one is in the next generation
+            real = transports[1]._await  # type: ignore[attr-defined]
+
+            def late(ready: object, what: str) -> None:
+                slow.wait(10)
+                real(ready, what)
+
+            transports[1]._await = late  # type: ignore[attr-defined]
+        got = transports[1].exchange(agree, b"a1")
+        transports[1].open(new)
+        return got, transports[1].exchange(settle, b"s1")
+
+    def joiner() -> object:
+        transports[2].open(new)
+        return transports[2].exchange(settle, b"s2")
+
+    def signal() -> None:
+        if crew.kind == "shm":
+            key = __import__("everstep.parallel.segment", fromlist=["record_key"]).record_key(2, settle)
+            own = transports[0]._own  # type: ignore[attr-defined]
+            deadline = time.monotonic() + 20
+            while all(own.read(slot, key) is None for slot in (0, 1)) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+        slow.set()
+
+    agreed, settled = {0: b"a0", 1: b"a1"}, {0: b"s0", 1: b"s1", 2: b"s2"}
+    found = together(fast_member, slow_member, joiner, signal)
+    assert found[:3] == [(agreed, settled), (agreed, settled), settled]
+
+
+def test_the_alone_result_zeroes_what_no_lane_had(crew: Crew) -> None:
+    plan = crew.plan(1, [0])
+    crew.open(plan)
+    reduced = crew.reduce(plan, 5)[0]
+    e = SHAPE.entries[1]
+    assert reduced.presence == bytes([1, 0, 1])
+    assert torch.count_nonzero(whole(reduced)[e.offset : e.offset + e.numel]) == 0
