@@ -1,0 +1,383 @@
+"""The config of a job: every key, its type, default and meaning in one table, and how layers of values become one.
+
+Frozen, standard library only (the coordinator reads it without torch). Pure: files are read elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.base.config_fields import Kind, convert, free, key, shown
+from everstep.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeartbeatConfig:
+    """How the coordinator notices silence."""
+
+    interval_s: float | str = key(
+        "auto",
+        "float",
+        "time between heartbeats; auto: 10 x the median round trip, 0.2 to 5",
+        low=0,
+        above=True,
+        auto=True,
+    )
+    floor_s: float = key(2.0, "float", "nobody is taken for dead after a shorter silence", low=0, above=True)
+    ceiling_s: float = key(20.0, "float", "everybody is after a longer one", low=0, above=True)
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How samples are read."""
+
+    workers: int = key(0, "int", "loader threads or processes per worker; 0: read in the training loop", low=0)
+    prefetch: int = key(2, "int", "steps to read ahead", low=0)
+    pin_memory: bool = key(False, "bool", "page-locked batches for faster copies to a GPU")
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig:
+    """When to stop before the last step."""
+
+    metric: str | None = key(None, "str", "evaluated metric to watch; none: never stop early", none=True)
+    mode: str = key("max", "str", "whether more or less of it is better", choices=("max", "min"))
+    patience: int = key(3, "int", "evaluations without improvement before stopping", low=1)
+    min_delta: float = key(0.0, "float", "least change that counts as an improvement", low=0)
+    target: float | None = key(None, "float", "stop as soon as the metric reaches it", none=True)
+
+
+@dataclass(frozen=True)
+class BackoffConfig:
+    """How long to wait before a dead worker is restarted."""
+
+    initial_s: float = key(0.5, "float", "before the first restart; doubles with each, with jitter", low=0)
+    max_s: float = key(30.0, "float", "at most", low=0)
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """When one checkpoint tier takes a checkpoint, and which it keeps."""
+
+    every_steps: int | None = key(None, "int", "take one every so many steps", low=1, none=True)
+    every_minutes: float | None = key(None, "float", "take one every so many minutes", low=0, above=True, none=True)
+    keep_last: int = key(2, "int", "keep the newest ones", low=1)
+    keep_every: int | None = key(None, "int", "keep those of every so many steps for ever", low=1, none=True)
+    keep_best: int = key(0, "int", "keep the best ones by best_metric", low=0)
+
+
+@dataclass(frozen=True)
+class DiskTierConfig(TierConfig):
+    """Checkpoints in a directory."""
+
+    path: str | None = key(None, "str", "directory; none: 'checkpoints' in the run directory", none=True)
+
+
+@dataclass(frozen=True)
+class ObjectTierConfig(TierConfig):
+    """Checkpoints in an object store."""
+
+    url: str | None = key(None, "str", "where, like s3://bucket/prefix; none: off", none=True)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Snapshots beyond what the workers hold."""
+
+    memory: TierConfig = field(default_factory=TierConfig)
+    disk: DiskTierConfig = field(default_factory=DiskTierConfig)
+    object: ObjectTierConfig = field(default_factory=ObjectTierConfig)
+    interval: float | str = key(
+        "auto",
+        "float",
+        "seconds between checkpoints; auto: from their cost and the rate of faults",
+        low=0,
+        above=True,
+        auto=True,
+    )
+    best_metric: str | None = key(None, "str", "evaluated metric by which checkpoints are compared", none=True)
+    best_mode: str = key("max", "str", "whether more or less of it is better", choices=("max", "min"))
+    grace_s: float = key(30.0, "float", "time for an emergency checkpoint after SIGTERM or SIGINT", low=0)
+    allow_mismatch: bool = key(False, "bool", "load checkpoints of another model or config as far as they fit")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A job's effective config. Attributes are the keys; those of a group follow a dot (`loader.workers`)."""
+
+    lanes: int = key(8, "int", "parts of the global batch: the finest that workers can share", low=1, numerics=True)
+    micro_batch: int = key(8, "int", "samples per lane; --batch-size / lanes", low=1, numerics=True)
+    steps: int | None = key(None, "int", "last step; if epochs is given too, the earlier end counts", low=1, none=True)
+    epochs: int | None = key(None, "int", "passes over the data", low=1, none=True)
+    seed: int = key(
+        0,
+        "int",
+        "of the initial weights, the sample order and all random numbers",
+        low=0,
+        high=2**63 - 1,
+        numerics=True,
+    )
+    threads: int = key(1, "int", "intra-op threads per worker", low=1, numerics=True)
+    device: str = key(
+        "cpu", "str", "where tensors live", pattern=r"cpu|cuda(:\d+)?", example="cpu, cuda or cuda:0", numerics=True
+    )
+    precision: str = key(
+        "fp32", "str", "arithmetic of forward and backward passes", choices=("fp32", "bf16", "fp16"), numerics=True
+    )
+    clip_norm: float | None = key(
+        None, "float", "largest global norm of the gradient", low=0, above=True, none=True, numerics=True
+    )
+    verify_every: int = key(100, "int", "steps between comparisons of the workers' digests; 0: never", low=0)
+
+    workers: int = key(1, "int", "worker processes in all", low=1)
+    spares: int = key(0, "int", "idle processes that stand in at once", low=0)
+    min_workers: int = key(1, "int", "with fewer, wait", low=1)
+    on_failure: str = key(
+        "replace",
+        "str",
+        "shrink: go on with fewer; replace: the same, and replace as soon as possible; wait: for the replacement",
+        choices=("shrink", "replace", "wait"),
+    )
+    max_restarts: int = key(20, "int", "restarts of one worker in an hour before it is given up", low=0)
+    quorum_wait_s: float = key(600.0, "float", "how long to wait for too few workers to become enough", low=0)
+    hang_limit_s: float | str = key(
+        "auto",
+        "float",
+        "how long a worker may stand still; auto: 10 x the slowest of the last 100 steps, at least 10",
+        low=0,
+        above=True,
+        auto=True,
+    )
+    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
+    backoff: BackoffConfig = field(default_factory=BackoffConfig)
+    transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", "shm", "gloo", "nccl"))
+
+    eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)
+    log_every: int = key(1, "int", "steps between progress lines; 0: none", low=0)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    batch: str = key(
+        "constant",
+        "str",
+        "constant: the global batch stays; per_worker: it follows the number of workers (not exact)",
+        choices=("constant", "per_worker"),
+        numerics=True,
+    )
+    lr_rule: str = key(
+        "none",
+        "str",
+        "how the learning rate follows the batch, with batch: per_worker",
+        choices=("none", "linear", "sqrt"),
+        numerics=True,
+    )
+    lr_warmup_steps: int = key(100, "int", "steps over which a changed learning rate is reached", low=0, numerics=True)
+
+    stages: int = key(1, "int", "parts the model is split into", low=1)
+    map: Any = key(None, "any", "which worker serves which stage; none: evenly, in order", none=True)  # noqa: RUF009
+    schedule: str = key(
+        "1f1b", "str", "order of forward and backward passes in a pipeline", choices=("gpipe", "1f1b", "interleaved")
+    )
+    chunks: int = key(1, "int", "stages per worker in the interleaved schedule", low=1)
+    recompute: bool = key(False, "bool", "compute activations again instead of keeping them")
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    chaos: str = key("", "str", "faults to inject, as for --chaos")
+    emulate_compute_ms: float = key(0.0, "float", "extra time per lane, to try placements without the hardware", low=0)
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own options, `task.NAME`: anything."""
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    path: tuple[str, ...]
+    kind: Kind
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    for item in dataclasses.fields(group):
+        here = (*path, item.name)
+        if "kind" in item.metadata:
+            yield _Leaf(here, item.metadata["kind"], item.default)
+        elif isinstance(item.default_factory, type) and dataclasses.is_dataclass(item.default_factory):
+            yield from _walk(item.default_factory, here)
+
+
+_LEAVES: dict[str, _Leaf] = {leaf.name: leaf for leaf in _walk(Config)}
+_GROUPS: frozenset[str] = frozenset(
+    ".".join(leaf.path[:depth]) for leaf in _LEAVES.values() for depth in range(1, len(leaf.path))
+) | {"task"}
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every key, in the order of the table; all are text."""
+    rows = []
+    for leaf in _LEAVES.values():
+        default = "none" if leaf.default is None else str(leaf.default)
+        rows.append(
+            (
+                leaf.name,
+                leaf.kind.type_name,
+                default.lower() if leaf.kind.base == "bool" else default,
+                leaf.kind.meaning,
+            )
+        )
+    return [*rows, ("task.*", "anything", "", "options of the task itself")]
+
+
+# ---- layers -> config
+
+
+def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
+    """The config that these layers make, over the defaults; later ones win.
+
+    layers: (source, values) such as ("run.yaml", {...}); keys are dotted or nested, or both; numbers, booleans and
+    none may come as text.
+
+    Raises: ConfigError for an unknown key (naming the source and the nearest known one), a value of the wrong type or
+    range, or values that contradict each other. One line.
+    """
+    values: dict[str, Any] = {}
+    for source, layer in layers:
+        for name, value in _flatten(source, layer):
+            leaf = _LEAVES.get(name)
+            values[name] = free(value) if leaf is None else convert(source, name, leaf.kind, value, leaf.default)
+    config: Config = _build(Config, values, ())
+    _check_together(config)
+    return config
+
+
+def _flatten(source: str, layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(layer, Mapping):
+        raise ConfigError(f"{source}: expected keys with values, got {shown(layer)}: write e.g. lanes: 8")
+    for part, value in layer.items():
+        name = f"{prefix}{part}"
+        if name in _GROUPS:
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{name}: expected keys below it, got {shown(value)} (from {source}): set e.g. {_below(name)}"
+                )
+            yield from _flatten(source, value, f"{name}.")
+        elif name in _LEAVES or (name.startswith("task.") and name != "task."):
+            yield name, value
+        else:
+            raise ConfigError(f"unknown key {name!r} (from {source}): did you mean {_nearest(name)!r}?")
+
+
+def _below(group: str) -> str:
+    return next((name for name in _LEAVES if name.startswith(f"{group}.")), f"{group}.name")
+
+
+def _nearest(name: str) -> str:
+    """The known key that looks most like it; the last part alone counts too (`prefetch` for `loader.prefetch`)."""
+
+    def likeness(known: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, known).ratio()
+        last = difflib.SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
+        return max(whole, 0.99 * last)
+
+    return max(_LEAVES, key=likeness)
+
+
+def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    made: dict[str, Any] = {}
+    for item in dataclasses.fields(group):
+        name = ".".join((*path, item.name))
+        if "kind" in item.metadata:
+            if name in values:
+                made[item.name] = values[name]
+        elif name == "task":
+            made["task"] = {n.removeprefix("task."): v for n, v in values.items() if n.startswith("task.")}
+        else:
+            made[item.name] = _build(item.default_factory, values, (*path, item.name))  # type: ignore[arg-type]
+    return group(**made)
+
+
+def _check_together(config: Config) -> None:
+    """Raises: ConfigError if values that are fine alone contradict each other."""
+    most = config.lanes * config.stages
+    if config.workers > most:
+        raise ConfigError(
+            f"workers: expected at most {most} for {config.lanes} lanes, got {config.workers}: "
+            f"use fewer workers, or raise 'lanes' to {-(-config.workers // config.stages)}"
+        )
+    if config.workers < config.stages:
+        raise ConfigError(
+            f"workers: expected at least one per stage ({config.stages}), got {config.workers}: "
+            "raise it or lower 'stages'"
+        )
+    if config.min_workers > config.workers:
+        raise ConfigError(
+            f"min_workers: expected at most workers ({config.workers}), got {config.min_workers}: "
+            "lower it or raise 'workers'"
+        )
+    for low, high, least, most_s in (
+        ("heartbeat.floor_s", "heartbeat.ceiling_s", config.heartbeat.floor_s, config.heartbeat.ceiling_s),
+        ("backoff.initial_s", "backoff.max_s", config.backoff.initial_s, config.backoff.max_s),
+    ):
+        if least > most_s:
+            raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
+    if config.early_stop.target is not None and config.early_stop.metric is None:
+        raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
+
+
+# ---- other shapes
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested, JSON-able; `load_config([(name, to_dict(config))])` gives an equal config."""
+    return dataclasses.asdict(config)
+
+
+def parse_set(text: str) -> tuple[str, str]:
+    """The key and the (unconverted) value of a `--set key=value`.
+
+    Raises: ConfigError if it has no '='.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"--set: expected key=value, got {text!r}: write e.g. --set lanes=16")
+    return name.strip(), value.strip()
+
+
+def numerics(config: Config) -> dict[str, Any]:
+    """The values, by dotted key, that the bits of the result depend on: they must be equal to resume a job."""
+    found: dict[str, Any] = {}
+    for leaf in _LEAVES.values():
+        if leaf.kind.numerics:
+            value: Any = config
+            for part in leaf.path:
+                value = getattr(value, part)
+            found[leaf.name] = value
+    found["device"] = str(found["device"]).partition(":")[0]
+    return {**found, **{f"task.{name}": value for name, value in sorted(config.task.items())}}
+
+
+def with_batch_size(values: Mapping[str, Any], batch_size: int | str) -> dict[str, Any]:
+    """These config values with `micro_batch` set so that a global batch has `batch_size` samples.
+
+    values: one layer; only its `lanes` is read (the default if it has none).
+
+    Raises: ConfigError naming the nearest sizes that can be divided by the lanes.
+    """
+    lanes_leaf, batch_kind = _LEAVES["lanes"], _LEAVES["micro_batch"].kind
+    lanes = convert("config", "lanes", lanes_leaf.kind, values.get("lanes", lanes_leaf.default), lanes_leaf.default)
+    size = convert("--batch-size", "batch size", batch_kind, batch_size, lanes * _LEAVES["micro_batch"].default)
+    below = size // lanes * lanes
+    if size != below:
+        near = f"{below} or {below + lanes}" if below else f"{lanes}"
+        raise ConfigError(
+            f"--batch-size: expected a multiple of the {lanes} lanes, got {size}: use {near}, or change 'lanes'"
+        )
+    return {**values, "micro_batch": size // lanes}

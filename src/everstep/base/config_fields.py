@@ -1,0 +1,168 @@
+"""What a config key may hold: the kinds of values, how text becomes one, and what is said when it does not. Pure.
+
+Apart from the keys themselves (`config.py`), which are a table of these. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.base.errors import ConfigError
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+_NONE = {"none", "null", ""}
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one key accepts.
+
+    base: 'int', 'float', 'bool', 'str' or 'any'. low: least value (`above`: must be greater than it), high: greatest. `choices` or
+    `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the result's bits
+    depend on it.
+    """
+
+    base: str
+    meaning: str
+    low: float | None = None
+    above: bool = False
+    high: int | None = None
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    example: str = ""
+    auto: bool = False
+    none: bool = False
+    numerics: bool = False
+
+    @property
+    def type_name(self) -> str:
+        """For the list of keys, such as 'number or auto'."""
+        name = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text", "any": "anything"}
+        base = " | ".join(self.choices) if self.choices else name[self.base]
+        return base + (" or auto" if self.auto else "") + (" or none" if self.none else "")
+
+    @property
+    def expected(self) -> str:
+        """For error messages."""
+        text = self.type_name
+        if self.low is not None:
+            text += f", {'greater than' if self.above else 'at least'} {self.low:g}"
+        if self.high is not None:
+            text += f", at most {self.high}"
+        return text + (f", like {self.example}" if self.pattern else "")
+
+
+def key(default: Any, base: str, meaning: str, **limits: Any) -> Any:
+    """A dataclass field that is a config key. `limits`: fields of `Kind`."""
+    return dataclasses.field(default=default, metadata={"kind": Kind(base, meaning, **limits)})
+
+
+def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any:
+    """The value as its key holds it; numbers, booleans and none may come as text.
+
+    Raises: ConfigError, one line: expected, came, what to do.
+    """
+    if isinstance(value, str) and kind.auto and value.strip().lower() == "auto":
+        return "auto"
+    if kind.none and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
+        return None
+    converted = _CONVERTERS[kind.base](value)
+    if converted is _MISSING or not _fits(kind, converted):
+        raise ConfigError(
+            f"{name}: expected {kind.expected}, got {shown(value)} (from {source}): "
+            f"give e.g. {name}={_example(kind, default)}"
+        )
+    return converted
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: one line, not too long."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def free(value: Any) -> Any:
+    """A value whose type nobody knows: text that reads as JSON becomes what it says, other text stays text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, parse_constant=_refuse)
+    except ValueError:
+        pass
+    number = _to_float(value)
+    return value if number is _MISSING else number
+
+
+def _refuse(constant: str) -> Any:
+    """NaN and infinities stay text: they are no JSON, and NaN differs from itself."""
+    raise ValueError(constant)
+
+
+def _example(kind: Kind, default: Any) -> str:
+    if isinstance(default, bool):
+        return "true" if default else "false"
+    if default is not None and default != "":
+        return str(default)
+    if kind.choices or kind.example:
+        return kind.example or kind.choices[0]
+    return {"int": "100", "float": "1.0", "bool": "true"}.get(kind.base, "name")
+
+
+def _fits(kind: Kind, value: Any) -> bool:
+    if kind.low is not None and not (value > kind.low if kind.above else value >= kind.low):
+        return False
+    if kind.high is not None and value > kind.high:
+        return False
+    if kind.choices and value not in kind.choices:
+        return False
+    return not kind.pattern or re.fullmatch(kind.pattern, value) is not None
+
+
+def _to_float(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return _MISSING
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return _MISSING
+    return number if math.isfinite(number) else _MISSING
+
+
+def _to_int(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    number = _to_float(value)
+    return int(number) if number is not _MISSING and number == int(number) else _MISSING
+
+
+def _to_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return True if text in _TRUE else False if text in _FALSE else _MISSING
+
+
+def _to_str(value: Any) -> Any:
+    return value if isinstance(value, str) else _MISSING
+
+
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "int": _to_int,
+    "float": _to_float,
+    "bool": _to_bool,
+    "str": _to_str,
+    "any": lambda value: value,
+}
