@@ -126,10 +126,21 @@ def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:
     terms: list[float] = []
     with torch.no_grad():
         for places in _places(layout).values():
-            wide = [_gather(reduced, layout, i).double() for i in places if reduced.presence[i]]
+            entries = [layout.entries[i] for i in places if reduced.presence[i]]
+            wide = [gather(reduced, e.offset, e.stop).double() for e in entries]
             for k, right in enumerate(wide):
                 terms.extend(2.0 * float(torch.dot(left, right)) for left in wide[:k])
     return math.fsum(terms)
+
+
+def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
+    """The elements [start, stop) of the layout, flat; a view where they lie in one piece, else a copy."""
+    found: list[Tensor] = []
+    for piece in reduced.pieces:
+        lo, hi = max(piece.start, start), min(piece.stop, stop)
+        if lo < hi:
+            found.append(piece.data[lo - piece.start : hi - piece.start])
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _places(layout: GradientLayout) -> dict[int, list[int]]:
@@ -139,16 +150,6 @@ def _places(layout: GradientLayout) -> dict[int, list[int]]:
         if entry.tied_to >= 0:
             places.setdefault(entry.tied_to, [entry.tied_to]).append(i)
     return places
-
-
-def _gather(reduced: Reduced, layout: GradientLayout, index: int) -> Tensor:
-    entry = layout.entries[index]
-    found = []
-    for piece in reduced.pieces:
-        lo, hi = max(piece.start, entry.offset), min(piece.stop, entry.offset + entry.numel)
-        if lo < hi:
-            found.append(piece.data[lo - piece.start : hi - piece.start])
-    return torch.cat(found)
 
 
 def _runs(

@@ -1,0 +1,329 @@
+"""Adding up the lanes that one worker computes: autograd's own tensors are the leaves, complete subtrees are folded.
+
+Apart because it is where a step's memory traffic is: leaves are added in place, the last addition of each subtree
+writes straight into the memory that the transport shares, and no tensor is copied to a flat form before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import ConfigError, check
+from everstep.base.ports import Node
+from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
+from everstep.placement.tree import children
+
+_CACHED_VIEWS = 32
+
+Leaf = list[Tensor | None]
+"""One sum: a tensor per parameter entry, then one per unit with running statistics; None where absent."""
+
+
+class LaneAccumulator:
+    """Folds this worker's lanes of a step into the nodes that it hands over. One thread."""
+
+    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
+        """`layout` was built from this very model, after `untie`."""
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        self.layout = layout
+        self.presence: dict[Node, bytes] = {}
+        """For each node of the step that is complete: one byte per layout entry."""
+        self._params: list[nn.Parameter] = [by_name[layout.entries[i].name] for i in layout.params]
+        self._frozen = [(name, by_name[name]) for name in layout.frozen]
+        self._entries = [layout.entries[i] for i in layout.params]
+        self._strides = [tuple(p.stride()) for p in self._params]
+        self._bytes = [p.numel() * 4 for p in self._params]
+        self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
+        self._statistics = _Statistics(layout, model)
+        self._all = bytes([1]) * len(layout.entries)
+        self._none = bytes(len(layout.entries))
+        self._step = 0
+        self._open: list[Node] = []
+        self._pending: dict[Node, Leaf] = {}
+        self._node_of_lane: dict[int, Node] = {}
+        self._buffer: Callable[[Node], Tensor] | None = None
+        self._views: OrderedDict[tuple[int, int], list[Tensor]] = OrderedDict()
+
+    def begin(self, step: int, nodes: Sequence[Node], buffer: Callable[[Node], Tensor]) -> None:
+        """Starts a step, or takes on further nodes of the same one (lanes that another worker lost).
+
+        nodes: disjoint nodes of the lane tree, all of whose lanes will be added here. buffer: gives the flat float32
+        tensor (`layout.numel` elements) into which a node's sum is written; asked for when the node is complete.
+        When a step is begun the first time, the model's running statistics must be those it starts from. Whatever is
+        left in `.grad` is dropped.
+        Begun again, a node that overlaps unfinished ones takes their place: what has been added of its lanes counts,
+        other lanes of those are dropped. So call it with `cover` of all wanted lanes that are not in `presence`.
+
+        Raises: ConfigError if a parameter that was frozen at the start has been unfrozen.
+        """
+        if step != self._step:
+            for name, parameter in self._frozen:
+                if parameter.requires_grad:
+                    raise ConfigError(
+                        f"parameter {name} was frozen when training began and now requires a gradient; "
+                        "let it require one from the start, or keep it frozen"
+                    )
+            self._step = step
+            self._open, self._pending, self._node_of_lane = [], {}, {}
+            self.presence = {}
+            self._statistics.begin_step()
+        self._buffer = buffer
+        for parameter in self._params:
+            parameter.grad = None
+        wanted = [node for node in nodes if node not in self._open and node not in self.presence]
+        for node in wanted:
+            self._dissolve(node)
+            check(all(lane not in self._node_of_lane for lane in range(*node)), f"{node} overlaps a complete node")
+            self._open.append(node)
+            self._node_of_lane.update((lane, node) for lane in range(*node))
+        if wanted and self._pending:
+            self._replan()
+
+    def add(self, lane: int) -> None:
+        """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics.
+
+        Raises: ConfigError naming a parameter with a sparse gradient.
+        """
+        with torch.no_grad():
+            leaf: Leaf = [*self._take_gradients(), *self._statistics.take()]
+            self._fold(lane, leaf)
+
+    def add_empty(self, lane: int) -> None:
+        """The lane has no samples: it is the identity of the sum."""
+        with torch.no_grad():
+            self._fold(lane, [None] * (len(self._params) + len(self._statistics.regions)))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Lanes of the step's nodes that have not been added yet, ascending."""
+        done = {lane for node in (*self._pending, *self.presence) for lane in range(*node)}
+        return tuple(sorted(lane for lane in self._node_of_lane if lane not in done))
+
+    def forget(self) -> None:
+        """Lets go of the step and of all shared memory (call it before that is unmapped)."""
+        self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
+        self._step, self._buffer = 0, None
+        self._views.clear()
+
+    # ---- leaves
+
+    def _take_gradients(self) -> Leaf:
+        leaf: Leaf = [p.grad for p in self._params]
+        for parameter in self._params:
+            parameter.grad = None
+        for i, gradient in enumerate(leaf):
+            if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != self._strides[i]):
+                leaf[i] = _dense(gradient, self._entries[i])
+        for i in self._narrow:
+            gradient = leaf[i]
+            if gradient is not None:
+                leaf[i] = gradient.float()
+        self._unshare(leaf)
+        return leaf
+
+    def _unshare(self, leaf: Leaf) -> None:
+        """Autograd may hand the same memory to two parameters; what is added to in place must be one's own."""
+        spans = sorted((g.data_ptr(), i) for i, g in enumerate(leaf) if g is not None)
+        end = 0
+        for start, i in spans:
+            if start < end:
+                gradient = leaf[i]
+                check(gradient is not None, "only present gradients have memory")
+                leaf[i] = gradient.clone()  # type: ignore[union-attr]
+            end = max(end, start + self._bytes[i])
+
+    # ---- the tree
+
+    def _dissolve(self, node: Node) -> None:
+        """Unfinished nodes that overlap this one are not wanted any more."""
+        for other in [o for o in self._open if o.lo < node.hi and node.lo < o.hi]:
+            self._open.remove(other)
+            for lane in range(*other):
+                del self._node_of_lane[lane]
+
+    def _replan(self) -> None:
+        """After the nodes changed: drops subtrees that no node wants, finishes those that are wanted as they are."""
+        for subtree in list(self._pending):
+            top = self._node_of_lane.get(subtree.lo)
+            if top is None or top.lo > subtree.lo or top.hi < subtree.hi:
+                del self._pending[subtree]
+            elif top == subtree:
+                with torch.no_grad():
+                    self._finish(subtree, self._pending.pop(subtree), None)
+
+    def _fold(self, lane: int, leaf: Leaf) -> None:
+        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
+        path = _path(self._node_of_lane[lane], lane)
+        node = path.pop()
+        while path:
+            parent = path.pop()
+            left, right = children(parent)
+            sibling = right if node == left else left
+            if sibling not in self._pending:
+                self._pending[node] = leaf
+                return
+            other = self._pending.pop(sibling)
+            pair = (leaf, other) if node == left else (other, leaf)
+            if not path:
+                self._finish(parent, *pair)
+                return
+            leaf = _add_in_place(*pair)
+            node = parent
+        self._finish(node, leaf, None)
+
+    def _finish(self, node: Node, left: Leaf, right: Leaf | None) -> None:
+        check(self._buffer is not None, "begin() comes before add()")
+        flat = self._buffer(node)  # type: ignore[misc]
+        views = self._views_of(flat)
+        if right is None:
+            _copy_into(views, left)
+        else:
+            _add_into(views, left, right)
+        self._open.remove(node)
+        self.presence[node] = self._presence(left, right)
+
+    def _presence(self, left: Leaf, right: Leaf | None) -> bytes:
+        present = [g is not None for g in left]
+        if right is not None:
+            present = [a or b is not None for a, b in zip(present, right, strict=True)]
+        if all(present):
+            return self._all
+        if not any(present):
+            return self._none
+        row = bytearray(len(self._all))
+        for i, there in zip(self.layout.params, present, strict=False):
+            row[i] = there
+        for region, there in zip(self._statistics.regions, present[len(self._params) :], strict=True):
+            for i in region.entries:
+                row[i] = there
+        return bytes(row)
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        key = (flat.data_ptr(), flat.numel())
+        views = self._views.get(key)
+        if views is None:
+            check(flat.numel() == self.layout.numel, f"a node has {self.layout.numel} elements, not {flat.numel()}")
+            views = [entry.view(flat) for entry in self._entries]
+            views += [flat[region.start : region.stop] for region in self._statistics.regions]
+            for start, stop in self.layout.gaps:
+                flat[start:stop].zero_()
+            self._views[key] = views
+            while len(self._views) > _CACHED_VIEWS:
+                self._views.popitem(last=False)
+        else:
+            self._views.move_to_end(key)
+        return views
+
+
+class _Region:
+    """The running statistics of one unit: a contiguous part of the flat vector."""
+
+    def __init__(self, layout: GradientLayout, entries: list[int]) -> None:
+        self.entries = entries
+        self.start = layout.entries[entries[0]].offset
+        self.stop = layout.entries[entries[-1]].stop
+
+
+class _Statistics:
+    """Takes a lane's running statistics, by region, each followed by 1.0 if the lane changed it.
+
+    What a lane left bitwise as it was counts as 0.0 with a count of 0, so that a layer in evaluation mode keeps its
+    statistics whatever the number of lanes.
+    """
+
+    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
+        by_name = dict(model.named_buffers(remove_duplicate=False))
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in by_name}
+        grouped: dict[int, list[int]] = {}
+        for i in layout.buffers:
+            grouped.setdefault(layout.entries[i].unit, []).append(i)
+        self.regions = [_Region(layout, entries) for entries in grouped.values()]
+        self._where: list[tuple[nn.Module, str]] = []
+        self._tails: list[Tensor] = []
+        self._sizes = [r.stop - r.start for r in self.regions]
+        self._start: Tensor | None = None
+        segments: list[Tensor] = []
+        for region in self.regions:
+            for i in region.entries:
+                entry = layout.entries[i]
+                _, _, attribute = entry.name.rpartition(".")
+                self._where.append((owners[entry.name], attribute))
+                size = round_up(entry.stop, ALIGN_ELEMENTS) - entry.offset
+                size = size if i != region.entries[-1] else entry.stop - entry.offset
+                device = by_name[entry.name].device
+                tail = torch.zeros(size - entry.numel, device=device)
+                tail[0] = 1.0
+                self._tails.append(tail)
+                segments.append(torch.full((size,), len(segments), dtype=torch.int64, device=device))
+        self._segment = torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
+
+    def begin_step(self) -> None:
+        if self.regions:
+            self._start = self._gather()
+
+    def take(self) -> list[Tensor]:
+        if not self.regions:
+            return []
+        value = self._gather()
+        check(self._start is not None, "begin() comes before add()")
+        differs = value.view(torch.int32) != self._start.view(torch.int32)  # type: ignore[union-attr]
+        changed = torch.zeros(len(self._where), device=value.device).index_add_(0, self._segment, differs.float())
+        value = torch.where((changed > 0)[self._segment], value, 0.0)
+        return list(torch.split_with_sizes(value, self._sizes))
+
+    def _gather(self) -> Tensor:
+        pieces: list[Tensor] = []
+        for (module, attribute), tail in zip(self._where, self._tails, strict=True):
+            pieces += (getattr(module, attribute).detach().flatten(), tail)
+        return torch.cat(pieces)
+
+
+def _dense(gradient: Tensor, entry: Entry) -> Tensor:
+    if gradient.layout is not torch.strided:
+        raise ConfigError(f"parameter {entry.name} has a sparse gradient ({gradient.layout}); use sparse=False")
+    if gradient.is_contiguous():
+        return gradient
+    return torch.empty_strided(entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def _path(top: Node, lane: int) -> list[Node]:
+    """The nodes from `top` down to the lane."""
+    path = [top]
+    while path[-1].hi - path[-1].lo > 1:
+        left, right = children(path[-1])
+        path.append(left if lane < left.hi else right)
+    return path
+
+
+def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
+    """left + right, in the memory of `left` (of whichever is there, where one is absent)."""
+    if None not in left and None not in right:
+        torch._foreach_add_(left, right)  # type: ignore[arg-type]
+        return left
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [a if a is not None else b for a, b in zip(left, right, strict=True)]
+
+
+def _add_into(views: list[Tensor], left: Leaf, right: Leaf) -> None:
+    for view, a, b in zip(views, left, right, strict=True):
+        if a is not None and b is not None:
+            if view.device == a.device:
+                torch.add(a, b, out=view)
+            else:
+                view.copy_(a.add_(b))
+        elif a is not None:
+            view.copy_(a)
+        elif b is not None:
+            view.copy_(b)
+
+
+def _copy_into(views: list[Tensor], leaf: Leaf) -> None:
+    present = [(v, g) for v, g in zip(views, leaf, strict=True) if g is not None]
+    if present:
+        torch._foreach_copy_([v for v, _ in present], [g for _, g in present])

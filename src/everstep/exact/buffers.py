@@ -1,0 +1,280 @@
+"""Buffers that a forward pass changes: every lane starts from the step's, and all lanes must agree on the outcome.
+
+Apart from the gradient because these values are not summed: if all lanes end with the same bytes, those are the next
+step's; running statistics of BatchNorm-like modules go by their mean instead (`GradientHandOver.commit_statistics`);
+anything else has no rule and is refused by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import ConfigError, check
+from everstep.exact.digest import bytes_of, tensor_digest
+from everstep.exact.layout import running_statistics
+
+SMALL_BYTES = 64 << 10
+"""Buffers up to this size are compared byte by byte after each lane, and their values travel in reports."""
+_WATCHED_STEPS = 2
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """A buffer that the lanes changed. index: among the model's guarded buffers; value: its bytes, if small."""
+
+    index: int
+    digest: str
+    value: bytes | None
+
+
+class BufferReport(msgspec.Struct, frozen=True, array_like=True):
+    """What this worker's lanes of a step (`lanes` of them, those without samples left out) did to guarded buffers."""
+
+    lanes: int
+    changes: tuple[Change, ...]
+
+    def encode(self) -> bytes:
+        """For the agree record; a few bytes per changed buffer and its value."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> BufferReport:
+        """Raises: msgspec.DecodeError if it is no report."""
+        return msgspec.msgpack.decode(data, type=BufferReport)
+
+
+class _Guarded:
+    """One buffer, by place: the module may put another tensor there. `statistic`: committed by another rule."""
+
+    def __init__(self, name: str, module: nn.Module, attribute: str, statistic: bool) -> None:
+        self.name, self.module, self.attribute, self.statistic = name, module, attribute, statistic
+        self.tensor: Tensor | None = None
+        self.saved: Tensor | None = None
+        self.start = b""
+        self.version = 0
+        self.small = False
+
+    def current(self) -> Tensor | None:
+        return self.module._buffers.get(self.attribute)
+
+    def remember(self) -> tuple[Tensor, Tensor] | None:
+        """Takes the present value as the step's; returns (copy, value) where the copy must still be filled."""
+        value = self.tensor = self.current()
+        if value is None:
+            self.saved = None
+            return None
+        self.version = _version(value)
+        self.small = value.numel() * value.element_size() <= SMALL_BYTES
+        if self.small and not self.statistic:
+            self.start = _raw(value)
+        if self.saved is not None and _alike(self.saved, value):
+            return self.saved, value
+        self.saved = value.detach().clone()
+        return None
+
+    def changed(self, thorough: bool) -> bool:
+        """Whether the value is not the step's. thorough: look into large buffers that seem untouched, too."""
+        value = self.current()
+        if value is not self.tensor:
+            return not self._same(value)
+        if value is None:
+            return False
+        if not self.small and not thorough and _version(value) == self.version:
+            return False
+        return not self._same(value)
+
+    def restore(self) -> tuple[Tensor, Tensor] | None:
+        """Puts the step's tensor back; returns (tensor, copy) where the step's value must still be filled in."""
+        self.module._buffers[self.attribute] = self.tensor
+        if self.tensor is None or self.saved is None:
+            return None
+        if not _alike(self.tensor, self.saved):
+            self.tensor.data = self.saved.clone()
+            return None
+        return self.tensor, self.saved
+
+    def set(self, value: bytes) -> None:
+        """Takes bytes that another worker's lanes left. Only for an unchanged dtype and shape."""
+        check(self.tensor is not None, f"buffer {self.name} does not exist here")
+        tensor: Tensor = self.tensor  # type: ignore[assignment]
+        check(len(value) == tensor.numel() * tensor.element_size(), f"buffer {self.name} has another size elsewhere")
+        tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).reshape(tensor.shape))
+
+    def _same(self, value: Tensor | None) -> bool:
+        if value is None or self.saved is None:
+            return value is None and self.saved is None
+        if not _alike(value, self.saved):
+            return False
+        if self.small:
+            return _raw(value) == self.start
+        mine, other = value.detach().contiguous(), self.saved.contiguous()
+        return torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
+class BufferGuard:
+    """Isolates lanes from each other's buffer updates and commits what they agree on. One thread.
+
+    begin_step, then for each lane begin_lane, forward and backward, the accumulator's add, end_lane; after the agree
+    `commit` with all workers' reports, then the running statistics. A buffer above 64 KiB whose contents are
+    changed behind the version counter (through `.data`) is noticed in the first two steps only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        statistics = {name for name, _ in running_statistics(model, model)}
+        self._all: list[_Guarded] = []
+        for prefix, module in modules.items():
+            for attribute in module._buffers:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                self._all.append(_Guarded(name, module, attribute, name in statistics))
+        self._others = [g for g in self._all if not g.statistic]
+        self._statistics = [g for g in self._all if g.statistic]
+        self._step: int | None = None
+        self._steps_seen = 0
+        self._lanes = 0
+        self._dirty: set[int] = set()
+        self._outcome: dict[int, str] = {}
+        self._values: dict[int, bytes | None] = {}
+        self._left: dict[int, Tensor | None] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Remembers the buffers as they are now as the step's; nothing if this step has begun already."""
+        if step == self._step:
+            return
+        self._step = step
+        self._steps_seen += 1
+        self._lanes = 0
+        self._dirty, self._outcome, self._values, self._left = set(), {}, {}, {}
+        with torch.no_grad():
+            _copy([guarded.remember() for guarded in self._all])
+
+    def begin_lane(self) -> None:
+        """Puts the step's buffers back, whatever the lane before (or an interrupted one) left."""
+        with torch.no_grad():
+            self._restore()
+
+    def end_lane(self) -> dict[str, str]:
+        """Looks what the lane changed: name -> digest (running statistics are not looked at).
+
+        Raises: ConfigError naming a buffer that lanes leave different.
+        """
+        thorough = self._steps_seen <= _WATCHED_STEPS
+        outcome: dict[int, str] = {}
+        with torch.no_grad():
+            for index, guarded in enumerate(self._others):
+                if guarded.changed(thorough):
+                    self._take(index, guarded, outcome)
+        self._dirty |= set(outcome)
+        if self._lanes and outcome != self._outcome:
+            self._refuse(set(outcome.items()) ^ set(self._outcome.items()))
+        self._lanes += 1
+        self._outcome = outcome
+        return {self._others[index].name: digest for index, digest in outcome.items()}
+
+    def report(self) -> BufferReport:
+        """For the agree record."""
+        changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))
+        return BufferReport(self._lanes, changes)
+
+    def commit(self, reports: Iterable[BufferReport]) -> None:
+        """Sets all buffers to what the step makes of them; running statistics to what the step started from.
+
+        reports: those of all workers, this one's included.
+
+        Raises: ConfigError naming a buffer that lanes of different workers leave different, or that is too large for
+        reports and was changed while this worker had no lane.
+        """
+        if self._step is None:
+            self.begin_step(-1)
+        worked = [r for r in reports if r.lanes > 0]
+        outcome: dict[int, Change] = {}
+        for k, report in enumerate(worked):
+            changes = {change.index: change for change in report.changes}
+            digests = {(i, c.digest) for i, c in changes.items()}
+            if k and digests != {(i, c.digest) for i, c in outcome.items()}:
+                self._refuse(digests ^ {(i, c.digest) for i, c in outcome.items()})
+            outcome = changes
+        with torch.no_grad():
+            self._restore()
+            for index, change in outcome.items():
+                self._apply(self._others[index], index, change)
+        self._step = None
+
+    def abandon(self) -> None:
+        """Puts the step's buffers back and forgets the step (before its state is replaced, say)."""
+        if self._step is not None:
+            with torch.no_grad():
+                self._restore()
+            self._step = None
+
+    def _take(self, index: int, guarded: _Guarded, outcome: dict[int, str]) -> None:
+        value = guarded.current()
+        if value is None:
+            outcome[index], self._values[index], self._left[index] = "none", None, None
+            return
+        plain = guarded.small and guarded.saved is not None and _alike(value, guarded.saved)
+        data = _raw(value) if plain else None
+        if data is not None and self._values.get(index) == data:
+            outcome[index] = self._outcome[index]
+            return
+        outcome[index] = tensor_digest(value)
+        if self._outcome.get(index) != outcome[index]:
+            self._values[index] = data
+            self._left[index] = value.detach().clone()
+
+    def _apply(self, guarded: _Guarded, index: int, change: Change) -> None:
+        if self._outcome.get(index) == change.digest:
+            left = self._left[index]
+            if left is not None and guarded.tensor is not None and _alike(left, guarded.tensor):
+                guarded.tensor.copy_(left)
+            else:
+                guarded.module._buffers[guarded.attribute] = left
+        elif change.value is not None:
+            guarded.set(change.value)
+        else:
+            raise ConfigError(
+                f"buffer {guarded.name} is changed by every lane and too large ({SMALL_BYTES} bytes at most) to be "
+                "sent to workers without lanes; make it smaller, or run without standby workers"
+            )
+
+    def _restore(self) -> None:
+        thorough = self._steps_seen <= _WATCHED_STEPS
+        stale = [g for i, g in enumerate(self._others) if i in self._dirty or g.changed(thorough)]
+        _copy([guarded.restore() for guarded in (*self._statistics, *stale)])
+        for guarded in stale:
+            if guarded.tensor is not None:
+                guarded.version = _version(guarded.tensor)
+        self._dirty.clear()
+
+    def _refuse(self, differing: Iterable[tuple[int, str]]) -> None:
+        names: Sequence[str] = sorted({self._others[index].name for index, _ in differing})
+        raise ConfigError(
+            f"buffer {names[0]} ends differently in different micro-batches, and there is no rule for it; keep it "
+            "constant during a step, or make it a running statistic of a BatchNorm-like module"
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape
+
+
+def _raw(tensor: Tensor) -> bytes:
+    """The bytes of a small tensor, fast in the ordinary case."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return bytes(bytes_of(tensor))
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
+    """Copies the second of each pair into the first."""
+    wanted = [pair for pair in pairs if pair is not None]
+    if wanted:
+        torch._foreach_copy_([to for to, _ in wanted], [source for _, source in wanted])

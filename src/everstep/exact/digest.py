@@ -1,0 +1,50 @@
+"""Fast hashes of tensors: equal exactly when the bytes are (-0.0 is not 0.0, and the payload of a NaN counts).
+
+Apart because everything that compares or verifies state must agree on what is hashed. xxh3, which is not
+cryptographic: it finds accidents, not attacks; a job's connections prove knowledge of a token instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import xxhash
+from torch import Tensor
+
+from everstep.base.errors import ConfigError
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements in logical (row-major) order. No copy if it is a contiguous one in host memory.
+
+    Raises: ConfigError if it is not strided (sparse, quantised by a subclass, ...).
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"only dense tensors can be hashed or saved, not {tensor.layout}")
+    with torch.no_grad():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+        if flat.numel() == 0:
+            return memoryview(b"")
+        return memoryview(flat.resolve_neg().view(torch.uint8).numpy().data)
+
+
+def digest_bytes(data: bytes | bytearray | memoryview) -> str:
+    """xxh3, 128 bits, as 32 hex digits. Large inputs are hashed without the interpreter lock."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """32 hex digits over dtype, shape and bytes."""
+    return named_digest([("", tensor)])
+
+
+def named_digest(items: Iterable[tuple[str, Tensor]]) -> str:
+    """32 hex digits over names, dtypes, shapes and bytes, whatever the order of the items; names are distinct.
+
+    Two models have equal digests exactly when all their named tensors are equal bit by bit.
+    """
+    rows = sorted((name, str(t.dtype), tuple(t.shape), digest_bytes(bytes_of(t))) for name, t in items)
+    return digest_bytes(repr(rows).encode())

@@ -1,0 +1,123 @@
+"""From the reduced sums to what the optimizer sees: normalised gradients, and the running statistics of the step.
+
+Apart because the kept reduced gradient is never modified: a step can be redone from it as often as needed.
+
+One rule of normalisation for all topologies: the gradient is multiplied once, element by element in float32, by
+float32(factor), where factor = clip / (weight * loss_scale) is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import check
+from everstep.base.ports import Reduced
+from everstep.exact.layout import GradientLayout
+from everstep.exact.reduce import gather
+
+_CLIP_EPSILON = 1e-6
+
+
+def gradient_norm(total_sumsq: float, scale: float) -> float:
+    """The norm of the normalised gradient. total_sumsq: of the unnormalised one; scale: 1 / (weight * loss_scale)."""
+    return math.sqrt(total_sumsq) * scale if total_sumsq >= 0 else math.nan
+
+
+def clip_factor(total_sumsq: float, scale: float, clip_norm: float | None) -> float:
+    """What to multiply `scale` by so that the norm is at most `clip_norm`; 1.0 without clipping, NaN for a NaN norm.
+
+    Source: torch.nn.utils.clip_grad_norm_, min(1, clip_norm / (norm + 1e-6)), here in float64.
+    """
+    if clip_norm is None:
+        return 1.0
+    norm = gradient_norm(total_sumsq, scale)
+    return math.nan if math.isnan(norm) else min(1.0, clip_norm / (norm + _CLIP_EPSILON))
+
+
+class GradientHandOver:
+    """Puts normalised gradients into `.grad` of the first leaf of every parameter, in private memory made once."""
+
+    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
+        """`layout` was built from this very model, after `untie`."""
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        self.layout = layout
+        self._params: list[tuple[int, nn.Parameter]] = [(i, by_name[layout.entries[i].name]) for i in layout.params]
+        self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0]
+        self._flat: Tensor | None = None
+        self._views: dict[int, Tensor] = {}
+        self._converted: dict[int, Tensor] = {}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._statistics = [(i, *_owner(model, layout.entries[i].name)) for i in layout.buffers]
+        check(all(layout.entries[i].name in buffers for i in layout.buffers), "the layout is not of this model")
+
+    def hand_over(self, reduced: Reduced, scale: float) -> None:
+        """Sets `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
+
+        Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit
+        order, after the multiplication. The gradients stay valid until the next call.
+        """
+        check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
+        with torch.no_grad():
+            flat = self._memory(reduced)
+            for piece in reduced.pieces:
+                torch.mul(piece.data, scale, out=flat[piece.start : piece.stop])
+            present = self._join_places(reduced.presence)
+            if self._converted:
+                narrow = [i for i in self._converted if present[i]]
+                torch._foreach_copy_([self._converted[i] for i in narrow], [self._views[i] for i in narrow])
+            for i, parameter in self._params:
+                parameter.grad = self._converted.get(i, self._views[i]) if present[i] else None
+
+    def clear(self) -> None:
+        """Takes the gradients away, so that the next lane's are autograd's own tensors."""
+        for _, parameter in self._params:
+            parameter.grad = None
+
+    def commit_statistics(self, reduced: Reduced) -> None:
+        """Sets the running statistics to their mean over the lanes that changed them; leaves others as they are.
+
+        The model's statistics must be those that the step started from (`BufferGuard.commit` sees to that).
+        """
+        with torch.no_grad():
+            for i, module, attribute in self._statistics:
+                if not reduced.presence[i]:
+                    continue
+                entry = self.layout.entries[i]
+                total = gather(reduced, entry.offset, entry.stop)
+                count = float(total[-1])
+                if count:
+                    statistic: Tensor = getattr(module, attribute)
+                    statistic.copy_(torch.div(total[:-1], count).view(entry.shape))
+
+    def _memory(self, reduced: Reduced) -> Tensor:
+        if self._flat is None:
+            device = self._params[0][1].device if self._params else torch.device("cpu")
+            self._flat = torch.zeros(self.layout.numel, device=device)
+            for i, parameter in self._params:
+                entry = self.layout.entries[i]
+                self._views[i] = entry.view(self._flat)
+                if parameter.dtype != torch.float32 and entry.tied_to < 0:
+                    self._converted[i] = torch.empty_like(self._views[i], dtype=parameter.dtype)
+        return self._flat
+
+    def _join_places(self, presence: bytes) -> bytes | bytearray:
+        if not self._later:
+            return presence
+        present = bytearray(presence)
+        for i, first in self._later:
+            if present[i]:
+                if present[first]:
+                    self._views[first].add_(self._views[i])
+                else:
+                    self._views[first].copy_(self._views[i])
+                    present[first] = 1
+                present[i] = 0  # the optimizer sees the first leaf only
+        return present
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, attribute = name.rpartition(".")
+    return model.get_submodule(module), attribute

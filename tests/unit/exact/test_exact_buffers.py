@@ -1,0 +1,163 @@
+"""Lane isolation of buffers, and what becomes of those that lanes change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.base.errors import ConfigError
+from everstep.exact.buffers import BufferGuard, BufferReport
+
+
+class Counting(nn.Module):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("constant", torch.arange(100_000.0), persistent=False)
+        self.register_buffer("late", None)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    count: torch.Tensor
+    constant: torch.Tensor
+    late: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def lane(guard: BufferGuard) -> None:
+    guard.begin_lane()
+
+
+def test_each_lane_starts_from_the_steps_buffers() -> None:
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    for _ in range(3):
+        guard.begin_lane()
+        assert model.count.item() == 0 and model.late is None
+        model.count.add_(1)
+        model.scale = model.scale * 2  # another tensor object
+        model.late = torch.ones(3)
+        assert sorted(guard.end_lane()) == ["count", "late", "scale"]
+    report = guard.report()
+    assert report.lanes == 3 and BufferReport.decode(report.encode()) == report
+    guard.commit([report])
+    assert model.count.item() == 1 and model.scale.item() == 3.0 and torch.equal(model.late, torch.ones(3))
+    guard.begin_step(2)
+    guard.begin_lane()
+    assert guard.end_lane() == {}
+
+
+def test_interrupted_lane_and_repeated_begin_do_not_leak() -> None:
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(4)
+    guard.begin_lane()
+    model.count.add_(5)
+    guard.begin_step(4)
+    guard.begin_lane()
+    assert model.count.item() == 0
+    model.count.add_(7)
+    guard.abandon()
+    assert model.count.item() == 0
+
+
+def test_changes_behind_the_version_counter_are_seen() -> None:
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.count.data.add_(1)
+    model.constant.data[99_999] = 7.0
+    assert sorted(guard.end_lane()) == ["constant", "count"]
+    guard.begin_lane()
+    assert model.count.item() == 0 and model.constant[99_999].item() == 99_999.0
+
+
+def test_same_value_written_again_is_no_change() -> None:
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.count.add_(1).sub_(1)
+    model.constant.mul_(1.0)
+    model.scale = model.scale.clone()
+    assert guard.end_lane() == {}
+    guard.begin_lane()
+    model.scale.neg_().neg_()
+    model.scale.mul_(0.0).add_(1.5)
+    assert guard.end_lane() == {}
+
+
+def test_refuses_lanes_that_differ_by_name() -> None:
+    model = Counting()
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.count.add_(1)
+    guard.end_lane()
+    guard.begin_lane()
+    model.count.add_(2)
+    with pytest.raises(ConfigError, match="count"):
+        guard.end_lane()
+    # one lane changes it, another does not
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model.scale.add_(1)
+    guard.end_lane()
+    guard.begin_lane()
+    with pytest.raises(ConfigError, match="scale"):
+        guard.end_lane()
+
+
+def test_workers_must_agree_and_those_without_lanes_learn() -> None:
+    models = [Counting(), Counting(), Counting()]
+    guards = [BufferGuard(m) for m in models]
+    for k in (0, 1):
+        guards[k].begin_step(1)
+        guards[k].begin_lane()
+        models[k].count.add_(1)
+        guards[k].end_lane()
+    reports = [g.report() for g in guards]
+    assert reports[2].lanes == 0
+    for guard in guards:
+        guard.commit(reports)
+    assert [m.count.item() for m in models] == [1, 1, 1]
+    guards[0].begin_step(2)
+    guards[0].begin_lane()
+    models[0].scale.add_(1)
+    guards[0].end_lane()
+    guards[1].begin_step(2)
+    guards[1].begin_lane()
+    guards[1].end_lane()
+    with pytest.raises(ConfigError, match="scale"):
+        guards[0].commit([guards[0].report(), guards[1].report()])
+
+
+def test_large_changed_buffer_is_kept_here_and_refused_elsewhere() -> None:
+    models = [Counting(20_000), Counting(20_000)]
+    guards = [BufferGuard(m) for m in models]
+    guards[0].begin_step(1)
+    guards[0].begin_lane()
+    models[0].count.add_(1)
+    guards[0].end_lane()
+    report = guards[0].report()
+    assert len(report.encode()) < 200
+    guards[0].commit([report])
+    assert models[0].count.sum().item() == 20_000
+    with pytest.raises(ConfigError, match="count"):
+        guards[1].commit([report])
+
+
+def test_running_statistics_are_isolated_but_not_reported() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    for _ in range(2):
+        guard.begin_lane()
+        assert torch.equal(model[0].running_mean, torch.zeros(3))
+        model(torch.randn(8, 3))
+        assert list(guard.end_lane()) == ["0.num_batches_tracked"]
+    guard.commit([guard.report()])
+    assert torch.equal(model[0].running_mean, torch.zeros(3)) and model[0].num_batches_tracked.item() == 1

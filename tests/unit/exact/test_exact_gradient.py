@@ -1,0 +1,114 @@
+"""Normalised gradients and committed statistics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from everstep.base.ports import Piece, Reduced
+from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
+from everstep.exact.layout import GradientLayout, untie
+
+
+def reduced_of(layout: GradientLayout, flat: torch.Tensor, presence: bytes | None = None) -> Reduced:
+    border = layout.numel // 3
+    pieces = (Piece(0, border, flat[:border]), Piece(border, layout.numel, flat[border:]))
+    return Reduced(1, pieces, presence or bytes([1]) * len(layout.entries), (0, layout.n_blocks))
+
+
+def test_gradients_are_multiplied_once_and_the_kept_one_is_not_touched() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(4, 5))
+    layout = GradientLayout.build(model, [model])
+    hand_over = GradientHandOver(layout, model)
+    for scale in (1 / 3, 0.1, 2.0**-20):
+        flat = torch.randn(layout.numel)
+        kept = flat.clone()
+        hand_over.hand_over(reduced_of(layout, flat), scale)
+        assert torch.equal(flat, kept)
+        for entry, parameter in zip(layout.entries, model.parameters(), strict=True):
+            assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+            expected = entry.view(flat).numpy() * np.float32(scale)
+            assert np.array_equal(parameter.grad.numpy(), expected)
+    hand_over.clear()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_absent_stays_none_and_present_again_later() -> None:
+    model = nn.Linear(3, 4)
+    layout = GradientLayout.build(model, [model])
+    hand_over = GradientHandOver(layout, model)
+    flat = torch.randn(layout.numel)
+    hand_over.hand_over(reduced_of(layout, flat, bytes([1, 0])), 1.0)
+    assert model.weight.grad is not None and model.bias.grad is None
+    hand_over.hand_over(reduced_of(layout, flat), 1.0)
+    assert model.bias.grad is not None
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1), (0, 1, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0)])
+def test_places_of_use_are_added_in_unit_order(rows: tuple[int, ...]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model[1].weight = model[2].weight = model[0].weight
+    untie(model, list(model))
+    layout = GradientLayout.build(model, list(model))
+    flat = torch.randn(layout.numel) * 1e3
+    hand_over = GradientHandOver(layout, model)
+    hand_over.hand_over(reduced_of(layout, flat, bytes(rows)), 0.3)
+    terms = [e.view(flat) * 0.3 for e, there in zip(layout.entries, rows, strict=True) if there]
+    assert model[1].weight.grad is None and model[2].weight.grad is None
+    if not terms:
+        assert model[0].weight.grad is None
+        return
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    assert model[0].weight.grad is not None and torch.equal(model[0].weight.grad, total)
+
+
+def test_bf16_parameters_get_bf16_gradients() -> None:
+    model = nn.Sequential(nn.Linear(3, 4).bfloat16(), nn.Linear(4, 2))
+    layout = GradientLayout.build(model, [model])
+    flat = torch.randn(layout.numel)
+    hand_over = GradientHandOver(layout, model)
+    hand_over.hand_over(reduced_of(layout, flat, bytes([1, 0, 1, 1])), 0.5)
+    weight = model[0].weight
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    assert torch.equal(weight.grad, (layout.entries[0].view(flat) * 0.5).bfloat16())
+    assert model[0].bias.grad is None and model[1].weight.grad.dtype == torch.float32
+
+
+def test_clipping_is_that_of_torch() -> None:
+    model = nn.Linear(50, 40)
+    layout = GradientLayout.build(model, [model])
+    flat = torch.zeros(layout.numel)
+    for entry in layout.entries:
+        entry.view(flat).normal_()
+    total = float((flat.double() ** 2).sum())
+    scale = 1 / 24
+    factor = clip_factor(total, scale, 0.5)
+    hand_over = GradientHandOver(layout, model)
+    hand_over.hand_over(reduced_of(layout, flat), scale)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert math.isclose(float(norm), gradient_norm(total, scale), rel_tol=1e-5)
+    expected = [p.grad.clone() for p in model.parameters()]
+    hand_over.hand_over(reduced_of(layout, flat), scale * factor)
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, value)
+    assert clip_factor(total, scale, None) == 1.0 and clip_factor(total, scale, 1e9) == 1.0
+    assert math.isnan(clip_factor(math.nan, scale, 1.0)) and clip_factor(math.inf, scale, 1.0) == 0.0
+
+
+def test_statistics_are_the_mean_over_the_lanes_that_changed_them() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    layout = GradientLayout.build(model, [model])
+    flat = torch.zeros(layout.numel)
+    mean = layout.entries[layout.buffers[0]]
+    flat[mean.offset : mean.offset + 4] = torch.tensor([3.0, 6.0, 9.0, -0.0])
+    flat[mean.offset + 4] = 3.0
+    before = model[0].running_var.clone()
+    GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
+    assert torch.equal(model[0].running_mean, torch.tensor([1.0, 2.0, 3.0, 0.0]))
+    assert torch.equal(model[0].running_var, before)  # nobody changed it: count 0
