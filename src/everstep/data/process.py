@@ -1,0 +1,226 @@
+"""A loader process: forked from the training process, it makes batches ahead of time and dies with its parent.
+
+Forked and not started anew, because datasets need not be picklable and nothing has to be imported or read again. The
+parent has other threads, so a fork may catch a lock in a bad moment: the child proves that it works before it counts,
+and is replaced if it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep.base.errors import TaskError
+from everstep.data.batch import pack, unpack
+from everstep.exact.seeding import seed_all
+
+_ASK, _CANCEL = 0, 1
+_REQUEST = struct.Struct("<BQqq")
+"""What (ask or cancel), ticket, step, lane."""
+_REPLY = struct.Struct("<BQqq")
+"""Whether it failed, ticket, size in bytes, where the pickle begins; the batch's file descriptor comes along."""
+_READY_TICKET = 0
+_READY_LIMIT_S = 10.0
+_ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Failure(NamedTuple):
+    """A batch that could not be made: one line for the user, and the traceback in the loader process."""
+
+    message: str
+    trace: str
+
+    def error(self) -> TaskError:
+        error = TaskError(self.message)
+        error.add_note(f"In a loader process:\n{self.trace}")
+        return error
+
+
+class LoaderDied(Exception):
+    """The process is gone; `how` says what ended it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class LoaderProcess:
+    """One forked process that answers requests in order. `load(step, lane)` runs there and returns a batch.
+
+    It must be created by a thread that lives as long as the loader is needed: the process ends with that thread.
+
+    Raises: TaskError if three processes in a row do not come up.
+    """
+
+    def __init__(self, load: Callable[[int, int], Any]) -> None:
+        self.pid = 0
+        for _ in range(_ATTEMPTS):
+            self._start(load)
+            if select.select([self._socket], [], [], _READY_LIMIT_S)[0]:
+                try:
+                    self.receive()
+                    return
+                except LoaderDied:
+                    continue
+            self.close()
+        raise TaskError(f"{_ATTEMPTS} loader processes did not come up: set loader.workers=0 to load without them")
+
+    def _start(self, load: Callable[[int, int], Any]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            _run_child(parent, theirs, load)
+        theirs.close()
+        self.pid, self._socket = pid, ours
+
+    def fileno(self) -> int:
+        """For select: readable when a reply is there, or the process has died."""
+        return self._socket.fileno()
+
+    def ask(self, ticket: int, step: int, lane: int) -> None:
+        """Request a batch. Raises: LoaderDied."""
+        self._send(_REQUEST.pack(_ASK, ticket, step, lane))
+
+    def cancel(self, ticket: int) -> None:
+        """The batch is not wanted any more; it may come all the same. Raises: LoaderDied."""
+        self._send(_REQUEST.pack(_CANCEL, ticket, 0, 0))
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._socket.sendall(message)
+        except OSError as error:
+            raise LoaderDied(self._reap()) from error
+
+    def receive(self) -> tuple[int, Any]:
+        """(ticket, batch or `Failure`), waiting for it. Raises: LoaderDied."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._socket, _REPLY.size, 1)
+        except OSError as error:
+            raise LoaderDied(self._reap()) from error
+        if not message:
+            raise LoaderDied(self._reap())
+        failed, ticket, size, start = _REPLY.unpack(message)
+        result = unpack(descriptors[0], size, start)
+        return ticket, Failure(*result) if failed else result
+
+    def _reap(self) -> str:
+        self._socket.close()
+        pid, self.pid = self.pid, 0
+        try:
+            _, status = os.waitpid(pid, 0)
+        except ChildProcessError:
+            return "an unknown cause"
+        code = os.waitstatus_to_exitcode(status)
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._reap()
+
+
+def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], Any]) -> None:
+    code = 1
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:
+            _detach(channel.fileno())
+            _serve(channel, load)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _detach(keep: int) -> None:
+    """Let go of what belongs to the parent: signals, and sockets and pipes whose other ends wait for it to close them.
+
+    Their numbers stay taken (by the null device), because Python objects of the parent that know them may still be
+    collected here, and would close a new file of the same number.
+    """
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        descriptor = int(name)
+        if descriptor <= 2 or descriptor in (keep, null):
+            continue
+        with contextlib.suppress(OSError):
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+                os.dup2(null, descriptor)
+    gc.freeze()
+
+
+def _serve(channel: socket.socket, load: Callable[[int, int], Any]) -> None:
+    torch.set_num_threads(1)
+    seed_all(0)
+    _reply(channel, _READY_TICKET, torch.zeros(1), failed=False)
+    queue: deque[tuple[int, int, int]] = deque()
+    while True:
+        while not queue or select.select([channel], [], [], 0)[0]:
+            message = channel.recv(_REQUEST.size)
+            if not message:
+                return
+            what, ticket, step, lane = _REQUEST.unpack(message)
+            if what == _ASK:
+                queue.append((ticket, step, lane))
+            else:
+                queue = deque(job for job in queue if job[0] != ticket)
+        ticket, step, lane = queue.popleft()
+        _answer(channel, ticket, load, step, lane)
+
+
+def _answer(channel: socket.socket, ticket: int, load: Callable[[int, int], Any], step: int, lane: int) -> None:
+    try:
+        result = load(step, lane)
+    except Exception as error:
+        message = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
+        _reply(channel, ticket, (message, traceback.format_exc()), failed=True)
+        return
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    try:
+        _reply(channel, ticket, result, failed=False)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        message = f"a batch cannot be sent from a loader process ({error}): set loader.workers=0, or change collate"
+        _reply(channel, ticket, (message, traceback.format_exc()), failed=True)
+
+
+def _reply(channel: socket.socket, ticket: int, result: Any, *, failed: bool) -> None:
+    descriptor, size, start = pack(result)
+    try:
+        socket.send_fds(channel, [_REPLY.pack(failed, ticket, size, start)], [descriptor])
+    finally:
+        os.close(descriptor)
