@@ -97,10 +97,12 @@ class Coordinator:
     def _begin(self) -> None:
         state = self._state
         state.quorum_since_ns = state.now if state.plan is None or state.broken else None
-        if not self._restored or state.plan is None:
+        if not self._restored:
             return
         state.grace_until_ns = state.now + state.config.grace_ns
         state.alarms.set("grace", state.grace_until_ns)
+        if state.plan is None:
+            return
         self._store.advance(state, state.plan.generation)
         for _, worker in sorted(state.workers.items()):
             if worker.agent_id is not None and worker.agent_id not in state.agents:
@@ -155,6 +157,9 @@ class Coordinator:
                 agent.connection = None
                 state.alarms.set(f"agent:{agent.agent_id}", agent.detector.ceiling_at_ns)
         if connection.worker is not None:
+            if all(connection.worker not in agent.lives for agent in state.agents.values()):
+                state.retiring.discard(connection.worker.worker_id)
+                state.dirty = True
             worker = state.alive(connection.worker)
             if worker is not None and worker.connection == name:
                 worker.connection, worker.gone_ns = None, state.now

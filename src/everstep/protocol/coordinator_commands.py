@@ -89,15 +89,15 @@ def _newest(state: State) -> Plan:
 def sync_slots(state: State) -> None:
     """Tell each agent which worker ids to keep running, once the wish differs from what the agents started with.
 
-    A slot that is not wanted any more stays in the list until its process has left.
+    A slot that is not wanted any more stays in the list until its process has left. After a restart of the coordinator
+    the agents come back one by one: what the others run must not be started again at the first.
     """
-    if state.slots is None or state.ended is not None:
+    if state.slots is None or state.ended is not None or state.in_grace:
         return
     agents = [a for _, a in sorted(state.agents.items()) if a.connection is not None]
     if not agents:
         return
-    running = {key.worker_id for agent in state.agents.values() for key in agent.lives}
-    wanted = (state.slots - set(state.lost_slots)) | (running - set(state.lost_slots))
+    wanted = (state.slots | state.retiring) - set(state.lost_slots)
     shares: dict[str, list[int]] = {a.agent_id: [] for a in agents}
     for worker_id in sorted(wanted):
         if state.slot_owner.get(worker_id) in shares:

@@ -130,6 +130,8 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
     for worker in [w for _, w in sorted(state.workers.items())]:
         if worker.agent_id == agent.agent_id and worker.key not in agent.lives:
             evict(state, worker, f"it no longer runs on host {agent.host}", kill=False)
+    running = {key.worker_id for key in agent.lives}
+    state.retiring -= {i for i in state.retiring - running if state.slot_owner.get(i) == agent.agent_id}
 
 
 def watch_agent(state: State, agent_id: str, host: str) -> Agent:
@@ -177,6 +179,7 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     key = WorkerKey(message.worker_id, message.incarnation)
     agent.lives.discard(key)
     agent.killed_ns.pop(key, None)
+    state.retiring.discard(key.worker_id)
     state.dirty = True
     worker = state.alive(key)
     if worker is not None:
@@ -328,6 +331,7 @@ def check_agent(state: State, agent_id: str) -> None:
     if dead:
         silence = agent.detector.silence_ns(state.now)
         del state.agents[agent_id]
+        state.retiring -= {i for i in state.retiring if state.slot_owner.get(i) == agent_id}
         state.close(agent.connection, f"agent {agent_id}: {suspicion.reason}")
         for worker in workers:
             text = f"its host {agent.host} is silent: {suspicion.reason}"

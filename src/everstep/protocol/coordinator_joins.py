@@ -119,6 +119,12 @@ def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
     state.alarms.set("joins", join.retry_ns)
 
 
+def _idle_members(state: State) -> bool:
+    """Whether repairs have left members without lanes although there are enough for all."""
+    plan = state.plan
+    return plan is not None and len(plan.members) <= plan.lanes and any(s.role == "standby" for s in plan.seats)
+
+
 def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
     healed_at = [j.healed_ns for j in state.joins.values() if j.healed_ns is not None]
     healing = [j for j in state.joins.values() if j.healed_ns is None and j.retry_ns is None]
@@ -132,9 +138,11 @@ def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
     joiners = joiners[: max(0, room)]
     may_leave = len(state.survivors()) + len(joiners) - state.min_workers
     going = leaving[-may_leave:] if may_leave > 0 else []
-    if not joiners and not going:
-        return
     parts = []
+    if not joiners and not going:
+        if not _idle_members(state):
+            return
+        parts.append("members without lanes get their share")
     if joiners:
         parts.append(f"worker {listed({w.key.worker_id for w in joiners})} healed and joins")
     if going:

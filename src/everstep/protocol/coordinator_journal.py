@@ -118,6 +118,7 @@ def replay(state: State, journal: Iterable[dict[str, Any]]) -> bool:
     if state.plan is not None:
         wanted = {m.key for p in (state.plan, state.prepared) if p is not None for m in p.members}
         state.workers = {i: w for i, w in state.workers.items() if w.key in wanted}
+        state.retiring = {key.worker_id for key in wanted if not state.slot_wanted(key.worker_id)}
         lost = [m.key for m in state.plan.members if state.alive(m.key) is None]
         if state.prepared is not None:
             lost += [m.key for m in state.prepared.members if state.alive(m.key) is None]

@@ -72,11 +72,16 @@ def _regroup(state: State) -> None:
         return
     cause = "; ".join(state.broken)
     wait_for_all = state.config.on_failure == "wait"
-    needed = max(state.min_workers, state.expected()) if wait_for_all else state.min_workers
+    needed = state.min_workers
+    if wait_for_all and state.plan is not None:
+        needed = max(needed, min(state.expected(), len(state.plan.members)))
     members = survivors
     if len(survivors) < needed:
         members = survivors + candidates(state)[: max(0, state.target - len(survivors))]
     if len(members) >= needed:
+        newcomers = {w.key.worker_id for w in members[len(survivors) :]}
+        if newcomers:
+            cause += f"; worker {listed(newcomers)} takes part from here"
         _make_now(state, members, cause, fresh=False)
         return
     policy = "on_failure is 'wait'" if needed > state.min_workers else "min_workers is the least the job may run with"

@@ -181,6 +181,7 @@ class State:
         # What is wanted.
         self.target = config.workers
         self.slots: set[int] | None = None  # None: as the agents started them
+        self.retiring: set[int] = set()  # slots not wanted any more whose worker has not left yet
         self.slot_owner: dict[int, str] = {}
         self.lost_slots: dict[int, str] = {}
         # What is going on.
@@ -276,6 +277,9 @@ class State:
 
     def set_target(self, target: int, slots: set[int], reason: str) -> None:
         """Change how many members, and which slots, are wanted."""
+        running = {key.worker_id for agent in self.agents.values() for key in agent.lives}
+        running |= {worker_id for worker_id, worker in self.workers.items() if worker.connection is not None}
+        self.retiring = (self.retiring | (self.slot_ids() & running)) - slots
         self.target, self.slots, self.dirty = target, set(slots), True
         self.persist("target", target=target, slots=sorted(slots), reason=reason)
 
