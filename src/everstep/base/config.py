@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from everstep.base.config_fields import Kind, convert, free, key, shown
 from everstep.base.errors import ConfigError
@@ -19,7 +19,7 @@ from everstep.base.errors import ConfigError
 class HeartbeatConfig:
     """How the coordinator notices silence."""
 
-    interval_s: float | str = key(
+    interval_s: float | Literal["auto"] = key(
         "auto",
         "float",
         "time between heartbeats; auto: 10 x the median round trip, 0.2 to 5",
@@ -91,7 +91,7 @@ class CheckpointConfig:
     memory: TierConfig = field(default_factory=TierConfig)
     disk: DiskTierConfig = field(default_factory=DiskTierConfig)
     object: ObjectTierConfig = field(default_factory=ObjectTierConfig)
-    interval: float | str = key(
+    interval: float | Literal["auto"] = key(
         "auto",
         "float",
         "seconds between checkpoints; auto: from their cost and the rate of faults",
@@ -144,7 +144,7 @@ class Config:
     )
     max_restarts: int = key(20, "int", "restarts of one worker in an hour before it is given up", low=0)
     quorum_wait_s: float = key(600.0, "float", "how long to wait for too few workers to become enough", low=0)
-    hang_limit_s: float | str = key(
+    hang_limit_s: float | Literal["auto"] = key(
         "auto",
         "float",
         "how long a worker may stand still; auto: 10 x the slowest of the last 100 steps, at least 10",

@@ -25,9 +25,9 @@ _MISSING = object()
 class Kind:
     """What one key accepts.
 
-    base: 'int', 'float', 'bool', 'str' or 'any'. low: least value (`above`: must be greater than it), high: greatest. `choices` or
-    `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the result's bits
-    depend on it.
+    base: 'int', 'float', 'bool', 'str' or 'any'. low: least value (`above`: must be greater than it), high: greatest.
+    `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
+    result's bits depend on it.
     """
 
     base: str

@@ -1,0 +1,240 @@
+"""The ledger: which samples each committed step used, and the proof that each was used exactly once. Pure.
+
+One row per step, the same from whoever writes it: rows are keyed by step and idempotent, so every worker may write its
+own copy, and a step that was redone after a restart gives an equal row. A row does not list samples but carries, for
+every lane, a digest of those that were really loaded; the audit computes what they should have been.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from everstep.order.cursor import SampleOrder
+
+_START = b'{"step":'
+_MOST_PROBLEMS = 1000
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """What one lane of a step used. count: number of samples; digest: `use_digest` of them, 64 bits."""
+
+    lane: int
+    worker_id: int
+    count: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One committed step; `generation` is the one in which it was committed."""
+
+    step: int
+    generation: int
+    lanes: tuple[LaneUse, ...]
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """Use of the samples of one epoch (from 0), as far as the audited steps go.
+
+    samples: how many they should have used. counted: how many different ones they did. missing: samples - counted.
+    duplicated: uses beyond the first of a sample.
+    """
+
+    epoch: int
+    samples: int
+    counted: int
+    missing: int
+    duplicated: int
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """What an audit found. steps: how many of the audited steps have a row. problems: one line each (1000 at most)."""
+
+    clean: bool
+    problems: tuple[str, ...]
+    steps: int
+    epochs: tuple[EpochReport, ...]
+
+
+def use_digest(samples: Iterable[tuple[int, int]]) -> int:
+    """64-bit digest of (epoch, index) pairs, in the order in which they were loaded."""
+    flat = [number for sample in samples for number in sample]
+    return int.from_bytes(blake2b(struct.pack(f"<{len(flat)}Q", *flat), digest_size=8).digest(), "little")
+
+
+def encode_row(row: LedgerRow) -> bytes:
+    """One line of text, its line feed included."""
+    lanes = [[use.lane, use.worker_id, use.count, f"{use.digest:016x}"] for use in row.lanes]
+    body = {"step": row.step, "generation": row.generation, "lanes": lanes}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_rows(data: bytes) -> list[LedgerRow]:
+    """The rows of a file. What cannot be read is no row: a torn last line, or a torn one that others were appended to.
+
+    That cannot make a ledger look better than it is, because the audit wants a row for every step.
+    """
+    rows: list[LedgerRow] = []
+    for line in data.split(b"\n"):
+        begin = line.rfind(_START)
+        row = _decode(line[begin:]) if begin >= 0 else None
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+def _decode(text: bytes) -> LedgerRow | None:
+    try:
+        body = json.loads(text)
+        uses = tuple(
+            LaneUse(int(lane), int(worker_id), int(count), int(digest, 16))
+            for lane, worker_id, count, digest in body["lanes"]
+        )
+        return LedgerRow(int(body["step"]), int(body["generation"]), uses)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+# ---- audit
+
+
+def audit(rows: Iterable[LedgerRow], order: SampleOrder, upto_step: int, *, ended: bool = True) -> LedgerReport:
+    """Whether the rows show that steps 1..upto_step used exactly the samples they should have.
+
+    Rows may come in any order and repeat. upto_step: the last committed step. ended: the job has ended there, so a
+    row of a later step is a problem; of a running job it is only newer than `upto_step`.
+    """
+    problems = _Problems()
+    by_step = _by_step(rows, problems)
+    last = upto_step if ended else max(upto_step, order.total_steps)
+    for step in sorted(by_step):
+        if not 1 <= step <= last:
+            problems.add(f"step {step} has a row, but the steps are 1..{last}")
+    if upto_step > order.total_steps:
+        problems.add(f"step {upto_step} was committed, but the job ends at step {order.total_steps}")
+    counts = _Counts(order)
+    present = 0
+    absent: list[int] = []
+    for step in range(1, min(upto_step, order.total_steps) + 1):
+        row = by_step.get(step)
+        if row is None:
+            absent.append(step)
+        else:
+            present += 1
+            _audit_row(row, order, counts, problems)
+        counts.close_before(order.epoch_of(step + 1))
+    for first, final in _ranges(absent):
+        problems.add(f"step {first} has no row" if first == final else f"steps {first}..{final} have no row")
+    epochs = counts.report(order.samples_before(min(upto_step, order.total_steps) + 1))
+    for epoch in epochs:
+        if epoch.missing or epoch.duplicated:
+            problems.add(
+                f"epoch {epoch.epoch}: {epoch.missing} of {epoch.samples} samples not counted, "
+                f"{epoch.duplicated} counted again"
+            )
+    return LedgerReport(not problems.found, problems.lines(), present, epochs)
+
+
+class _Problems:
+    """Collects problems; the first ones as text."""
+
+    def __init__(self) -> None:
+        self.found = 0
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.found += 1
+        if self.found < _MOST_PROBLEMS:
+            self._lines.append(line)
+
+    def lines(self) -> tuple[str, ...]:
+        left = self.found - len(self._lines)
+        return (*self._lines, f"and {left} more problems") if left else tuple(self._lines)
+
+
+def _by_step(rows: Iterable[LedgerRow], problems: _Problems) -> dict[int, LedgerRow]:
+    """One row per step. Rows of one step must agree on the samples; who computed them, and when, may differ."""
+    by_step: dict[int, LedgerRow] = {}
+    for row in rows:
+        kept = by_step.setdefault(row.step, row)
+        if kept is not row and _samples_of(kept) != _samples_of(row):
+            problems.add(f"step {row.step} has conflicting rows (generations {kept.generation} and {row.generation})")
+    return by_step
+
+
+def _samples_of(row: LedgerRow) -> list[tuple[int, int, int]]:
+    return sorted((use.lane, use.count, use.digest) for use in row.lanes)
+
+
+def _audit_row(row: LedgerRow, order: SampleOrder, counts: _Counts, problems: _Problems) -> None:
+    seen: set[int] = set()
+    for use in row.lanes:
+        where = f"step {row.step}, lane {use.lane} (worker {use.worker_id})"
+        if not 0 <= use.lane < order.lanes:
+            problems.add(f"{where}: there are only lanes 0..{order.lanes - 1}")
+            continue
+        if use.lane in seen:
+            problems.add(f"{where}: counted twice")
+        seen.add(use.lane)
+        samples = order.samples(row.step, use.lane).samples
+        if use.count != len(samples):
+            problems.add(f"{where}: expected {len(samples)} samples, got {use.count}")
+        elif use.digest != use_digest(samples):
+            problems.add(f"{where}: used other samples than its {len(samples)}")
+        else:
+            counts.add(samples)
+    for lane in range(order.lanes):
+        if lane not in seen and len(order.samples(row.step, lane)) > 0:
+            problems.add(f"step {row.step}, lane {lane}: not in the row")
+
+
+def _ranges(steps: list[int]) -> list[tuple[int, int]]:
+    """Ascending steps as runs (first, last)."""
+    runs: list[tuple[int, int]] = []
+    for step in steps:
+        if runs and runs[-1][1] == step - 1:
+            runs[-1] = (runs[-1][0], step)
+        else:
+            runs.append((step, step))
+    return runs
+
+
+class _Counts:
+    """Which samples of which epoch were used: one byte per sample of the epochs that are open."""
+
+    def __init__(self, order: SampleOrder) -> None:
+        self._size = order.dataset_size
+        self._open: dict[int, bytearray] = {}
+        self._duplicated: dict[int, int] = {}
+        self._counted: dict[int, int] = {}
+
+    def add(self, samples: Iterable[tuple[int, int]]) -> None:
+        for epoch, index in samples:
+            used = self._open.get(epoch)
+            if used is None:
+                used = self._open.setdefault(epoch, bytearray(self._size))
+            if used[index]:
+                self._duplicated[epoch] = self._duplicated.get(epoch, 0) + 1
+            used[index] = 1
+
+    def close_before(self, epoch: int) -> None:
+        """No more uses of earlier epochs will come."""
+        for done in [e for e in self._open if e < epoch]:
+            self._counted[done] = self._size - self._open.pop(done).count(0)
+
+    def report(self, total: int) -> tuple[EpochReport, ...]:
+        """`total`: samples that should have been used, over all epochs."""
+        self.close_before(1 << 62)
+        reports = []
+        for epoch in range(-(-total // self._size)):
+            due = min(self._size, total - epoch * self._size)
+            counted = self._counted.get(epoch, 0)
+            reports.append(EpochReport(epoch, due, counted, due - counted, self._duplicated.get(epoch, 0)))
+        return tuple(reports)
