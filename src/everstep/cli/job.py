@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.base.config import Config, load_config, numerics, to_dict
+from everstep.base.config import Config, load_config, numerics, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
@@ -79,42 +79,13 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
     layers: list[tuple[str, Mapping[str, Any]]] = [("the task's defaults", defaults), *request.layers]
     config = load_config(layers)
     if request.batch_size is not None:
-        config = load_config(
-            [*layers, ("--batch-size", {"micro_batch": _micro_batch(request.batch_size, config.lanes)})]
-        )
-    check_workers(config)
+        sized = with_batch_size({"lanes": config.lanes}, request.batch_size)
+        config = load_config([*layers, ("--batch-size", sized)])
+    if config.stages != 1:
+        raise ConfigError(f"stages: expected 1, got {config.stages}: this version does not split models")
     if config.steps is None and config.epochs is None and not script:
         raise ConfigError("the job has no end: give --steps or --epochs")
     return config
-
-
-def _micro_batch(batch_size: int, lanes: int) -> int:
-    if batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
-    if batch_size % lanes:
-        near = max(lanes, round(batch_size / lanes) * lanes)
-        raise ConfigError(
-            f"the global batch must be divisible by the number of lanes: got --batch-size {batch_size} with {lanes} "
-            f"lanes; use {near}, or another number of lanes (--set lanes=...)"
-        )
-    return batch_size // lanes
-
-
-def check_workers(config: Config) -> None:
-    """Raises: ConfigError if the numbers of workers, spares and lanes contradict each other."""
-    if config.workers < 1:
-        raise ConfigError(f"--workers must be at least 1, got {config.workers}")
-    if config.workers > config.lanes:
-        raise ConfigError(
-            f"--workers may not exceed the number of lanes: got {config.workers} workers for {config.lanes} lanes; "
-            f"use at most {config.lanes} workers, or more lanes (--set lanes={config.workers})"
-        )
-    if config.spares < 0:
-        raise ConfigError(f"--spares must be at least 0, got {config.spares}")
-    if not 1 <= config.min_workers <= config.workers:
-        raise ConfigError(
-            f"--min-workers must be from 1 to the number of workers ({config.workers}), got {config.min_workers}"
-        )
 
 
 def check_dataset(config: Config, dataset_size: int) -> None:

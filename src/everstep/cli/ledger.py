@@ -47,7 +47,7 @@ def audit_run(run_dir: Path) -> LedgerReport:
         )
     digest = read_digest(run_dir)
     upto = int(digest["step"]) if digest is not None else last_committed_step(run_dir / EVENTS_FILE)
-    return audit(read_rows(run_dir), sample_order(run_dir, job), upto)
+    return audit(read_rows(run_dir), sample_order(run_dir, job), upto, ended=digest is not None)
 
 
 def sample_order(run_dir: Path, job: Job) -> SampleOrder:
@@ -85,7 +85,7 @@ def _print(report: LedgerReport) -> None:
     data = to_dict(report)
     for epoch in data["epochs"]:
         print("  ".join(f"{name} {value}" for name, value in epoch.items()))
-    for problem in list(report.problems)[:_SHOWN]:
+    for problem in report.problems[:_SHOWN]:
         print(f"problem: {problem}")
     if len(report.problems) > _SHOWN:
         print(f"and {len(report.problems) - _SHOWN} more problems")

@@ -20,7 +20,8 @@ def command(run_dir: Path, workers: int) -> int:
     job = read_job(run_dir)
     if not job.config.min_workers <= workers <= job.config.lanes:
         raise ConfigError(
-            f"--workers must be from {job.config.min_workers} (min_workers) to {job.config.lanes} (lanes), got {workers}"
+            f"--workers must be from {job.config.min_workers} (min_workers) to "
+            f"{job.config.lanes} (lanes), got {workers}"
         )
     result = ask_running(run_dir, "scale", {"workers": workers})
     print(f"{run_dir}: from {result.get('before', '?')} to {workers} workers")

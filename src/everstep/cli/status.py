@@ -48,7 +48,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def _from_files(run_dir: Path) -> dict[str, Any]:
-    """Of a job that no coordinator answers for: finished, failed, interrupted, starting, or recovering from its loss."""
+    """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
     events = last_run(read_events(run_dir / EVENTS_FILE))
     story = tell(events)
     digest = read_digest(run_dir)

@@ -1,0 +1,53 @@
+# Each target does its own set-up: all it needs is Python 3.11 and make.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+JOBS ?= auto
+PYTEST := $(BIN)/python -m pytest
+EVERSTEP := $(BIN)/python -m everstep
+
+.PHONY: help setup demo check test fast sim integration chaos e2e bench clean
+
+help:
+	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
+	@echo "make check   lint, types and the fast tests (unit, property, traces, tidy)"
+	@echo "make test    check, then simulator, real processes, faults and the command line"
+	@echo "make chaos   only the tests that inject faults into real processes"
+	@echo "make bench   the benchmarks, JSON into bench/out"
+	@echo "make clean   remove what was built and run, the environment included"
+
+setup: $(STAMP)
+
+# torch first and by itself: it decides which build the rest sees.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(EVERSTEP) demo
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) --no-print-directory fast
+
+fast: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/property tests/traces tests/tidy
+
+test: check sim integration chaos e2e
+
+# Real processes share the cores with each other already: these run one test at a time.
+sim integration chaos e2e: $(STAMP)
+	$(PYTEST) tests/$@
+
+bench: $(STAMP)
+	mkdir -p bench/out
+	for script in bench/*.py; do $(BIN)/python $$script --out bench/out/$$(basename $$script .py).json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist runs bench/out src/everstep.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""What all tiers share: one thread per process, golden files that can be rewritten, GPU tests that say why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the golden texts of tests/traces anew")
+
+
+@pytest.fixture
+def rewrite(request: pytest.FixtureRequest) -> bool:
+    """Whether golden texts are to be written instead of compared."""
+    return bool(request.config.getoption("--rewrite"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None or shutil.which("nvidia-smi") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,80 @@
+"""Each rule finds what it is for. Without these, a rule that finds nothing would look like clean source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import tidy_rules as rules
+from tidy_rules import Source, source_of
+
+Rule = Callable[[Source], Iterator[str]]
+DOC = '"""Doc."""\n'
+LONG = "def f():\n" + "    x = 1\n" * 69
+
+BAD: list[tuple[Rule, str, str]] = [
+    (rules.wrong_directions, "everstep.base.x", "from everstep.cli.main import main"),
+    (rules.wrong_directions, "everstep.order.x", "import everstep.placement.tree"),
+    (rules.wrong_directions, "everstep.protocol.x", "from everstep.observe.events import EventLog"),
+    (rules.wrong_directions, "everstep.exact.x", "def f():\n    from ..runtime import board"),
+    (rules.wrong_directions, "everstep.sim.x", "from everstep.exact import digest"),
+    (rules.wrong_directions, "everstep.nowhere.x", "import os"),
+    (rules.impurities, "everstep.placement.x", "import torch"),
+    (rules.impurities, "everstep.protocol.x", "from time import monotonic"),
+    (rules.impurities, "everstep.order.x", "def f():\n    return open('x')"),
+    (rules.impurities, "everstep.base.x", "import msgspec"),
+    (rules.long_functions, "everstep.base.x", LONG),
+    (rules.long_file, "everstep.base.x", "x = 1\n" * 601),
+    (rules.missing_docstrings, "everstep.base.x", "x = 1"),
+    (rules.missing_docstrings, "everstep.base.x", DOC + "def f():\n    pass"),
+    (rules.missing_docstrings, "everstep.base.x", DOC + "class A:\n    pass"),
+    (
+        rules.missing_docstrings,
+        "everstep.base.x",
+        DOC + f"class A:\n    {DOC}    def f(self):\n" + "        x = 1\n" * 19,
+    ),
+    (rules.asserts, "everstep.base.x", "assert True"),
+    (rules.pickles, "everstep.base.x", "import pickle"),
+    (rules.pickles, "everstep.exact.x", "torch.load('x')"),
+    (rules.unfinished, "everstep.base.x", "raise NotImplementedError"),
+]
+
+GOOD: list[tuple[Rule, str, str]] = [
+    (rules.wrong_directions, "everstep.cli.x", "from everstep.base.errors import check"),
+    (rules.wrong_directions, "everstep.runtime.x", "from everstep.observe.events import EventLog"),
+    (rules.wrong_directions, "everstep.sim.x", "from everstep.protocol import messages"),
+    (rules.wrong_directions, "everstep.exact.x", "from . import layout"),
+    (rules.impurities, "everstep.protocol.x", "import msgspec"),
+    (rules.impurities, "everstep.runtime.x", "import time"),
+    (rules.long_functions, "everstep.base.x", LONG.removesuffix("    x = 1\n")),
+    (rules.long_file, "everstep.base.x", "x = 1\n" * 600),
+    (rules.missing_docstrings, "everstep.base.x", DOC + "def _f():\n    pass"),
+    (rules.missing_docstrings, "everstep.base", ""),
+    (rules.pickles, "everstep.exact.x", "state.load('x')"),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "text"), BAD)
+def test_finds_what_it_is_for(rule: Rule, module: str, text: str) -> None:
+    assert len(list(rule(source_of(module, text)))) >= 1
+
+
+@pytest.mark.parametrize(("rule", "module", "text"), GOOD)
+def test_lets_the_rest_alone(rule: Rule, module: str, text: str) -> None:
+    assert list(rule(source_of(module, text))) == []
+
+
+def test_dead_modules() -> None:
+    texts = {
+        "everstep": "",
+        "everstep.a": "import everstep.b",
+        "everstep.b": "RUN = 'everstep.c:main'",
+        "everstep.c": "import everstep.c",
+        "everstep.d": "'everstep.d'",
+    }
+    sources = {name: source_of(name, text) for name, text in texts.items()}
+    assert list(rules.dead_modules(sources, ["everstep.a"])) == ["everstep.d: nothing imports it"]
+
+
+def test_rooms_without_name() -> None:
+    assert len(list(rules.rooms_without_name(["everstep.base.utils", "everstep.order.cursor"]))) == 1

@@ -1,0 +1,55 @@
+"""The source obeys the rules of the house: layers, purity, lengths, docstrings, no dead files."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+import tidy_rules as rules
+
+SOURCES = rules.all_sources()
+EACH = [
+    rules.wrong_directions,
+    rules.impurities,
+    rules.long_functions,
+    rules.long_file,
+    rules.missing_docstrings,
+    rules.asserts,
+    rules.pickles,
+    rules.unfinished,
+]
+
+
+def test_the_source_was_found() -> None:
+    rooms = {source.room for source in SOURCES}
+    assert {"base", "placement", "order", "protocol", "exact", "runtime", "train", "cli"} <= rooms
+
+
+@pytest.mark.parametrize("rule", EACH, ids=lambda rule: rule.__name__)
+def test_every_file(rule: object) -> None:
+    problems = [problem for source in SOURCES for problem in rule(source)]  # type: ignore[operator]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_rooms_are_named_for_what_lives_there() -> None:
+    assert not list(rules.rooms_without_name(source.module for source in SOURCES))
+
+
+def test_no_dead_files() -> None:
+    project = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())["project"]
+    entries = {target.partition(":")[0] for target in project["scripts"].values()}
+    problems = list(rules.dead_modules({source.module: source for source in SOURCES}, entries))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_test_files_have_unique_names() -> None:
+    names: dict[str, list[str]] = {}
+    for path in (rules.ROOT / "tests").rglob("*.py"):
+        if path.name not in ("conftest.py", "__init__.py"):
+            names.setdefault(path.name, []).append(str(path.relative_to(rules.ROOT)))
+    assert not {name: paths for name, paths in names.items() if len(paths) > 1}
+
+
+def test_test_files_are_of_bearable_length() -> None:
+    for path in [*(rules.ROOT / "tests").rglob("*.py"), *(rules.ROOT / "bench").rglob("*.py")]:
+        assert len(path.read_text().splitlines()) <= rules.MAX_TEST_FILE_LINES, path

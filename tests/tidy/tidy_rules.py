@@ -1,0 +1,221 @@
+"""The rules of the house, as functions from source to complaints. They read the AST and import nothing."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+PACKAGE = "everstep"
+
+LAYERS = {
+    "base": 0,
+    "placement": 1,
+    "order": 1,
+    "protocol": 2,
+    "exact": 3,
+    "runtime": 3,
+    "observe": 3,
+    "parallel": 4,
+    "checkpoint": 4,
+    "data": 4,
+    "train": 5,
+    "sim": 6,
+    "planner": 6,
+    "chaos": 6,
+    "zoo": 6,
+    "report": 7,
+    "dashboard": 7,
+    "cli": 7,
+}
+PURE = ("placement", "order", "protocol")
+IMPURE_MODULES = frozenset(
+    {"torch", "numpy", "random", "secrets", "uuid", "time", "datetime", "sched"}
+    | {"os", "io", "pathlib", "tempfile", "shutil", "logging", "urllib", "http"}
+    | {"socket", "select", "selectors", "ssl", "signal", "subprocess", "multiprocessing"}
+    | {"threading", "queue", "asyncio", "concurrent", "uvloop"}
+)
+IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
+PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
+PICKLING_ALLOWED = {"everstep.data.batch": "any user's samples, from a worker's own loader processes to itself"}
+PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
+ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
+UNFINISHED = ("TODO", "FIXME", "XXX", "NotImplementedError")
+MAX_FUNCTION_LINES = 70
+MAX_FILE_LINES = 600
+MAX_TEST_FILE_LINES = 900
+LONG_METHOD_LINES = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: dotted name, where it is, text and tree."""
+
+    module: str
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The package below `everstep`, "" for the root's own modules."""
+        parts = self.module.split(".")
+        return parts[1] if len(parts) > 2 or (len(parts) == 2 and parts[1] in LAYERS) else ""
+
+
+def source_of(module: str, text: str, path: str = "") -> Source:
+    """A module from its text."""
+    return Source(module, path or f"{module.replace('.', '/')}.py", text, ast.parse(text))
+
+
+def all_sources(root: Path = SRC) -> list[Source]:
+    """Every module of the package."""
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(source_of(module, path.read_text(), str(path.relative_to(root.parent))))
+    return found
+
+
+def imports(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that is imported, wherever in the file."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                own = source.module.split(".")[: -node.level]
+                base = ".".join([*own, base]) if base else ".".join(own)
+            yield node.lineno, base
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def wrong_directions(source: Source) -> Iterator[str]:
+    """Imports that do not go down; packages of one layer that import each other (`observe` excepted)."""
+    room = source.room
+    if not room:
+        return
+    if room not in LAYERS:
+        yield f"{source.path}: package {room!r} has no layer"
+        return
+    for line, name in imports(source):
+        parts = name.split(".")
+        if parts[0] != PACKAGE or len(parts) < 2 or parts[1] not in LAYERS or parts[1] == room:
+            continue
+        other = parts[1]
+        down = LAYERS[other] < LAYERS[room] or (other == "observe" and LAYERS[room] >= LAYERS["observe"])
+        if not down:
+            yield f"{source.path}:{line}: {room} (L{LAYERS[room]}) imports {name} (L{LAYERS[other]})"
+        elif room == "sim" and LAYERS[other] > 2:
+            yield f"{source.path}:{line}: sim imports L0 to L2 alone, not {name}"
+
+
+def impurities(source: Source) -> Iterator[str]:
+    """In pure packages: torch, clocks, randomness, I/O, threads. In base: anything but the standard library."""
+    if source.room == "base":
+        for line, name in imports(source):
+            top = name.split(".")[0]
+            if top != PACKAGE and top not in sys.stdlib_module_names:
+                yield f"{source.path}:{line}: base is standard library only, not {top}"
+    if source.room not in PURE:
+        return
+    for line, name in imports(source):
+        if name.split(".")[0] in IMPURE_MODULES:
+            yield f"{source.path}:{line}: {source.room} is pure, it may not import {name}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
+            yield f"{source.path}:{node.lineno}: {source.room} is pure, it may not call {node.func.id}()"
+
+
+def long_functions(source: Source) -> Iterator[str]:
+    """Functions of 70 lines or more."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines >= MAX_FUNCTION_LINES:
+                yield f"{source.path}:{node.lineno}: {node.name} has {lines} lines, limit {MAX_FUNCTION_LINES - 1}"
+
+
+def long_file(source: Source) -> Iterator[str]:
+    """Files of more than 600 lines."""
+    lines = source.text.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{source.path}: {lines} lines, {MAX_FILE_LINES} are allowed"
+
+
+def missing_docstrings(source: Source) -> Iterator[str]:
+    """Modules, public classes and public functions without one; and public methods of 20 lines or more."""
+    if not ast.get_docstring(source.tree) and source.text.strip():
+        yield f"{source.path}: the module has no docstring"
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if not ast.get_docstring(node):
+                yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+            if isinstance(node, ast.ClassDef):
+                yield from _undocumented_methods(source, node)
+
+
+def _undocumented_methods(source: Source, owner: ast.ClassDef) -> Iterator[str]:
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines >= LONG_METHOD_LINES and not ast.get_docstring(node):
+                yield f"{source.path}:{node.lineno}: {owner.name}.{node.name} has {lines} lines and no docstring"
+
+
+def asserts(source: Source) -> Iterator[str]:
+    """`assert` vanishes under -O."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assert):
+            yield f"{source.path}:{node.lineno}: use check() from everstep.base.errors instead of assert"
+
+
+def pickles(source: Source) -> Iterator[str]:
+    """Nothing is pickled, neither on disk nor on the wire."""
+    if source.module in PICKLING_ALLOWED:
+        return
+    for line, name in imports(source):
+        if name.split(".")[0] in PICKLES:
+            yield f"{source.path}:{line}: imports {name}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLING_CALLS:
+            yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
+
+
+def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
+    """A room is named for what lives there."""
+    for module in modules:
+        for part in module.split("."):
+            if part in ROOMS_WITHOUT_NAME:
+                yield f"{module}: {part!r} says nothing about what lives there"
+
+
+def unfinished(source: Source) -> Iterator[str]:
+    """Promises instead of work."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        for word in UNFINISHED:
+            if word in line:
+                yield f"{source.path}:{number}: {word}"
+
+
+def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Iterator[str]:
+    """Modules that nothing imports, names as a string ("module" or "module:attribute"), or lists as an entry."""
+    alive = set(entries)
+    for source in sources.values():
+        names = {name for _, name in imports(source)}
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value.partition(":")[0])
+        alive |= {name for name in names if name != source.module}
+    for module in sorted(sources):
+        is_package = any(other.startswith(f"{module}.") for other in sources)
+        if module not in alive and not is_package and not module.endswith(".__main__"):
+            yield f"{module}: nothing imports it"
