@@ -7,6 +7,7 @@ apart because one process may hold seats in several stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from everstep.base.errors import check
@@ -84,15 +85,22 @@ class Plan:
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 
+    @cached_property
+    def _by_id(self) -> dict[int, Member]:
+        # A coordinator of a thousand workers asks a thousand times per message.
+        return {m.worker_id: m for m in self.members}
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, int], Seat]:
+        return {(s.worker_id, s.stage): s for s in self.seats}
+
     def member(self, worker_id: int) -> Member:
         """Raises: KeyError if the worker is not a member."""
-        for m in self.members:
-            if m.worker_id == worker_id:
-                return m
-        raise KeyError(worker_id)
+        return self._by_id[worker_id]
 
     def has(self, key: WorkerKey) -> bool:
-        return any(m.key == key for m in self.members)
+        member = self._by_id.get(key.worker_id)
+        return member is not None and member.incarnation == key.incarnation
 
     def pool(self, stage: int) -> tuple[Seat, ...]:
         """The seats of one stage, in id order."""
@@ -104,10 +112,7 @@ class Plan:
 
     def seat(self, worker_id: int, stage: int = 0) -> Seat:
         """Raises: KeyError if the worker has no seat there."""
-        for s in self.seats:
-            if s.worker_id == worker_id and s.stage == stage:
-                return s
-        raise KeyError((worker_id, stage))
+        return self._by_place[worker_id, stage]
 
     def lanes_of(self, worker_id: int, stage: int = 0) -> tuple[int, ...]:
         return self.seat(worker_id, stage).lanes
