@@ -45,7 +45,7 @@ class Task:
         return [model]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss over the micro-batch (scalar), or (sum, weight): both scalars, e.g. weight = number of tokens."""
+        """The micro-batch's mean loss (scalar), or (sum, weight), both scalars: weight is the number of tokens, say."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,236 @@
+"""One coordinator process, 1,000 simulated agents over loopback TCP: what heartbeats cost it, how fast plans spread.
+
+    python bench/control_plane.py [--agents 1000] [--seconds 8] [--evictions 5]
+
+Each agent has one worker, and each worker a control connection of its own. Measured: the coordinator's share of a core
+while every agent sends a heartbeat per second, and the time from an agent's word that a worker died until the last
+surviving worker holds the new plan. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+
+from everstep.base.config import load_config, to_dict
+from everstep.base.plan import Member, Plan
+from everstep.protocol import messages as m
+from everstep.runtime import wire
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
+from everstep.runtime.process import raise_descriptor_limit
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+class Plans:
+    """Decodes each distinct plan once: a thousand workers would each decode it on their own machine."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[bytes, m.AnyMessage]] = {}
+
+    def decode(self, body: bytes) -> m.AnyMessage:
+        if len(body) < 512:
+            return m.decode(body)
+        known = self._known.get(len(body))
+        if known is None or known[0] != body:
+            known = self._known[len(body)] = (body, m.decode(body))
+        return known[1]
+
+
+class Client:
+    """One control connection."""
+
+    def __init__(self, number: int, role: str) -> None:
+        self.number = number
+        self.role = role
+        self.pongs = 0
+        self.generation = 0
+        self.joined: asyncio.Event = asyncio.Event()
+
+    async def connect(self, host: str, port: int, token: bytes) -> None:
+        self.reader, self.writer = await asyncio.open_connection(host, port, limit=wire.MAX_FRAME_BYTES)
+        greeted = await self.reader.readexactly(wire.GREETING_BYTES)
+        sent, expected = wire.answer(token, greeted, self.role, f"{self.role}-{self.number}")
+        self.writer.write(sent)
+        if await self.reader.readexactly(wire.MAC_BYTES) != expected:
+            raise SystemExit("the coordinator does not know the token")
+
+    def send(self, message: m.AnyMessage) -> None:
+        self.writer.write(wire.frame(m.encode(message)))
+
+
+class Bench:
+    """All simulated agents and workers."""
+
+    def __init__(self, count: int, host: str, port: int, token: bytes, pid: int) -> None:
+        self.count, self.host, self.port, self.token, self.pid = count, host, port, token, pid
+        self.agents = [Client(n, "agent") for n in range(count)]
+        self.workers = [Client(n, "worker") for n in range(count)]
+        self.plans = Plans()
+        self.live = set(range(count))
+        self.waiting_for = 1
+        self.missing: set[int] = set(range(count))
+        self.reached = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        gate = asyncio.Semaphore(200)
+
+        async def connect(client: Client) -> None:
+            async with gate:
+                await client.connect(self.host, self.port, self.token)
+
+        await asyncio.gather(*(connect(c) for c in self.agents + self.workers))
+        for number in range(self.count):
+            life = m.WorkerLife(worker_id=number, incarnation=0, pid=1)
+            hello = m.AgentHello(agent_id=f"agent-{number}", host=f"host-{number}", workers=[life], slots=1)
+            self.agents[number].send(hello)
+            self.tasks.append(asyncio.create_task(self._agent(self.agents[number])))
+        for number in range(self.count):
+            member = Member(number, 0, f"host-{number}", 1, f"10.0.0.1:{10000 + number}", "segment")
+            self.workers[number].send(m.WorkerHello(member=member, step=0, plan=None))
+            self.tasks.append(asyncio.create_task(self._worker(self.workers[number])))
+
+    async def beat(self) -> None:
+        """A heartbeat per agent and second, spread evenly."""
+        start = time.monotonic()
+        seq = 0
+        while True:
+            number = seq % self.count
+            due = start + seq / self.count
+            now = time.monotonic()
+            if due > now:
+                await asyncio.sleep(due - now)
+            agent = self.agents[number]
+            pulses = []
+            if number in self.live:
+                pulse = m.WorkerPulse(
+                    worker_id=number, incarnation=0, step=5, phase="forward", still_ms=3, samples_per_s=9.5
+                )
+                pulses.append(pulse)
+            agent.send(m.Heartbeat(agent_id=f"agent-{number}", seq=seq, rtt_ms=0.2, workers=pulses))
+            seq += 1
+
+    async def _agent(self, client: Client) -> None:
+        reader = wire.FrameReader()
+        while data := await client.reader.read(1 << 16):
+            client.pongs += sum(isinstance(m.decode(body), m.Pong) for body in reader.feed(data))
+
+    async def _worker(self, client: Client) -> None:
+        reader = wire.FrameReader()
+        while data := await client.reader.read(1 << 20):
+            for body in reader.feed(data):
+                message = self.plans.decode(body)
+                if isinstance(message, m.PlanNow | m.PlanPrepared):
+                    self._plan(client, message.plan)
+
+    def _plan(self, client: Client, plan: Plan) -> None:
+        client.generation = plan.generation
+        entered = m.GenerationEntered(
+            worker_id=client.number, incarnation=0, generation=plan.generation, step=1, phases_ms={}
+        )
+        client.send(entered)
+        if plan.generation >= self.waiting_for:
+            self.missing.discard(client.number)
+            if not self.missing:
+                self.reached.set()
+
+    async def evict(self, victim: int) -> float:
+        """Seconds from the agent's word until the last survivor holds the new plan."""
+        self.live.discard(victim)
+        self.waiting_for = max(c.generation for c in self.workers) + 1
+        self.missing = set(self.live)
+        self.reached = asyncio.Event()
+        message = m.WorkerExited(
+            agent_id=f"agent-{victim}",
+            worker_id=victim,
+            incarnation=0,
+            reason="killed by SIGKILL",
+            died_unix_ns=time.time_ns(),
+        )
+        start = time.perf_counter()
+        self.agents[victim].send(message)
+        await asyncio.wait_for(self.reached.wait(), 60)
+        return time.perf_counter() - start
+
+
+async def measure(bench: Bench, seconds: float, evictions: int) -> dict[str, object]:
+    """The whole conversation."""
+    start = time.perf_counter()
+    await bench.start()
+    await asyncio.wait_for(bench.reached.wait(), 60)
+    first_plan_s = time.perf_counter() - start
+    beating = asyncio.create_task(bench.beat())
+    await asyncio.sleep(2.0)
+    pongs, cpu, since = sum(a.pongs for a in bench.agents), cpu_seconds(bench.pid), time.perf_counter()
+    await asyncio.sleep(seconds)
+    elapsed = time.perf_counter() - since
+    beats = sum(a.pongs for a in bench.agents) - pongs
+    share = (cpu_seconds(bench.pid) - cpu) / elapsed
+    changes = []
+    for n in range(evictions):
+        changes.append(await bench.evict(n * (bench.count // evictions) + 1))
+        await asyncio.sleep(0.5)
+    beating.cancel()
+    for task in bench.tasks:
+        task.cancel()
+    return {
+        "agents": bench.count,
+        "heartbeats_per_s": round(beats / elapsed, 1),
+        "coordinator_core_share": round(share, 4),
+        "coordinator_us_per_heartbeat": round(share / max(1.0, beats / elapsed) * 1e6, 1),
+        "generation_change_s": {
+            "median": round(statistics.median(changes), 4),
+            "worst": round(max(changes), 4),
+            "all": [round(c, 4) for c in changes],
+        },
+        "connect_to_first_plan_s": round(first_plan_s, 3),
+        "targets": {"coordinator_core_share": 0.25, "generation_change_s": 1.0},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--evictions", type=int, default=5)
+    arguments = parser.parse_args()
+    raise_descriptor_limit()
+    settings = {"workers": arguments.agents, "lanes": arguments.agents, "heartbeat.interval_s": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        token = wire.new_token()
+        wire.write_token(run_dir / TOKEN_FILE, token)
+        config = to_dict(load_config([("bench", settings)]))
+        (run_dir / JOB_FILE).write_text(json.dumps({"config": config}))
+        command = [sys.executable, "-m", "everstep.runtime.coordinator_main", str(run_dir)]
+        coordinator = subprocess.Popen([*command, "--parent", str(os.getpid())])
+        try:
+            while not (run_dir / COORDINATOR_FILE).exists() and coordinator.poll() is None:
+                time.sleep(0.01)
+            address = read_address(run_dir / COORDINATOR_FILE)
+            bench = Bench(arguments.agents, address.host, address.port, token, address.pid)
+            print(json.dumps(uvloop.run(measure(bench, arguments.seconds, arguments.evictions)), indent=2))
+        finally:
+            coordinator.kill()
+            coordinator.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The models of the benchmarks, as tasks: the same objects serve Everstep and its peers.
+
+`Synthetic` data: what is measured is the step, not the loading.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import everstep
+from everstep.zoo.resnet import resnet
+from everstep.zoo.transformer import Transformer, TransformerConfig
+
+
+class RandomImages(Dataset[Any]):
+    """Fixed random images, 3 x 32 x 32, with labels."""
+
+    def __init__(self, size: int = 4096, classes: int = 10) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(512, 3, 32, 32, generator=generator)
+        self.labels = torch.randint(classes, (512,), generator=generator)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index % 512], self.labels[index % 512]
+
+
+class RandomTokens(Dataset[Any]):
+    """Fixed random windows of tokens."""
+
+    def __init__(self, length: int, vocabulary: int, size: int = 4096) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(vocabulary, (256, length + 1), generator=generator)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tokens[index % 256]
+
+
+class ResNet18(everstep.Task):
+    """ResNet-18 on small images: 11M parameters."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 8, "steps": 20, "verify_every": 0}
+
+    def build_model(self) -> nn.Module:
+        return resnet(18, classes=10, small_input=False)
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return RandomImages()
+
+    def build_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class SmallTransformer(everstep.Task):
+    """A causal transformer, 0.9M parameters."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 40, "verify_every": 0}
+    shape = TransformerConfig(vocabulary=256, layers=4, width=128, heads=4, context=64, dropout=0.0)
+
+    def build_model(self) -> nn.Module:
+        return Transformer(self.shape)
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return RandomTokens(self.shape.context, self.shape.vocabulary)
+
+    def build_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=3e-4)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Transformer25M(SmallTransformer):
+    """A causal transformer, 25M parameters."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12, "verify_every": 0}
+    shape = TransformerConfig(vocabulary=256, layers=8, width=512, heads=8, context=64, dropout=0.0)
+
+
+MODELS: dict[str, type[everstep.Task]] = {
+    "resnet18": ResNet18,
+    "transformer-small": SmallTransformer,
+    "transformer-25m": Transformer25M,
+}

@@ -1,0 +1,324 @@
+"""The engine: executes the step machine's effects, and feeds it what happens.
+
+Apart from `session` so that control flow (plans, settling, exchanges) and work (lanes, updates, state) do not mix: the
+engine knows no model, and its `Hands` know no generation. One thread runs all of this; control threads only put plans
+into the inbox and abort transfers.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from everstep.base.errors import CollectiveAborted, Evicted, JobFailed, check
+from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Tag, Tick, Transport
+from everstep.protocol import messages as wire
+from everstep.protocol import step_types as step
+from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_types import Key, Record
+from everstep.train.record import decode_holding, decode_record, encode_holding, encode_record
+
+_SETTLE = Tag("settle", 0, 0)
+_UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT})
+_DECIDED = step.Update | step.Gathered | step.Release | step.Discard
+
+
+class Hands(Protocol):
+    """What the engine has done by others."""
+
+    def phase(self, name: str, step: int, plan: Plan | None) -> None:
+        """A phase begins (progress board, scripted faults)."""
+        ...
+
+    def prepare(self, step: int, lanes: tuple[int, ...], plan: Plan) -> None:
+        """These lanes of the step will be asked for."""
+        ...
+
+    def reduce(self, step: int, plan: Plan) -> bytes:
+        """Finish the reduction of the step; returns the payload of the agree record."""
+        ...
+
+    def update(self, step: int, records: Mapping[int, Record]) -> None:
+        """Apply the decided step."""
+        ...
+
+    def gather_payload(self, data: bytes) -> bytes:
+        """Wrap the application's data for a gather."""
+        ...
+
+    def decided(self, key: Key, records: Mapping[int, Record]) -> None:
+        """A decision was taken here (called before its update)."""
+        ...
+
+    def release(self, step: int) -> None:
+        """Effects of the step, and of older ones, may leave the process."""
+        ...
+
+    def discard(self, step: int) -> None:
+        """Lane results of this step and older are no longer needed."""
+        ...
+
+    def serve(self, plan: Plan, position: Key, to: tuple[int, ...]) -> None:
+        """Give the state to members that lack it."""
+        ...
+
+    def fetch(self, plan: Plan, position: Key, donors: tuple[int, ...]) -> Mapping[int, Record]:
+        """Copy the state from one of the donors; returns the records of `position`."""
+        ...
+
+    def entered(self, plan: Plan, step: int, phases_ms: dict[str, float]) -> None:
+        """A generation goes on from here."""
+        ...
+
+
+class Engine:
+    """Drives one worker's step machine.
+
+    `tell` sends a message to the coordinator. Plans and other news arrive through `deliver`, from any thread.
+    """
+
+    def __init__(
+        self, me: WorkerKey, transport: Transport, hands: Hands, tell: Callable[[wire.AnyMessage], None], tick: Tick
+    ) -> None:
+        self.me = me
+        self.machine = StepMachine(me)
+        self.transport = transport
+        self.hands = hands
+        self.tell = tell
+        self.tick = tick
+        self.lanes: deque[int] = deque()
+        self.lanes_step = 0
+        self.gathered: dict[Key, Mapping[int, Record]] = {}
+        self.ended: wire.JobEnded | None = None
+        self.heal: wire.Heal | None = None
+        self._inbox: queue.SimpleQueue[wire.AnyMessage] = queue.SimpleQueue()
+        self._effects: deque[step.StepEffect] = deque()
+        self._arrived_ns = 0
+        self._phases_ms: dict[str, float] = {}
+        self._asked_gather = Key(0, 0)
+
+    # ---- from other threads
+
+    def deliver(self, message: wire.AnyMessage) -> None:
+        """Thread-safe. An immediate plan frees this worker from whatever transfer it waits in."""
+        self._inbox.put(message)
+        if isinstance(message, wire.PlanNow):
+            self._arrived_ns = time.monotonic_ns()
+            self.transport.abort(message.plan.generation - 1)
+        elif isinstance(message, wire.JobEnded | wire.Dismissed):
+            self.transport.abort(1 << 31)
+
+    # ---- what the session asks
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.machine.plan
+
+    @property
+    def position(self) -> Key:
+        return self.machine.position
+
+    def ask_step(self) -> None:
+        self.handle(step.StepAsked())
+
+    def next_lane(self, number: int) -> int | None:
+        """The next lane to compute for the step, or None once the step is applied here (or the state is beyond it)."""
+        while True:
+            self.news()
+            while self._effects:
+                self._execute(self._effects.popleft())
+                self.news()
+            if self.machine.position.step >= number and self.settled:
+                return None
+            if self.lanes and self.lanes_step == number:
+                return self.lanes.popleft()
+            self._wait_news()
+
+    def lane_done(self, number: int, lane: int) -> None:
+        self.handle(step.LaneDone(number, lane))
+
+    def gather(self, data: bytes) -> Mapping[int, Record]:
+        """One decision beyond the step: all members' data, the same at all. Survives changes of the membership.
+
+        Raises: Evicted if the others have gone on without this worker's application.
+        """
+        at = self.machine.position.step
+        self._asked_gather = Key(at, self._asked_gather.seq + 1 if self._asked_gather.step == at else 1)
+        key = self._asked_gather
+        if key not in self.gathered:
+            self.handle(step.GatherAsked(self.hands.gather_payload(data)))
+        while key not in self.gathered and self.ended is None:
+            if self.machine.position.step > at:
+                raise Evicted(f"the others have decided {key} without this worker; it has to start anew")
+            self.turn()
+        return self.gathered.get(key, {})
+
+    def wait_end(self) -> bool:
+        """After the last decision: True when the job has ended, False when a new generation has begun instead."""
+        generation = self.machine.generation
+        while self.ended is None:
+            self.turn(raise_end=False)
+            if self.machine.generation != generation and self.settled:
+                return False
+        return True
+
+    def note_phase(self, name: str, begin_ns: int) -> None:
+        """Time since `begin_ns` (monotonic) went into this phase of the present recovery."""
+        self._phases_ms[name] = (time.monotonic_ns() - begin_ns) / 1e6
+
+    # ---- turning the wheel
+
+    @property
+    def busy(self) -> bool:
+        """Whether effects wait to be carried out."""
+        return bool(self._effects)
+
+    @property
+    def settled(self) -> bool:
+        """Whether this worker is a member that may go on."""
+        return self.machine.phase not in _UNSETTLED and not self.busy
+
+    def turn(self, raise_end: bool = True) -> None:
+        """One effect, or a short wait for news."""
+        self.news(raise_end)
+        if self._effects:
+            self._execute(self._effects.popleft())
+        elif not (self.ended and not raise_end):
+            self._wait_news(raise_end)
+
+    def _wait_news(self, raise_end: bool = True) -> None:
+        self.tick()
+        try:
+            message = self._inbox.get(timeout=0.02)
+        except queue.Empty:
+            return
+        self._take(message, raise_end)
+
+    def news(self, raise_end: bool = True) -> None:
+        """Take in what has come from the coordinator."""
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._take(message, raise_end)
+
+    def _take(self, message: wire.AnyMessage, raise_end: bool) -> None:
+        if isinstance(message, wire.PlanNow):
+            if message.plan.has(self.me):
+                self.handle(step.PlanArrived(message.plan))
+        elif isinstance(message, wire.PlanPrepared):
+            self.handle(step.PreparedArrived(message.plan))
+        elif isinstance(message, wire.Heal):
+            self.heal = message
+        elif isinstance(message, wire.Dismissed):
+            raise Evicted(message.reason)
+        elif isinstance(message, wire.JobEnded):
+            self.ended = message
+            if raise_end and message.state != "completed":
+                raise JobFailed(message.reason)
+
+    def handle(self, event: step.StepEvent) -> None:
+        """Feed the machine; its effects are carried out in turn."""
+        effects = self.machine.handle(time.monotonic_ns(), event)
+        if any(isinstance(e, step.Leave | step.Open) for e in effects):
+            self._drop_transfers()
+        self._effects.extend(effects)
+
+    def _drop_transfers(self) -> None:
+        """What has been decided is still carried out; everything that needs the old generation is not."""
+        self._effects = deque(e for e in self._effects if isinstance(e, _DECIDED))
+        self.lanes.clear()
+
+    # ---- effects
+
+    def _execute(self, effect: step.StepEffect) -> None:
+        try:
+            self._perform(effect)
+        except CollectiveAborted as fault:
+            self._aborted(fault)
+
+    def _aborted(self, fault: CollectiveAborted) -> None:
+        """A transfer was left: somebody decides, and a plan comes. Tell who is accused, once."""
+        if fault.accused:
+            self.tell(
+                wire.PeerFault(
+                    worker_id=self.me.worker_id,
+                    incarnation=self.me.incarnation,
+                    generation=self.machine.generation,
+                    accused=sorted(fault.accused),
+                    reason=str(fault),
+                )
+            )
+        self._drop_transfers()
+
+    def _perform(self, effect: step.StepEffect) -> None:  # one line per effect: the table of what each one means
+        plan = self.machine.plan
+        match effect:
+            case step.Leave(generation=generation):
+                self.transport.abort(generation)
+            case step.Open():
+                self._open(effect.plan)
+            case step.SendHolding():
+                self._settle(effect)
+            case step.Compute():
+                check(plan is not None, "lanes without a plan")
+                self.lanes, self.lanes_step = deque(effect.lanes), effect.step
+                self.hands.prepare(effect.step, effect.lanes, plan)  # type: ignore[arg-type]
+            case step.Reduce():
+                self.hands.phase("reduce", effect.step, plan)
+                payload = self.hands.reduce(effect.step, plan)  # type: ignore[arg-type]
+                self.handle(step.GradientReduced(effect.generation, effect.step, payload))
+            case step.SendRecord():
+                self._decide(effect)
+            case step.Update():
+                self.hands.phase("update", effect.step, plan)
+                self.hands.update(effect.step, effect.records)
+                self.handle(step.Updated(effect.step))
+            case step.Gathered():
+                self.hands.decided(effect.key, effect.records)
+                self.gathered = {k: v for k, v in self.gathered.items() if k.step == effect.key.step}
+                self.gathered[effect.key] = effect.records
+            case step.Release():
+                self.hands.release(effect.step)
+            case step.Discard():
+                self.hands.discard(effect.step)
+            case step.ServeState():
+                self.hands.serve(plan, effect.position, effect.to)  # type: ignore[arg-type]
+            case step.FetchState():
+                self.hands.phase("heal", effect.position.step, plan)
+                records = self.hands.fetch(plan, effect.position, effect.donors)  # type: ignore[arg-type]
+                self.handle(step.StateCopied(effect.generation, effect.position, records))
+            case step.Entered():
+                self.hands.entered(plan, effect.step, self._phases_ms)  # type: ignore[arg-type]
+                self._phases_ms = {}
+            case step.LeftPlan():
+                raise Evicted("drained: the plan goes on without this worker")
+
+    def _open(self, plan: Plan) -> None:
+        now = time.monotonic_ns()
+        if self._arrived_ns:
+            self._phases_ms["unblock"] = (now - self._arrived_ns) / 1e6
+        self._arrived_ns = 0
+        self.transport.open(plan)
+        self._phases_ms["regroup"] = (time.monotonic_ns() - now) / 1e6
+
+    def _settle(self, effect: step.SendHolding) -> None:
+        begin = time.monotonic_ns()
+        self.hands.phase("settle", effect.holding.position.step, self.machine.plan)
+        held = self.transport.exchange(_SETTLE, encode_holding(effect.holding))
+        self._phases_ms["settle"] = (time.monotonic_ns() - begin) / 1e6
+        for worker_id in sorted(held):
+            self.handle(step.HoldingArrived(effect.generation, worker_id, decode_holding(held[worker_id])))
+
+    def _decide(self, effect: step.SendRecord) -> None:
+        key = effect.key
+        if key.seq == 0:
+            self.hands.phase("agree", key.step, self.machine.plan)
+        records = self.transport.exchange(Tag("decide", key.step, key.seq), encode_record(effect.record))
+        for worker_id in sorted(records):
+            self.handle(step.RecordArrived(effect.generation, key, worker_id, decode_record(records[worker_id])))

@@ -1,0 +1,98 @@
+"""`everstep.join`: for people with a loop of their own. A few changed lines, no inheritance.
+
+Under `everstep run` the script is one of many workers; by itself it is a job of one worker with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from everstep.base.config import Config, load_config, to_dict
+from everstep.base.errors import ConfigError
+from everstep.train.assembly import assemble, set_up_torch
+from everstep.train.link import LaunchedLink, Link, LoneLink
+from everstep.train.precision import resolve_device
+from everstep.train.replica import Parts
+from everstep.train.run import Run
+
+_launched: LaunchedLink | None = None
+_called = False
+
+
+def launched_with(link: LaunchedLink) -> None:
+    """Told by the worker before it runs a script: `join` belongs to this job."""
+    global _launched, _called
+    _launched, _called = link, False
+    set_up_torch(link.config)
+
+
+def was_called() -> bool:
+    """Whether the script has called `join`."""
+    return _called
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Any,
+    lanes: int = 8,
+    micro_batch: int = 8,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+    state: Mapping[str, Any] | None = None,
+    *,
+    units: Sequence[nn.Module] | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    run_dir: str | Path | None = None,
+    **config: Any,
+) -> Run:
+    """Make this process a worker of a job, and return the job's steps to iterate over.
+
+    The global batch is `lanes` x `micro_batch` samples, whoever computes them. `state`: anything else to be healed and
+    saved, by name: objects with state_dict and load_state_dict. `units`: the finest cuts of the model, in order.
+    `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
+    given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere.
+
+    Raises: ConfigError for what cannot work, in one line.
+    """
+    global _called
+    if _called and _launched is not None:
+        raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
+    _called = True
+    given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
+    link: Link
+    if _launched is not None:
+        link = _launched
+        link.config = _merge(link, given)
+    else:
+        link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
+    device = set_up_torch(link.config) if _launched is None else resolve_device(link.config.device)
+    parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
+    return assemble(link, parts, dataset, collate, device)
+
+
+def _alone(given: Mapping[str, Any]) -> Config:
+    if given.get("steps") is None and given.get("epochs") is None:
+        given = {**given, "epochs": 1}
+    return load_config([("join", given)])
+
+
+def _merge(link: LaunchedLink, given: Mapping[str, Any]) -> Config:
+    """The job's config, filled up with what the script gives and the user has not set."""
+    job = to_dict(link.config)
+    if given["lanes"] != link.config.lanes:
+        raise ConfigError(
+            f"the script joins with lanes={given['lanes']}, the job was started with lanes={link.config.lanes}; "
+            f"start it with --set lanes={given['lanes']}"
+        )
+    own = {k: v for k, v in given.items() if v is not None and k not in link.explicit}
+    merged = load_config([("job.json", job), ("join", own)])
+    if merged.steps is None and merged.epochs is None:
+        merged = load_config([("job.json", to_dict(merged)), ("join", {"epochs": 1})])
+    return merged

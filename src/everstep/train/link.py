@@ -1,0 +1,147 @@
+"""How a worker is tied to its job: who it is, whom it tells, where it writes. With a launcher, or alone.
+
+Apart so that the session is the same in both cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from everstep.base.config import Config
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.protocol import messages as wire
+from everstep.runtime.address import JOB_FILE
+from everstep.runtime.board import Board, Row
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.control import ControlClient
+from everstep.runtime.peer import PeerConnection, PeerServer
+
+_LAST_WORDS_S = 5.0
+Faults = Callable[[int, str, Plan], None]
+Deliver = Callable[[wire.AnyMessage], None]
+Hello = Callable[[], wire.AnyMessage]
+
+
+def no_faults(step: int, phase: str, plan: Plan) -> None:
+    """The scripted faults of a job that has none."""
+
+
+class Link(Protocol):
+    """One worker's ties to its job. `run_dir` None: nothing is written."""
+
+    me: WorkerKey
+    host: str
+    config: Config
+    run_dir: Path | None
+    row: Row
+    faults: Faults
+    token: bytes
+
+    def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
+        """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
+        ...
+
+    def connect(self, hello: Hello, deliver: Deliver) -> None:
+        """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread."""
+        ...
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        """Send to the coordinator; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
+def _explicit(context: WorkerContext) -> frozenset[str]:
+    """The config keys that the user set himself; a script's own values give way to these only."""
+    try:
+        return frozenset(json.loads((context.run_path / JOB_FILE).read_text()).get("explicit", ()))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+class LaunchedLink:
+    """A worker that a launcher started."""
+
+    def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
+        self.me = context.key
+        self.host = context.host
+        self.config = config
+        self.run_dir: Path | None = context.run_path
+        self.row = Board.attach(context.board_fd).row(context.board_row)
+        self.faults = faults
+        self.token = context.token_bytes()
+        self.explicit = _explicit(context)
+        self._coordinator = context.coordinator_file
+        self._control: ControlClient | None = None
+        self._peers: PeerServer | None = None
+
+    def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
+        self._peers = PeerServer("127.0.0.1", self.token, handler)
+        return self._peers.address
+
+    def connect(self, hello: Hello, deliver: Deliver) -> None:
+        self._control = ControlClient(
+            self._coordinator, self.token, "worker", str(self.me), hello=hello, on_message=deliver
+        )
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        if self._control is not None:
+            self._control.send(message)
+
+    def announce(self, words: Callable[[], wire.AnyMessage]) -> None:
+        """Say one last thing, even if this worker never said hello."""
+        if self._control is not None:
+            self._control.send(words())
+            self._control.flush(_LAST_WORDS_S)
+        else:
+            last = ControlClient(
+                self._coordinator, self.token, "worker", str(self.me), hello=words, on_message=lambda message: None
+            )
+            last.wait_connected(_LAST_WORDS_S)
+            last.close()
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._peers is not None:
+            self._peers.close()
+
+
+class LoneLink:
+    """A job of one worker, without launcher or coordinator: it plans for itself."""
+
+    def __init__(self, config: Config, run_dir: Path | None = None) -> None:
+        self.me = WorkerKey(0, 0)
+        self.host = socket.gethostname()
+        self.config = config
+        self.run_dir = run_dir
+        self.row = Board.create(1).row(0)
+        self.faults: Faults = no_faults
+        self.token = secrets.token_bytes(16)
+        self._deliver: Deliver | None = None
+
+    def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
+        return ""
+
+    def connect(self, hello: Hello, deliver: Deliver) -> None:
+        self._deliver = deliver
+        member = Member(0, 0, self.host, os.getpid())
+        lanes = tuple(range(self.config.lanes))
+        plan = Plan(1, "a job of one worker", (member,), (Seat(0, 0, "active", lanes),), self.config.lanes)
+        deliver(wire.PlanNow(plan=plan))
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.WorkerDone) and self._deliver is not None:
+            self._deliver(wire.JobEnded(state="completed", reason="all steps are done", exit_code=0))
+
+    def close(self) -> None:
+        self._deliver = None

@@ -1,0 +1,98 @@
+"""What leaves the process once a step can no longer be undone: ledger rows, events, metrics.
+
+Apart because of one rule: nothing here runs before every member is known to have committed the step. Rows are keyed by
+step and idempotent, so every worker writes its own file and a reader takes the union.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from everstep.base.plan import Plan, WorkerKey
+from everstep.observe.events import EventLog, last_committed_step
+from everstep.order.ledger import LaneUse, LedgerRow, encode_row
+from everstep.train.record import Outcome
+
+
+class Publisher:
+    """Holds the outcomes of decided steps until they are released, then writes them.
+
+    `run_dir` None: nothing is written (a job without a directory).
+    """
+
+    def __init__(self, run_dir: Path | None, me: WorkerKey, log_every: int) -> None:
+        self.me = me
+        self.log_every = log_every
+        self.run_dir = run_dir
+        self.events: EventLog | None = None
+        self._pending: dict[int, tuple[Outcome, Plan, dict[str, Any]]] = {}
+        self._committed_ns: dict[int, int] = {}
+        self._ledger: int | None = None
+        self._leading = False
+        self._reported_through = 0
+        if run_dir is not None:
+            (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
+            self.events = EventLog(
+                run_dir / "events.jsonl", worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
+            )
+            path = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
+            self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.failed_writes = 0
+
+    def hold(self, outcome: Outcome, plan: Plan, extra: dict[str, Any]) -> None:
+        """A step has been committed here, reduced under this plan; `extra` goes into its event."""
+        self._pending[outcome.step] = (outcome, plan, extra)
+
+    def committed(self, step: int, unix_ns: int) -> None:
+        """When the first worker committed the step."""
+        if unix_ns:
+            self._committed_ns[step] = unix_ns
+
+    def release(self, step: int, leads: bool) -> None:
+        """Write everything up to this step; the leader also tells the world."""
+        self._leading = self._leading and leads
+        for number in sorted(n for n in self._pending if n <= step):
+            outcome, plan, extra = self._pending.pop(number)
+            self._write_ledger(outcome, plan)
+            if leads:
+                self._report(outcome, plan, extra)
+        self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > step}
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """An event of this worker's."""
+        if self.events is not None:
+            self.events.write(kind, **fields)
+
+    def _write_ledger(self, outcome: Outcome, plan: Plan) -> None:
+        if self._ledger is None:
+            return
+        uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
+        row = encode_row(LedgerRow(outcome.step, plan.generation, uses))
+        try:
+            os.write(self._ledger, row if isinstance(row, bytes) else (row + "\n").encode())
+        except OSError as error:
+            self.failed_writes += 1
+            if self.failed_writes == 1:
+                self.emit("warning", step=outcome.step, reason=f"ledger row not written: {error}; free some space")
+
+    def _report(self, outcome: Outcome, plan: Plan, extra: dict[str, Any]) -> None:
+        if self.events is None:
+            return
+        if not self._leading:
+            self._leading = True
+            self._reported_through = last_committed_step(self.run_dir / "events.jsonl")  # type: ignore[operator]
+        if outcome.step <= self._reported_through:
+            return
+        self._reported_through = outcome.step
+        self.events.write(
+            "step_committed",
+            time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),
+            generation=plan.generation,
+            step=outcome.step,
+            loss=outcome.loss,
+            samples=outcome.samples,
+            **extra,
+        )

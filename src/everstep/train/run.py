@@ -1,0 +1,140 @@
+"""`Run` and `Step`: what the user's loop sees of a job.
+
+The inner iterator does reduction, agreement and recovery: after a failure it hands out further lanes, and it ends only
+when the update has been applied. So the user's other lines run once per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.base.errors import TaskError
+from everstep.data.loader import to_device
+from everstep.train.evaluation import evaluate
+from everstep.train.session import Session
+
+
+class Step:
+    """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
+
+    def __init__(self, session: Session, number: int, done: bool = False) -> None:
+        self._session = session
+        self._done = done
+        self._count = 0
+        self.number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's batches: one per lane; more of them after a failure."""
+        session = self._session
+        while not self._done:
+            taken = session.next_batch(self.number)
+            if taken is None:
+                self._done = True
+                return
+            lane, batch, self._count, use = taken
+            if session.should_probe():
+                yield batch
+                first = session.probe_digest()
+                session.replica.enter_lane(self.number, lane)
+                yield batch
+                session.compare_probe(first, session.replica.lane_digest(), lane, self.number)
+            else:
+                yield batch
+            session.end_lane(self.number, lane, self._count, use)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
+
+        Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
+        """
+        self._session.backward(self.number, loss, weight, self._count)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch; nan before the step is done."""
+        outcome = self._session.outcome
+        return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
+
+
+class Run:
+    """A job, as its user's loop sees it. Iterate it for steps."""
+
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._session = session
+        self.model = model
+        self._stopped = False
+
+    def __iter__(self) -> Iterator[Step]:
+        """One iteration per update that is applied here, up to the last; ends when the job has ended."""
+        session = self._session
+        try:
+            session.open()
+            if session.engine.position.step > 0:
+                yield Step(session, session.engine.position.step, done=True)
+            while not self._stopped and session.engine.position.step < self.total_steps:
+                yield Step(session, session.begin_step())
+            session.finish()
+        finally:
+            session.close()
+
+    @property
+    def total_steps(self) -> int:
+        """Number of the last step."""
+        return self._session.order.total_steps
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker is the leader at the moment."""
+        return self._session.is_main
+
+    def report(self, kind: str, **fields: Any) -> None:
+        """An event of the job, told by the leader alone."""
+        if self.is_main:
+            self._session.publisher.emit(kind, generation=self._session.engine.machine.generation, **fields)
+
+    def stop(self) -> None:
+        """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""
+        self._stopped = True
+
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
+        self._session.gather(b"")
+
+    def evaluate(
+        self, fn: Callable[[Any], Mapping[str, Any]], dataset: Any, *, batch_size: int = 64, collate: Any = None
+    ) -> dict[str, float]:
+        """Run `fn(batch) -> {name: tensor([sum, count])}` over the dataset, shared among the workers.
+
+        The model is in eval mode and no gradients are kept. The result, sum / count by name, is the same everywhere
+        and for any number of workers.
+        """
+        session = self._session
+        session.phase("evaluate", session.engine.position.step, session.engine.plan)
+        chunks = -(-len(dataset) // batch_size)
+        if chunks == 0:
+            raise TaskError("evaluate was given an empty dataset")
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return evaluate(
+                    fn,
+                    chunks,
+                    lambda i: self._chunk(dataset, i, batch_size, collate),
+                    gather=session.gather,
+                    members=session.members,
+                    seed=session.config.seed,
+                )
+        finally:
+            self.model.train(was_training)
+
+    def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
+        self._session.tick()
+        first = index * batch_size
+        samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
+        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.replica.device)

@@ -1,0 +1,74 @@
+"""The loop of a `Task`: nothing but what a user would write with `join`, plus evaluation and early stop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from everstep.base.config import Config
+from everstep.train.run import Run
+from everstep.train.task import Task
+
+
+class EarlyStop:
+    """Stops when the metric has reached its target, or has not improved for `patience` evaluations.
+
+    Its state is healed and saved with the rest, so that every worker comes to the same conclusion.
+    """
+
+    def __init__(self, metric: str | None, mode: str, patience: int, min_delta: float, target: float | None) -> None:
+        self.metric = metric
+        self.sign = 1.0 if mode == "max" else -1.0
+        self.patience = patience
+        self.min_delta = min_delta
+        self.target = target
+        self.best = -math.inf
+        self.stale = 0
+
+    def observe(self, metrics: dict[str, float]) -> str | None:
+        """Take in an evaluation; returns why to stop, or None."""
+        if self.metric is None or self.metric not in metrics:
+            return None
+        value = self.sign * metrics[self.metric]
+        if self.target is not None and value >= self.sign * self.target:
+            return f"{self.metric} {metrics[self.metric]:.4f} has reached the target {self.target}"
+        if value > self.best + self.min_delta:
+            self.best, self.stale = value, 0
+            return None
+        self.stale += 1
+        if self.stale >= self.patience:
+            return f"{self.metric} has not improved for {self.stale} evaluations; best {self.sign * self.best:.4f}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "stale": self.stale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.stale = float(state["best"]), int(state["stale"])
+
+
+def make_early_stop(config: Config) -> EarlyStop:
+    """As the config says; without a metric it never stops."""
+    stop = config.early_stop
+    return EarlyStop(stop.metric, stop.mode, stop.patience, stop.min_delta, stop.target)
+
+
+def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
+    """Train the task to its end."""
+    config: Config = task.config
+    model = run.model
+    test = task.build_dataset("test") if config.eval_every else None
+    for step in run:
+        for batch in step:
+            loss = task.loss(model, batch)
+            if isinstance(loss, tuple):
+                step.backward(loss[0], weight=loss[1])
+            else:
+                step.backward(loss)
+        if test is not None and (step.number % config.eval_every == 0 or step.number == run.total_steps):
+            metrics = run.evaluate(lambda batch: task.metrics(model, batch), test, collate=task.collate)
+            run.report("evaluated", step=step.number, metrics=metrics)
+            reason = early_stop.observe(metrics)
+            if reason is not None:
+                run.report("warning", step=step.number, reason=f"stopped early: {reason}")
+                run.stop()

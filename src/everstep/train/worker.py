@@ -1,0 +1,103 @@
+"""The body of a launched worker: assemble, train, and say clearly why if it ends badly."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.config import Config
+from everstep.base.errors import (
+    ConfigError,
+    DeterminismError,
+    EverstepError,
+    Evicted,
+    InvariantViolation,
+    JobFailed,
+    TaskError,
+)
+from everstep.protocol import messages as wire
+from everstep.runtime.context import WorkerContext
+from everstep.train import join
+from everstep.train.assembly import assemble_task
+from everstep.train.link import Faults, LaunchedLink
+from everstep.train.task import Task
+from everstep.train.trainer import train
+
+_FATAL = (ConfigError, DeterminismError)
+
+
+def run_worker(
+    context: WorkerContext, load: Callable[[Config], Task] | None, script: str | None, faults: Faults
+) -> int:
+    """Train as the worker of this context: a task (`load`), or a script that calls `join`. Returns the exit code.
+
+    0: the job is done, or this worker was dismissed. 1: it failed; its last words went to the coordinator and the log.
+    """
+    config = context.load_config()
+    link = LaunchedLink(context, config, faults)
+    try:
+        if load is not None:
+            task = load(config)
+            run, early_stop = assemble_task(link, task)
+            train(task, run, early_stop)
+        elif script is not None:
+            _run_script(link, script, context.argv)
+        return 0
+    except (JobFailed, Evicted) as end:
+        print(f"leaving: {end}", file=sys.stderr, flush=True)
+        return 0
+    except Exception as error:
+        _last_words(link, context, error)
+        return 1
+    finally:
+        link.close()
+
+
+def _run_script(link: LaunchedLink, script: str, argv: list[str]) -> None:
+    join.launched_with(link)
+    sys.argv = [script, *argv]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+    if not join.was_called():
+        raise ConfigError(f"{script} ended without calling everstep.join(model, optimizer, dataset)")
+
+
+def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) -> None:
+    traceback.print_exc()
+    sys.stderr.flush()
+    reason = describe(error)
+    try:
+        context.last_words_path.write_text(reason + "\n")
+    except OSError as problem:
+        print(f"last words not written: {problem}", file=sys.stderr)
+    link.announce(lambda: failure(link, context, error, reason))
+
+
+def failure(link: LaunchedLink, context: WorkerContext, error: Exception, reason: str) -> wire.WorkerFailed:
+    """The message that tells the coordinator."""
+    signature = getattr(error, "signature", "") or hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()
+    return wire.WorkerFailed(
+        worker_id=context.worker_id,
+        incarnation=context.incarnation,
+        step=link.row.read().step,
+        reason=reason,
+        signature=signature,
+        fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),
+    )
+
+
+def describe(error: Exception) -> str:
+    """One line for the user."""
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, EverstepError):
+        return text
+    if isinstance(error, InvariantViolation):
+        return f"a bug in Everstep: {text}"
+    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
+    return f"{type(error).__name__}: {text}{where}"

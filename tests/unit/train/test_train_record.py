@@ -1,0 +1,80 @@
+"""What everybody concludes from the agree records."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+
+from everstep.base.errors import InvariantViolation
+from everstep.protocol.step_types import Holding, Key, Record
+from everstep.train.record import (
+    AgreePayload,
+    GatherPayload,
+    LaneReport,
+    committed_unix_ns,
+    conclude,
+    decode_holding,
+    encode_holding,
+    encode_payload,
+)
+
+
+def record(
+    lanes: list[LaneReport], owned: tuple[int, int] = (0, 0), norms: tuple[float, ...] = (), at: int = 0
+) -> Record:
+    packed = struct.pack(f"{len(norms)}d", *norms)
+    return Record(0, encode_payload(AgreePayload(lanes, owned, packed, b"", "", at)))
+
+
+def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneReport:
+    return LaneReport(number, loss, weight, count, 0)
+
+
+def test_outcome_does_not_depend_on_who_did_what() -> None:
+    losses = [0.1, 0.7, 1e-9, 3.3]
+    one = conclude(5, 4, {0: record([lane(i, x) for i, x in enumerate(losses)], (0, 3), (1.0, 2.0, 3.0))})
+    two = conclude(
+        5,
+        4,
+        {
+            0: record([lane(0, 0.1), lane(3, 3.3)], (0, 1), (1.0,)),
+            7: record([lane(1, 0.7), lane(2, 1e-9)], (1, 3), (2.0, 3.0)),
+        },
+    )
+    assert (one.loss, one.weight, one.sumsq, one.samples) == (two.loss, two.weight, two.sumsq, two.samples)
+    assert one.loss == ((0.1 + 0.7) + (1e-9 + 3.3)) / 4.0
+    assert one.sumsq == 6.0
+
+
+def test_weights_are_those_of_the_whole_global_batch() -> None:
+    outcome = conclude(1, 2, {0: record([lane(0, 30.0, 10.0), lane(1, 2.0, 1.0)])})
+    assert outcome.loss == 32.0 / 11.0
+
+
+def test_an_empty_lane_weighs_nothing() -> None:
+    outcome = conclude(1, 2, {0: record([lane(0, 1.5), LaneReport(1, 0.0, 0.0, 0, 0)])})
+    assert (outcome.loss, outcome.samples) == (1.5, 8)
+
+
+def test_a_lane_twice_or_never_is_a_bug() -> None:
+    with pytest.raises(InvariantViolation, match="twice"):
+        conclude(1, 2, {0: record([lane(0, 1.0)]), 1: record([lane(0, 1.0)])})
+    with pytest.raises(InvariantViolation, match="lacks"):
+        conclude(1, 2, {0: record([lane(0, 1.0)])})
+
+
+def test_unknown_norms_are_nan() -> None:
+    assert math.isnan(conclude(1, 1, {0: record([lane(0, 1.0)], (0, 2))}).sumsq)
+
+
+def test_first_commit_counts() -> None:
+    records = {0: record([lane(0, 1.0)], at=30), 1: record([], at=20), 2: record([], at=0)}
+    assert committed_unix_ns(records, is_agree=True) == 20
+    assert committed_unix_ns({0: Record(0, encode_payload(GatherPayload(b"", 9)))}, is_agree=False) == 9
+
+
+def test_holdings_survive_the_way() -> None:
+    holding = Holding(Key(4, 1), {2: Record(7, b"abc"), 0: Record(0, b"")}, 5, "digest")
+    assert decode_holding(encode_holding(holding)) == holding
