@@ -1,0 +1,158 @@
+"""Events in, facts out; and how they are shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.display import JsonDisplay, PlainDisplay, Watcher, duration, step_line, summary_lines
+from everstep.cli.story import Story, sentence, summary, tell
+from everstep.observe.events import EventLog, read_events
+
+S = 1_000_000_000
+
+
+def event(kind: str, at_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"time_unix_ns": int(at_s * S) + S, "kind": kind, **fields}
+
+
+def commit(step: int, at_s: float, loss: float = 1.0, generation: int = 1) -> dict[str, Any]:
+    return event("step_committed", at_s, step=step, loss=loss, samples=64, generation=generation)
+
+
+def plan(generation: int, lanes: dict[str, list[int]], leader: int, at_s: float = 0.0) -> dict[str, Any]:
+    workers = sorted(int(i) for i in lanes)
+    return event("generation_started", at_s, generation=generation, lanes=lanes, leader=leader, workers=workers)
+
+
+EVICTED = event("worker_evicted", 2.5, worker_id=0, incarnation=0, reason="killed by SIGKILL", step=2)
+JOB = [
+    event("job_started", 0),
+    event("worker_joined", 0.5, worker_id=0, incarnation=0),
+    event("worker_joined", 0.5, worker_id=1, incarnation=0),
+    plan(1, {"0": [0, 1], "1": [2, 3]}, 0, 0.6),
+    commit(1, 1, 2.0),
+    commit(2, 2, 1.5),
+    event("fault_injected", 2.4, reason="chaos strikes"),
+    EVICTED,
+    plan(2, {"1": [0, 1, 2, 3]}, 1, 2.6),
+    event("recovery_completed", 2.9, duration_s=0.4, reason="killed by SIGKILL"),
+    commit(3, 3, 1.25, 2),
+    event("worker_joined", 3.5, worker_id=0, incarnation=1),
+    event("coordinator_restarted", 3.6),
+    event("recovery_completed", 3.7, duration_s=0.1),
+    event("evaluated", 3.8, step=3, metrics={"accuracy": 0.5}),
+    commit(4, 4, 1.0, 2),
+    event("job_completed", 5, state="completed", exit_code=0),
+]
+
+
+def test_the_story_so_far() -> None:
+    story = tell(JOB[:7], total_steps=4)
+    assert (story.state, story.step, story.loss, story.generation) == ("running", 2, 1.5, 1)
+    assert story.samples_per_s == pytest.approx(64)
+    assert story.eta_s == pytest.approx(2)
+    assert [(w.role, w.lanes) for _, w in sorted(story.workers.items())] == [("leader", (0, 1)), ("active", (2, 3))]
+    story.take(EVICTED)
+    assert story.state == "recovering"
+    assert sorted(story.workers) == [1]
+
+
+def test_a_returning_worker_joins() -> None:
+    story = tell(JOB[:12])
+    assert {i: w.role for i, w in story.workers.items()} == {0: "joining", 1: "leader"}
+
+
+def test_the_summary_at_the_end() -> None:
+    digest = {"step": 4, "model": "ab", "state": "cd"}
+    result = summary(tell(JOB), 0, "runs/x", digest)
+    assert result == {
+        "kind": "summary",
+        "state": "completed",
+        "exit_code": 0,
+        "reason": None,
+        "steps": 4,
+        "faults_survived": 2,
+        "steps_lost": 0,
+        "recoveries": 2,
+        "recovery_s": {"median": 0.25, "max": 0.4},
+        "generations": 2,
+        "digest": digest,
+        "loss": 1.0,
+        "metrics": {"accuracy": 0.5},
+        "wall_s": 5.0,
+        "run_dir": "runs/x",
+    }
+    rows = dict(summary_lines(result))
+    assert rows["faults survived"] == "2"
+    assert rows["recoveries"] == "2, median 250 ms, worst 400 ms"
+    assert rows["accuracy"] == "0.5000"
+
+
+def test_a_fallback_loses_steps_and_says_so() -> None:
+    events = [*JOB[:6], event("fallback", 2.2, step=0, reason="all workers were lost"), commit(1, 3)]
+    story = tell(events)
+    assert (story.steps_lost, story.step) == (2, 1)
+    assert summary(story, 0, "x", None)["steps_lost"] == 2
+
+
+@pytest.mark.parametrize(("code", "state"), [(1, "failed"), (3, "failed"), (130, "interrupted"), (143, "interrupted")])
+def test_the_summary_of_a_job_that_ended_badly(code: int, state: str) -> None:
+    result = summary(tell(JOB[:7]), code, "x", None)
+    assert (result["state"], result["exit_code"], result["digest"]) == (state, code, None)
+    assert result["recovery_s"] == {"median": None, "max": None}
+    assert summary_lines(result)
+
+
+def test_sentences_name_the_reason() -> None:
+    assert sentence(EVICTED) == "worker 0 was evicted: killed by SIGKILL"
+    assert sentence(JOB[9]) == "recovered in 400 ms: killed by SIGKILL"
+    assert sentence(event("waiting", reason="2 of 3 workers")) == "waiting: 2 of 3 workers"
+    assert sentence(commit(1, 1)) is None
+
+
+def test_plain_lines() -> None:
+    out = io.StringIO()
+    display, story = PlainDisplay(2, out), Story(total_steps=4)
+    for one in JOB:
+        story.take(one)
+        display.event(one, story)
+    lines = out.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert steps[0] == "step 2/4  loss 1.5000  64 samples/s  eta 2s  generation 1"
+    assert [line.split()[1] for line in steps] == ["2/4", "4/4"]
+    assert "worker 0 was evicted: killed by SIGKILL" in lines
+    assert "\x1b" not in out.getvalue()
+
+
+def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.write("step_committed", time_unix_ns=5, step=1)
+    log.write("step_committed", time_unix_ns=15, step=2, samples=3)
+    watcher = Watcher(path, 10, JsonDisplay(), Story())
+    watcher.start()
+    log.write("job_completed", time_unix_ns=20)
+    watcher.stop()
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert shown == read_events(path)[1:], "older ones belong to an earlier run"
+    assert watcher.story.step == 2
+
+
+def test_what_the_launcher_does_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1), Story())
+    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
+    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0"})
+    watcher.launcher_event({"kind": "worker_started", "worker_id": 2})
+    watcher.start()
+    watcher.stop()
+    assert capsys.readouterr().out == "worker 2 exited: killed by SIGKILL\n"
+
+
+def test_small_words() -> None:
+    assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
+    assert step_line(Story(), 3) == "step 3  generation 0"
