@@ -157,18 +157,22 @@ def _even_sizes(workers: int, lanes: int) -> list[int]:
     return sizes
 
 
-def _fill(shares: Mapping[int, int], more: int, speeds: Mapping[int, float]) -> dict[int, int]:
-    """Shares after handing out `more` lanes one by one to whoever finishes first with one more (ties: lowest id).
+def _fill(
+    shares: Mapping[int, int], more: int, speeds: Mapping[int, float], favoured: Collection[int] = ()
+) -> dict[int, int]:
+    """Shares after handing out `more` lanes one by one to whoever finishes first with one more.
+
+    Ties go to the favoured, then to the lowest id.
 
     This minimises the time of the slowest: an exchange of any lane cannot lower it.
     """
     filled = dict(shares)
-    heap = [((share + 1) / speeds[i], i) for i, share in filled.items()]
+    heap = [((share + 1) / speeds[i], i not in favoured, i) for i, share in filled.items()]
     heapq.heapify(heap)
     for _ in range(more):
-        _, worker_id = heap[0]
+        _, last, worker_id = heap[0]
         filled[worker_id] += 1
-        heapq.heapreplace(heap, ((filled[worker_id] + 1) / speeds[worker_id], worker_id))
+        heapq.heapreplace(heap, ((filled[worker_id] + 1) / speeds[worker_id], last, worker_id))
     return filled
 
 
@@ -183,7 +187,7 @@ def _repair(
     n_lost = lanes - len(owner)
     newcomers = [i for i in active if i not in held][:n_lost]
     start = {i: len(held[i]) if i in held else 1 for i in active if i in held or i in newcomers}
-    shares = _fill(start, n_lost - len(newcomers), speeds)
+    shares = _fill(start, n_lost - len(newcomers), speeds, newcomers)
     for newcomer in newcomers:
         _seat_newcomer(newcomer, shares[newcomer], lanes, owner)
     spare = _spare(start, shares, speeds, held)
