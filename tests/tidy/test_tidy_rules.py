@@ -71,9 +71,11 @@ def test_dead_modules() -> None:
         "everstep.b": "RUN = 'everstep.c:main'",
         "everstep.c": "import everstep.c",
         "everstep.d": "'everstep.d'",
+        "everstep.e": "",
+        "everstep.f": "NAMES = ['e']\nwhere = f'everstep.{name}'",
     }
     sources = {name: source_of(name, text) for name, text in texts.items()}
-    assert list(rules.dead_modules(sources, ["everstep.a"])) == ["everstep.d: nothing imports it"]
+    assert list(rules.dead_modules(sources, ["everstep.a", "everstep.f"])) == ["everstep.d: nothing imports it"]
 
 
 def test_rooms_without_name() -> None:

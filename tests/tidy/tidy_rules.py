@@ -41,7 +41,7 @@ IMPURE_MODULES = frozenset(
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
-PICKLING_ALLOWED = {"everstep.data.batch": "any user's samples, from a worker's own loader processes to itself"}
+PICKLING_ALLOWED = {"everstep.data.batch", "everstep.data.process"}  # samples, from a worker's own loader processes
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
 UNFINISHED = ("TODO", "FIXME", "XXX", "NotImplementedError")
@@ -207,15 +207,21 @@ def unfinished(source: Source) -> Iterator[str]:
 
 
 def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Iterator[str]:
-    """Modules that nothing imports, names as a string ("module" or "module:attribute"), or lists as an entry."""
+    """Modules that nothing imports, names as a string ("module", "module:attribute", f"package.{...}") or lists."""
     alive = set(entries)
     for source in sources.values():
         names = {name for _, name in imports(source)}
+        words = {node.value for node in ast.walk(source.tree) if _is_text(node)}
+        names |= {word.partition(":")[0] for word in words}
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.add(node.value.partition(":")[0])
+            if isinstance(node, ast.JoinedStr) and node.values and _is_text(node.values[0]):
+                names |= {node.values[0].value + word for word in words}  # type: ignore[attr-defined]
         alive |= {name for name in names if name != source.module}
     for module in sorted(sources):
         is_package = any(other.startswith(f"{module}.") for other in sources)
         if module not in alive and not is_package and not module.endswith(".__main__"):
             yield f"{module}: nothing imports it"
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
