@@ -8,6 +8,12 @@ Source: scikit-learn `load_digits`, a part of the UCI "Optical Recognition of Ha
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -23,24 +29,22 @@ MEAN, DEVIATION = 0.3058, 0.3762
 class Digits(Dataset[tuple[torch.Tensor, int]]):
     """Images (1, 8, 8) float32, normalised, with their class 0 to 9.
 
-    split: "train" or "test". augment: shift each image by up to one pixel in each direction, drawn from torch's
-    default generator (which the loader seeds for each sample); by default the training images.
+    split: "train" or "test". shift: share (0 to 1) of the training images that are moved by up to one pixel in each
+    direction, drawn anew each time from torch's default generator, which the loader seeds for each sample.
 
     Raises: ConfigError for another split.
     """
 
-    def __init__(self, split: str, augment: bool | None = None) -> None:
-        from sklearn.datasets import load_digits
-
+    def __init__(self, split: str, shift: float = 0.0) -> None:
         if split not in ("train", "test"):
             raise ConfigError(f'expected the split "train" or "test", got {split!r}')
-        self.augment = split == "train" if augment is None else augment
-        images, labels = load_digits(return_X_y=True)
-        classes = torch.from_numpy(labels).long()
+        self.shift = shift if split == "train" else 0.0
+        table = torch.from_numpy(_table())
+        images, classes = table[:, :-1], table[:, -1].long()
         order = torch.sort(classes, stable=True).indices
         chosen = (torch.arange(len(order)) % 5 == 0) == (split == "test")
         order = order[chosen].sort().values
-        pixels = torch.from_numpy(images).float().div_(16).sub_(MEAN).div_(DEVIATION)
+        pixels = images.float().div_(16).sub_(MEAN).div_(DEVIATION)
         self.images = pixels.reshape(-1, 1, SIZE, SIZE)[order].contiguous()
         self.labels = classes[order].tolist()
 
@@ -49,8 +53,26 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = self.images[index]
-        if self.augment:
+        if self.shift > 0 and torch.rand(()).item() < self.shift:
             down, right = torch.randint(0, 3, (2,)).tolist()
             padded = functional.pad(image, (1, 1, 1, 1), value=-MEAN / DEVIATION)
             image = padded[:, down : down + SIZE, right : right + SIZE]
         return image, self.labels[index]
+
+
+def _table() -> Any:
+    """(1797, 65) float64: 64 pixels, 0 to 16, and the class.
+
+    Read from scikit-learn's own file, because importing it takes seconds that every restart of a worker would pay.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ConfigError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():
+        with gzip.open(file, "rt") as text:
+            return np.loadtxt(text, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.concatenate([images, labels[:, None]], axis=1)

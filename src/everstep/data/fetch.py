@@ -45,7 +45,7 @@ def fetch(recipe: Recipe, step: int, lane: int) -> tuple[Any, tuple[SampleId, ..
         try:
             return aligned(recipe.collate(items)), samples
         except Exception as error:
-            indices = ", ".join(str(s.index) for s in samples)
+            indices = ", ".join(str(index) for _, index in samples)
             raise TaskError(
                 f"collate raised {type(error).__name__}: {error} (step {step}, lane {lane}, samples {indices})"
             ) from error

@@ -179,7 +179,7 @@ class LaneLoader:
         """Count a death against the batch that was being made; raise once there have been too many."""
         self._deaths[key] = self._deaths.get(key, 0) + 1
         if self._deaths[key] >= _LIVES:
-            indices = ", ".join(str(s.index) for s in self._recipe.order.samples(*key))
+            indices = ", ".join(str(index) for _, index in self._recipe.order.samples(*key))
             raise TaskError(
                 f"{_LIVES} loader processes ended by {how} while they loaded step {key[0]}, lane {key[1]} (samples "
                 f"{indices}): one of these samples breaks the process that reads it, or memory is too small"

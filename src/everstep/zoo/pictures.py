@@ -1,0 +1,130 @@
+"""Tasks that learn the classes of the user's own pictures with a ResNet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from everstep.base.errors import ConfigError
+from everstep.data.folder import PictureFolder
+from everstep.train.task import Task
+from everstep.zoo.recipe import classification_metrics, decay_groups, options, total_steps, warmup_cosine
+from everstep.zoo.resnet import ResNet
+
+
+class ResNet18Folder(Task):
+    """path: a folder with one folder of pictures per class (see `PictureFolder`).
+
+    Options: `task.path`, `task.size` (of the squares that pictures are brought to, in pixels), `task.weights` (a
+    safetensors file with torchvision's names to start from; its classifier is used if it has as many classes),
+    `task.lr`, `task.weight_decay`.
+    """
+
+    depth: ClassVar[int] = 18
+    defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 8, "epochs": 10}
+    option_defaults: ClassVar[Mapping[str, Any]] = {
+        "path": "",
+        "size": 224,
+        "weights": "",
+        "lr": 0.025,
+        "weight_decay": 1e-4,
+    }
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self._train: PictureFolder | None = None
+
+    def option(self, name: str) -> Any:
+        """One of the task's own options."""
+        return options(self.config, self.option_defaults)[name]
+
+    def _pictures(self, split: str) -> PictureFolder:
+        path = self.path or self.option("path")
+        if not path:
+            raise ConfigError(f"expected a folder of pictures: resnet{self.depth}-folder:PATH, or --set task.path=PATH")
+        if split == "train":
+            self._train = self._train or PictureFolder(path, split, self.option("size"))
+            return self._train
+        return PictureFolder(path, split, self.option("size"))
+
+    def build_model(self) -> nn.Module:
+        size = self.option("size")
+        model = ResNet(self.depth, len(self._pictures("train").classes), small_input=size <= 64)
+        if self.option("weights"):
+            _load_weights(model, self.option("weights"))
+        return model
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Stem, residual blocks, head."""
+        return model.units()  # type: ignore[operator, no-any-return]
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return self._pictures(split)
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        groups = decay_groups(params, self.option("weight_decay"))
+        return SGD(groups, lr=self.option("lr"), momentum=0.9, nesterov=True)
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        size = len(self._pictures("train"))
+        return warmup_cosine(optimizer, total_steps(self.config, size, otherwise=100), warmup=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return functional.cross_entropy(model(images), labels)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """loss and accuracy."""
+        images, labels = batch
+        return classification_metrics(model(images), labels)
+
+
+class ResNet34Folder(ResNet18Folder):
+    """As `ResNet18Folder`, with 34 layers."""
+
+    depth = 34
+
+
+class ResNet50Folder(ResNet18Folder):
+    """As `ResNet18Folder`, with 50 layers."""
+
+    depth = 50
+
+
+class ResNet101Folder(ResNet18Folder):
+    """As `ResNet18Folder`, with 101 layers."""
+
+    depth = 101
+
+
+class ResNet152Folder(ResNet18Folder):
+    """As `ResNet18Folder`, with 152 layers."""
+
+    depth = 152
+
+
+def _load_weights(model: nn.Module, path: str) -> None:
+    """Raises: ConfigError if the file cannot be read or is of another architecture."""
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except Exception as error:
+        raise ConfigError(f"task.weights: expected a safetensors file, got {path}: {error}") from error
+    own = model.state_dict()
+    for name in ("fc.weight", "fc.bias"):
+        if name in weights and weights[name].shape != own[name].shape:
+            weights[name] = own[name]
+    wrong = [n for n in own if n in weights and weights[n].shape != own[n].shape]
+    missing = [n for n in own if n not in weights and not n.endswith("num_batches_tracked")]
+    if wrong or missing or set(weights) - set(own):
+        some = (wrong + missing + sorted(set(weights) - set(own)))[0]
+        raise ConfigError(f"task.weights: {path} is of another architecture: {some} differs or is missing")
+    model.load_state_dict(weights, strict=False)

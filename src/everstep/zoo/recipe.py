@@ -1,0 +1,83 @@
+"""What the ready tasks share: their options, the number of steps, and the learning rate's course."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from everstep.base.errors import ConfigError
+from everstep.order.cursor import SampleOrder
+
+
+def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's own options: `defaults`, overridden by the config's `task.NAME`. Text becomes the default's type.
+
+    Raises: ConfigError for an option that the task does not have, or of the wrong type.
+    """
+    chosen = dict(defaults)
+    for name, value in dict(getattr(config, "task", None) or {}).items():
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean 'task.{close[0]}'?" if close else ""
+            raise ConfigError(f"this task has no option 'task.{name}' (it has {', '.join(sorted(defaults))}){hint}")
+        kind = type(defaults[name])
+        try:
+            chosen[name] = kind(float(value)) if kind is int and float(value).is_integer() else kind(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"task.{name}: expected {kind.__name__}, got {value!r}") from None
+        if kind is int and chosen[name] != float(value):
+            raise ConfigError(f"task.{name}: expected a whole number, got {value!r}")
+    return chosen
+
+
+def total_steps(config: Any, dataset_size: int, otherwise: int) -> int:
+    """The job's last step, from its config; `otherwise` where there is no config (a task used by itself)."""
+    if config is None:
+        return otherwise
+    if config.epochs is None and config.steps is not None:
+        return int(config.steps)
+    return SampleOrder(0, dataset_size, config.lanes, config.micro_batch, config.steps, config.epochs).total_steps
+
+
+def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float) -> LambdaLR:
+    """The optimizer's learning rate, times a factor: it rises to 1 over the first `warmup` (0 to 1) of the steps, then
+    falls to 1 % along half a cosine, and stays there if the job goes on.
+
+    Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
+    """
+    rising = max(1, round(warmup * steps))
+
+    def factor(done: int) -> float:
+        if done < rising:
+            return (done + 1) / rising
+        along = min(1.0, (done - rising) / max(1, steps - rising))
+        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * along))
+
+    return LambdaLR(optimizer, factor)
+
+
+def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay for matrices and kernels, none for norms and biases."""
+    params = [p for p in params if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def classification_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """loss and accuracy as tensor([sum, count]), float64. logits: (N, classes); labels: (N,) int64."""
+    count = labels.numel()
+    loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum").double().item()
+    right = int((logits.argmax(1) == labels).sum())
+    return {
+        "loss": torch.tensor([loss, count], dtype=torch.float64),
+        "accuracy": torch.tensor([right, count], dtype=torch.float64),
+    }

@@ -1,0 +1,111 @@
+"""`transformer-text`: a causal language model over the user's text, or the Python standard library's sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from everstep.base.errors import ConfigError
+from everstep.data.text import BytePairs, Bytes, Chosen, Tokenizer, Windows, read_text, standard_library
+from everstep.train.task import Task
+from everstep.zoo.recipe import decay_groups, options, total_steps, warmup_cosine
+from everstep.zoo.transformer import Transformer, TransformerConfig
+
+_TEST_EVERY = 20
+
+
+class TransformerText(Task):
+    """Predict the next token. path: a text file, or a folder of them; "" for the standard library's sources.
+
+    Options: `task.path`, `task.tokenizer` (bytes, bpe), `task.vocabulary` (of bpe), `task.context`, `task.layers`,
+    `task.width`, `task.heads`, `task.dropout`, `task.lr`, `task.weight_decay`, `task.limit_bytes` (of the text).
+    Every twentieth window of the text is for testing.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 200, "clip_norm": 1.0}
+    option_defaults: ClassVar[Mapping[str, Any]] = {
+        "path": "",
+        "tokenizer": "bytes",
+        "vocabulary": 2048,
+        "context": 128,
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "dropout": 0.1,
+        "lr": 3e-3,
+        "weight_decay": 0.1,
+        "limit_bytes": 4_000_000,
+    }
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self._text: tuple[Windows, Tokenizer] | None = None
+
+    def option(self, name: str) -> Any:
+        """One of the task's own options."""
+        return options(self.config, self.option_defaults)[name]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of this text. Raises: ConfigError."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[Windows, Tokenizer]:
+        """The whole text as windows, read and encoded once."""
+        if self._text is None:
+            path, limit = self.path or self.option("path"), self.option("limit_bytes")
+            data = read_text(path, limit) if path else standard_library(limit)
+            kind = self.option("tokenizer")
+            if kind not in ("bytes", "bpe"):
+                raise ConfigError(f"task.tokenizer: expected bytes or bpe, got {kind!r}")
+            tokenizer = Bytes() if kind == "bytes" else BytePairs(data, self.option("vocabulary"))
+            self._text = Windows(tokenizer.encode(data), self.option("context")), tokenizer
+        return self._text
+
+    def build_model(self) -> nn.Module:
+        sizes = {name: self.option(name) for name in ("context", "layers", "width", "heads", "dropout")}
+        return Transformer(TransformerConfig(self.tokenizer.vocabulary, **sizes))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Embedding, blocks, head."""
+        return model.units()  # type: ignore[operator, no-any-return]
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        if split not in ("train", "test"):
+            raise ConfigError(f'expected the split "train" or "test", got {split!r}')
+        return Chosen(self._read()[0], _TEST_EVERY, kept=split == "test")
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        groups = decay_groups(params, self.option("weight_decay"))
+        return AdamW(groups, lr=self.option("lr"), betas=(0.9, 0.95))
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        size = len(self._read()[0])
+        steps = total_steps(self.config, size - -(-size // _TEST_EVERY), int(self.defaults["steps"]))
+        return warmup_cosine(optimizer, steps, warmup=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """batch: (N, context + 1) int64. Returns the sum over tokens, and how many there are."""
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(inputs)
+        total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return total, torch.tensor(float(targets.numel()))
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """loss per token, in nats, and the share of tokens predicted right."""
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(inputs).float().flatten(0, 1)
+        total = functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+        right = (logits.argmax(1) == targets.flatten()).sum()
+        count = float(targets.numel())
+        return {
+            "loss": torch.tensor([float(total), count], dtype=torch.float64),
+            "accuracy": torch.tensor([float(right), count], dtype=torch.float64),
+        }

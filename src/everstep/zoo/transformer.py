@@ -1,0 +1,154 @@
+"""A causal transformer language model: pre-norm, GELU, learned positions, tied embeddings; a plain chain of units.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the arrangement of the blocks
+and the initialisation; Press and Wolf, "Using the Output Embedding" (2017), for the tied embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from everstep.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes. width: of the residual stream, a multiple of heads; context: most tokens that are seen at once."""
+
+    vocabulary: int = 256
+    context: int = 128
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ConfigError(f"expected a width that {self.heads} heads divide, got {self.width}")
+
+
+def small(vocabulary: int = 256) -> TransformerConfig:
+    """0.84 million parameters with a vocabulary of 256."""
+    return TransformerConfig(vocabulary)
+
+
+def with_25m(vocabulary: int = 256) -> TransformerConfig:
+    """25.4 million parameters with a vocabulary of 256."""
+    return TransformerConfig(vocabulary, context=128, layers=8, width=512, heads=8)
+
+
+class Embedding(nn.Module):
+    """Tokens and positions. A unit."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: (N, T) int64 -> (N, T, width)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return cast(torch.Tensor, self.dropout(self.tokens(tokens) + self.positions(places)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, T, width) -> the same shape."""
+        n, t, width = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return cast(torch.Tensor, self.out(mixed.transpose(1, 2).reshape(n, t, width)))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each behind a norm and around a shortcut. A unit."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, T, width) -> the same shape."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return cast(torch.Tensor, x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x))))))
+
+
+class Head(nn.Module):
+    """The last norm, and logits by the token embedding's weight. A unit.
+
+    `weight` is the embedding's own Parameter, registered here a second time: each of the two units has it, and a job
+    reduces its gradient once per place of use.
+    """
+
+    def __init__(self, config: TransformerConfig, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, T, width) -> logits (N, T, vocabulary)."""
+        return functional.linear(self.norm(x), self.weight)
+
+
+class Transformer(nn.Module):
+    """A causal language model. `units()` applied one after the other are the whole forward pass."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = Head(config, cast(nn.Parameter, self.embedding.tokens.weight))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Normal with 0.02; 1 / sqrt(2 layers) of that where a branch ends in the residual stream."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                branch = name.endswith(("attention.out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * self.config.layers) if branch else 1.0))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def units(self) -> list[nn.Module]:
+        """Embedding, each block, head."""
+        return [self.embedding, *self.blocks, self.head]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: (N, T) int64, T at most the context -> logits (N, T, vocabulary)."""
+        x = tokens
+        for unit in self.units():
+            x = unit(x)
+        return x
+
+
+def transformer_small(vocabulary: int = 256) -> Transformer:
+    """The model of `transformer-text`'s default size."""
+    return Transformer(small(vocabulary))
+
+
+def transformer_25m(vocabulary: int = 256) -> Transformer:
+    """A model of about 25 million parameters, for benchmarks."""
+    return Transformer(with_25m(vocabulary))
