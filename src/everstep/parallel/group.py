@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +23,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.parallel.fence import Fence
 from everstep.parallel.flats import Flats
-from everstep.parallel.mesh import GlooMesh
+from everstep.parallel.mesh import GlooMesh, Transfer
 from everstep.parallel.nccl import NcclLinks
 from everstep.parallel.reaper import Reaper
 from everstep.parallel.reduction import Finished, decode_offers, encode_offers, zero_absent
@@ -35,7 +34,7 @@ _LOOPBACK = "127.0.0.1"
 _TICK_S = 0.01
 _INLINE_BYTES = 4096
 _RECORD = struct.Struct("<QQ40s")
-_TAG_RECORD, _TAG_REST, _TAG_RESULT, _TAG_NODE = 1, 2, 3, 16
+_TAG_RECORD, _TAG_REST, _TAG_RESULT, _TAG_NODE = 2, 3, 4, 16
 
 Offers = dict[int, list[tuple[Node, bytes]]]
 
@@ -74,7 +73,7 @@ class GroupTransport:
         self._nccl: NcclLinks | None = None
         self._old: list[GlooMesh | NcclLinks] = []
         self._reaper = Reaper()
-        self._ticker = _Ticker(tick)
+        self._ticker = _Ticker(tick, lambda: self._fence.down)
         self._owned: dict[int, tuple[int, int]] = {}
         self._flats = Flats(layout.numel, self._device)
         self._done = [Finished(layout.n_blocks), Finished(layout.n_blocks)]
@@ -196,17 +195,15 @@ class GroupTransport:
         slot[_RECORD.size : _RECORD.size + len(head)] = head
         mine = torch.frombuffer(slot, dtype=torch.uint8)
         theirs = {w: torch.empty(_INLINE_BYTES, dtype=torch.uint8) for w in others}
-        works = [mesh.recv(theirs[w], w, _TAG_RECORD) for w in others]
-        works += [mesh.send(mine, w, _TAG_RECORD) for w in others]
-        mesh.wait(works)
+        sent = mesh.mark()
+        mesh.transfer([(mine, w, _TAG_RECORD) for w in others], [(theirs[w], w, _TAG_RECORD) for w in others])
+        mesh.settled(sent)
         slots = {w: theirs[w].numpy().tobytes() for w in others}
         lengths = {w: self._length(slots[w], w, key) for w in others}
         rests = {w: torch.empty(n, dtype=torch.uint8) for w, n in lengths.items() if n > 0}
-        works = [mesh.recv(rest, w, _TAG_REST) for w, rest in rests.items()]
-        if len(payload) > len(head):
-            tail = torch.frombuffer(bytearray(payload[len(head) :]), dtype=torch.uint8)
-            works += [mesh.send(tail, w, _TAG_REST) for w in others]
-        mesh.wait(works)
+        tail = torch.frombuffer(bytearray(payload[len(head) :] or b"-"), dtype=torch.uint8)
+        receivers = others if len(payload) > len(head) else []
+        mesh.transfer([(tail, w, _TAG_REST) for w in receivers], [(rest, w, _TAG_REST) for w, rest in rests.items()])
         for w in others:
             found[w] = self._whole(slots[w], rests.get(w), w, key)
         return dict(sorted(found.items()))
@@ -225,26 +222,26 @@ class GroupTransport:
             raise CollectiveAborted(f"a record of worker {worker_id} came damaged", [worker_id])
         return payload
 
-    def _links(self) -> Any:
-        return self._mesh if self._nccl is None else self._nccl
+    def _links(self) -> GlooMesh | NcclLinks | _Nobody:
+        links = self._mesh if self._nccl is None else self._nccl
+        return links if links is not None and self._others() else _Nobody()
 
     def _collect(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> list[NodePart]:
         """Everybody's nodes over the own range; sends the own ones to the other owners."""
-        links = self._links()
         start, stop = self._range(self._me.worker_id)
         parts = [NodePart(node, own[node], row) for node, row in offers[self._me.worker_id]]
-        works: list[Any] = []
+        sends: list[Transfer] = []
+        recvs: list[Transfer] = []
         for w in self._others() if stop > start else ():
             for k, (node, row) in enumerate(offers[w]):
-                part = self._flats.scratch(len(works), stop - start)
-                works.append(links.recv(part, w, _TAG_NODE + k))
+                part = self._flats.scratch(len(recvs), stop - start)
+                recvs.append((part, w, _TAG_NODE + k))
                 parts.append(NodePart(node, part, row, start))
         for w in self._others():
             lo, hi = self._range(w)
             if hi > lo:
-                for k, node in enumerate(own):
-                    works.append(links.send(own[node][lo:hi], w, _TAG_NODE + k))
-        self._wait(works)
+                sends += [(own[node][lo:hi], w, _TAG_NODE + k) for k, node in enumerate(own)]
+        self._links().transfer(sends, recvs)
         parts.sort(key=lambda part: part.node)
         return parts
 
@@ -259,21 +256,12 @@ class GroupTransport:
 
     def _spread(self, step: int, result: torch.Tensor) -> None:
         """Everybody's results to everybody. Blocks that were here before from another generation get the same bits."""
-        links = self._links()
-        works: list[Any] = []
-        for w in self._others():
-            lo, hi = self._range(w)
-            if hi > lo:
-                works.append(links.recv(result[lo:hi], w, _TAG_RESULT))
+        ranges = {w: self._range(w) for w in self._owned}
+        recvs = [(result[lo:hi], w, _TAG_RESULT) for w, (lo, hi) in ranges.items() if hi > lo and w in self._others()]
         lo, hi = self._range(self._me.worker_id)
-        if hi > lo:
-            works += [links.send(result[lo:hi], w, _TAG_RESULT) for w in self._others()]
-        self._wait(works)
+        sends = [(result[lo:hi], w, _TAG_RESULT) for w in self._others()] if hi > lo else []
+        self._links().transfer(sends, recvs)
         self._done[step % 2].mark(0, self._layout.n_blocks)
-
-    def _wait(self, works: list[Any]) -> None:
-        if works:
-            self._links().wait(works)
 
     def _result(self, step: int) -> torch.Tensor:
         found = self._results[step % 2]
@@ -288,11 +276,19 @@ class GroupTransport:
                 done.begin(-1)
 
 
-class _Ticker:
-    """Calls `tick` from a thread of its own while the caller is blocked inside torch."""
+class _Nobody:
+    """The links of a worker that is alone."""
 
-    def __init__(self, tick: Tick) -> None:
+    def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
+        check(not sends and not recvs, "transfers without peers")
+
+
+class _Ticker:
+    """Calls `tick` from a thread of its own while the caller is blocked inside torch, unless it should have left."""
+
+    def __init__(self, tick: Tick, overdue: Callable[[], bool]) -> None:
         self._tick = tick
+        self._overdue = overdue
         self._busy = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="everstep-ticker", daemon=True)
@@ -318,7 +314,8 @@ class _Ticker:
             self._busy.wait()
             if self._closed:
                 return
-            self._tick()
+            if not self._overdue():
+                self._tick()
             pause.wait(_TICK_S)
 
 

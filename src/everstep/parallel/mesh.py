@@ -3,6 +3,12 @@
 Apart from the transport so that what lives and dies with a generation is one object. The process group is made
 directly, not as torch's default group, over a device of its own, so that the connections of two generations can be told
 apart by their listening ports.
+
+When a connection breaks, gloo tells the transfers that have not begun, and leaves those whose bytes are under way
+waiting until their timeout (measured: sends and receives of megabytes with a stopped peer; gloo's
+`Pair::signalException` passes them by). So nobody waits for those here: behind each batch goes an empty message, a
+*marker*, which cannot be half under way. Receivers wait for it, and then their transfers are complete; senders wait
+for nothing, and learn from a later exchange that all has been received.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from everstep.base.errors import CollectiveAborted, EverstepError, InvariantViolation
+from everstep.base.errors import CollectiveAborted, InvariantViolation, StaleGeneration
 from everstep.parallel.cutting import Address, cut, listeners
 from everstep.parallel.fence import Fence
 
@@ -25,6 +31,10 @@ _CUT_AGAIN_S = 0.005
 _GRACE_S = 0.1
 _DEVICE_LOCK = threading.Lock()
 _DEVICE_ATTEMPTS = 5
+_MARKER = 1
+
+Transfer = tuple[torch.Tensor, int, int]
+"""(contiguous tensor, worker id of the other side, tag of 2 or more)."""
 
 
 class GlooMesh:
@@ -40,13 +50,16 @@ class GlooMesh:
         self._generation = fence.generation
         self._addresses: frozenset[Address] = frozenset()
         self._group: Any = None
-        self._opening = True
+        self._opening = False
+        self._sent: list[Any] = []
         self._store = PrefixStore(f"generation{fence.generation}", store)
         self._host = host
 
     def connect(self) -> None:
         """Meet the others. `cut` works from the moment when the first of them may connect."""
+        self._opening = True
         try:
+            self._fence.check()
             device, own = _listening_device(self._host)
             rank = self.worker_ids.index(self.me)
             self._addresses = frozenset([own])
@@ -59,44 +72,68 @@ class GlooMesh:
             options._threads = 1
             options._devices = [device]
             self._group = ProcessGroupGloo(self._store, rank, len(self.worker_ids), options)
-        except EverstepError:
-            raise
+        except StaleGeneration as error:
+            raise CollectiveAborted(str(error)) from None
         except RuntimeError as error:
             self._fence.check()
             raise CollectiveAborted(f"generation {self._generation}: no group: {_first_line(error)}") from None
         finally:
             self._opening = False
 
-    def send(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[int, Any]:
-        """Begin to send a contiguous tensor; pass the result to `wait`."""
-        return worker_id, self._begin(self._group.send, tensor, worker_id, tag)
+    def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
+        """Send and receive contiguous tensors; returns when all that is to be received here has come.
 
-    def recv(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[int, Any]:
-        """Begin to receive into a contiguous tensor. Of another size than what is sent, it kills the process (gloo)."""
-        return worker_id, self._begin(self._group.recv, tensor, worker_id, tag)
+        What is sent must not change until `settled` may be called. Who receives another size than what is sent is
+        killed by gloo. Transfers between two members that bear the same tag keep their order.
 
-    def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """Until all are done. Afterwards none of the buffers is touched any more, also if this raises.
-
-        Raises: CollectiveAborted.
+        Raises: CollectiveAborted. Afterwards nothing writes to the receive buffers any more.
         """
-        failed: tuple[int, str] | None = None
-        for worker_id, work in works:
-            try:
+        empty = torch.empty(0)
+        works: list[Any] = []
+        markers: list[tuple[int, Any]] = []
+        try:
+            works += [self._group.recv([t], self._rank(w), tag) for t, w, tag in recvs]
+            markers += [(w, self._group.recv([empty], self._rank(w), _MARKER)) for w in _workers(recvs)]
+            self._sent += [self._group.send([t], self._rank(w), tag) for t, w, tag in sends]
+            self._sent += [self._group.send([empty], self._rank(w), _MARKER) for w in _workers(sends)]
+            for w, marker in markers:
+                self._wait(w, marker)
+            for work in works:
                 work.wait()
-            except RuntimeError as error:
-                if failed is None:
-                    failed = worker_id, _first_line(error)
-                    self._grace()
-                    self.cut()
-        if failed is not None:
-            self.fail(*failed)
+        except RuntimeError as error:
+            self._failed(None, error)
+        finally:
+            # A traceback keeps this frame alive; gloo leaves the memory of a transfer alone once its work is gone.
+            works.clear()
+            markers.clear()
 
-    def fail(self, worker_id: int, reason: str) -> None:
-        """Raise for a failed transfer: as the end of the generation, if it was that; else accuse the peer."""
+    def settled(self, before: int) -> None:
+        """All members are known to have received what was sent here before `mark` returned `before`."""
+        del self._sent[:before]
+
+    def mark(self) -> int:
+        """See `settled`."""
+        return len(self._sent)
+
+    def _wait(self, worker_id: int, marker: Any) -> None:
+        try:
+            marker.wait()
+        except RuntimeError as error:
+            self._failed(worker_id, error)
+
+    def _failed(self, worker_id: int | None, error: RuntimeError) -> None:
+        """Leave the group for good, and say whose fault it was unless the generation has ended anyway.
+
+        A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us.
+        """
+        until = time.monotonic() + _GRACE_S
+        while not self._fence.down and time.monotonic() < until:
+            time.sleep(0.001)
+        self.cut()
         self._fence.check()
+        accused = [] if worker_id is None else [worker_id]
         raise CollectiveAborted(
-            f"generation {self._generation}: transfer with worker {worker_id}: {reason}", [worker_id]
+            f"generation {self._generation}: transfer with {accused}: {_first_line(error)}", accused
         )
 
     def cut(self) -> None:
@@ -107,36 +144,18 @@ class GlooMesh:
 
     def retire(self) -> None:
         """Give the group back; takes 10 to 500 ms, so call it from a thread of no importance."""
+        self._sent.clear()
         if self._group is not None:
             self._group.shutdown()
             self._group = None
 
-    def _begin(self, operation: Any, tensor: torch.Tensor, worker_id: int, tag: int) -> Any:
-        try:
-            return operation([tensor], self.worker_ids.index(worker_id), tag)
-        except RuntimeError as error:
-            return _Failed(error)
-
-    def _grace(self) -> None:
-        """A peer that leaves because of a new plan closes its connections too: its plan may be on the way to us."""
-        until = time.monotonic() + _GRACE_S
-        while not self._fence.down and time.monotonic() < until:
-            time.sleep(0.001)
+    def _rank(self, worker_id: int) -> int:
+        return self.worker_ids.index(worker_id)
 
     def _keep_cutting(self) -> None:
         while self._opening:
             cut(self._addresses)
             time.sleep(_CUT_AGAIN_S)
-
-
-class _Failed:
-    """A transfer that could not even begin."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
 
 
 def _listening_device(host: str) -> tuple[Any, Address]:
@@ -149,6 +168,10 @@ def _listening_device(host: str) -> tuple[Any, Address]:
             if len(found) == 1:
                 return device, found[0]
     raise InvariantViolation(f"expected one new listening socket of gloo on {host}, found {found}")
+
+
+def _workers(transfers: Sequence[Transfer]) -> list[int]:
+    return sorted({worker_id for _, worker_id, _ in transfers})
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,13 +17,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import CollectiveAborted
 from everstep.parallel.fence import Fence
+from everstep.parallel.mesh import Transfer
 
 _FOREVER = timedelta(hours=12)
 _POLL_S = 0.0005
 
 
 class NcclLinks:
-    """Transfers are recorded by `send` and `recv` and all begun, as one group, by `wait`."""
+    """The NCCL side of a generation; see `GlooMesh` for what its methods promise."""
 
     def __init__(self, worker_ids: Sequence[int], me: int, store: Store, device: torch.device, fence: Fence) -> None:
         self.worker_ids = tuple(worker_ids)
@@ -42,20 +43,19 @@ class NcclLinks:
         options.config.blocking = 0
         self._group = group_class(self._store, self.worker_ids.index(self.me), len(self.worker_ids), options)
 
-    def send(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[str, torch.Tensor, int]:
-        """Record a send; NCCL matches transfers by their order, which is the same on both sides. `tag` is unused."""
-        return "send", tensor, worker_id
+    def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
+        """All as one group of NCCL, which matches the transfers of two members by order. Waits for all of them.
 
-    def recv(self, tensor: torch.Tensor, worker_id: int, tag: int) -> tuple[str, torch.Tensor, int]:
-        """Record a receive."""
-        return "recv", tensor, worker_id
-
-    def wait(self, works: Sequence[tuple[str, torch.Tensor, int]]) -> None:
-        """Begin all, and wait for the end of all. Raises: CollectiveAborted."""
+        Raises: CollectiveAborted.
+        """
+        if not sends and not recvs:
+            return
         try:
             self._group._start_coalescing(self._device)
-            for kind, tensor, worker_id in works:
-                getattr(self._group, kind)([tensor], self.worker_ids.index(worker_id), 0)
+            for tensor, worker_id, _ in sends:
+                self._group.send([tensor], self.worker_ids.index(worker_id), 0)
+            for tensor, worker_id, _ in recvs:
+                self._group.recv([tensor], self.worker_ids.index(worker_id), 0)
             work = self._group._end_coalescing(self._device)
             while not work.is_completed():
                 self._fence.check()
