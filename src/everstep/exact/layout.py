@@ -241,9 +241,10 @@ def aligned_like(tensor: Tensor) -> Tensor:
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides if it covers its memory without holes or overlap, else those of a contiguous one."""
-    contiguous = _contiguous_stride(tuple(tensor.shape))
+    own = tuple(tensor.stride())  # also those of dimensions of size 1: kernels look at them
     if tensor.is_contiguous():
-        return contiguous
+        return own
+    contiguous = _contiguous_stride(tuple(tensor.shape))
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -251,7 +252,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
         if stride != expected:
             return contiguous
         expected *= size
-    return tuple(tensor.stride())
+    return own
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

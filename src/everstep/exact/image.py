@@ -1,0 +1,153 @@
+"""A state as bytes: a manifest, and blocks of 256 KiB that can be hashed, sent, stored and checked one by one. No torch
+model here: an image is made of named tensors and JSON, live or copied.
+
+Entries begin at 64-byte boundaries, groups of them (units) at blocks; padding is zero bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from everstep.base.errors import CheckpointCorrupt, check
+from everstep.exact.digest import bytes_of, digest_bytes
+from everstep.exact.jsonable import canonical
+from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
+
+BLOCK_BYTES = BLOCK_ELEMENTS * 4
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One tensor of the state. dtype as in torch, without the prefix; offset and nbytes in the concatenated blocks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def place(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> tuple[StateEntry, ...]:
+    """Gives every named tensor its place; each group begins at a block."""
+    entries: list[StateEntry] = []
+    offset = 0
+    for group in groups:
+        offset = round_up(offset, BLOCK_BYTES)
+        for name, tensor in group:
+            nbytes = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(StateEntry(name, dtype, tuple(tensor.shape), offset, nbytes))
+            offset = round_up(offset + nbytes, ALIGN_BYTES)
+    return tuple(entries)
+
+
+class Image:
+    """Entries with their bytes, and the JSON part (`values`) of the state. Reads memory, changes nothing."""
+
+    def __init__(self, entries: Sequence[StateEntry], data: Sequence[memoryview], values: Mapping[str, Any]) -> None:
+        """data: the bytes of each entry, in order. They must not change while the image is read."""
+        self.entries = tuple(entries)
+        self.values = values
+        self._data = list(data)
+        self._offsets = [e.offset for e in self.entries]
+        end = max((e.offset + e.nbytes for e in self.entries), default=0)
+        self.n_blocks = round_up(end, BLOCK_BYTES) // BLOCK_BYTES
+
+    @staticmethod
+    def of_tensors(entries: Sequence[StateEntry], tensors: Sequence[Tensor], values: Mapping[str, Any]) -> Image:
+        """Over the tensors' own memory where they are contiguous and in host memory, else over copies made now."""
+        return Image(entries, [bytes_of(t) for t in tensors], values)
+
+    def read_block(self, index: int) -> memoryview:
+        """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
+        check(0 <= index < self.n_blocks, f"there is no block {index} of {self.n_blocks}")
+        start = index * BLOCK_BYTES
+        stop = start + BLOCK_BYTES
+        first = max(bisect_right(self._offsets, start) - 1, 0)
+        entry = self.entries[first]
+        if entry.offset <= start and entry.offset + entry.nbytes >= stop:
+            return self._data[first][start - entry.offset : stop - entry.offset]
+        block = memoryview(bytearray(BLOCK_BYTES))
+        for k in range(first, len(self.entries)):
+            entry = self.entries[k]
+            if entry.offset >= stop:
+                break
+            lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+            if lo < hi:
+                block[lo - start : hi - start] = self._data[k][lo - entry.offset : hi - entry.offset]
+        return block
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """JSON: format, block_bytes, entries, values, the digest of each block, and that of all the rest."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "block_bytes": BLOCK_BYTES,
+            "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in self.entries],
+            "values": dict(self.values),
+            "blocks": [digest_bytes(self.read_block(i)) for i in range(self.n_blocks)],
+        }
+        return {**body, "digest": _manifest_digest(body)}
+
+    def digest(self, *prefix: int) -> str:
+        """Of everything but padding and places; equal exactly when names, types and bits are. prefix: the step, say."""
+        values = {key: canonical(value) for key, value in self.values.items()}
+        return digest_bytes(json.dumps([*prefix, self.rows(), values], sort_keys=True).encode())
+
+    def rows(self) -> list[tuple[str, str, tuple[int, ...], str]]:
+        """(name, dtype, shape, digest) of every entry, by name."""
+        pairs = zip(self.entries, self._data, strict=True)
+        return sorted((e.name, e.dtype, e.shape, digest_bytes(data)) for e, data in pairs)
+
+
+def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
+    """The entries of a manifest that came from elsewhere.
+
+    Raises: CheckpointCorrupt if it does not match its digest or is of another format.
+    """
+    body = {key: value for key, value in manifest.items() if key != "digest"}
+    if manifest.get("format") != FORMAT or manifest.get("block_bytes") != BLOCK_BYTES:
+        raise CheckpointCorrupt(f"the manifest has format {manifest.get('format')}; this version reads {FORMAT}")
+    if manifest.get("digest") != _manifest_digest(body):
+        raise CheckpointCorrupt("the manifest does not match its digest")
+    return tuple(StateEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in body["entries"])
+
+
+def write_blocks(
+    manifest: Mapping[str, Any], entries: Sequence[StateEntry], targets: Sequence[memoryview], blocks: BlockSource
+) -> None:
+    """Fetches block after block, checks it, and writes its parts to the entries' memory.
+
+    Raises: CheckpointCorrupt naming the first block that does not match its digest; what came before is written.
+    """
+    first = 0
+    for index, expected in enumerate(manifest["blocks"]):
+        data = memoryview(blocks(index)).cast("B")
+        if len(data) != BLOCK_BYTES or digest_bytes(data) != expected:
+            raise CheckpointCorrupt(f"block {index} does not match its digest ({len(data)} bytes)")
+        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+        while first < len(entries) and entries[first].offset + entries[first].nbytes <= start:
+            first += 1
+        for k in range(first, len(entries)):
+            entry = entries[k]
+            if entry.offset >= stop:
+                break
+            lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+            if lo < hi:
+                targets[k][lo - entry.offset : hi - entry.offset] = data[lo - start : hi - start]
+
+
+BlockSource = Callable[[int], Any]
+"""Gives the bytes of a block by its number."""
+
+
+def _manifest_digest(body: Mapping[str, Any]) -> str:
+    return digest_bytes(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,142 @@
+"""State of optimizers, schedulers and the like as JSON, with its tensors pulled out by name. No pickle.
+
+Apart from `state` because it knows nothing of models: it is a codec that brings back the same types and the same bits.
+What it does not know it refuses by name, rather than restoring something else.
+
+JSON strings, integers, booleans, null and lists stand for themselves; everything else is an object with one key:
+f (float, hexadecimal), tuple, dict (pairs, in order), counter, ordered, deque, set, bytes, tensor, array, scalar
+(numpy), dtype, device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everstep.base.errors import CheckpointCorrupt, ConfigError
+
+_MAX_DEPTH = 64
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """The value as JSON. path: its name; tensors in it are put into `tensors` under names that begin with it.
+
+    Raises: ConfigError naming a part that is of another type, or nested too deeply (a cycle).
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"f": value.hex()}
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"state {path[:200]} is nested more than {_MAX_DEPTH} deep; does it contain itself?")
+    if isinstance(value, Tensor):
+        return {"tensor": _pull(value.detach(), path, tensors)}
+    if kind is list:
+        return [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
+    if kind in (tuple, torch.Size):
+        return {"tuple": [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]}
+    if kind in (set, frozenset):
+        return {"set": sorted((encode(v, path, tensors, depth + 1) for v in value), key=json.dumps)}
+    if kind is deque:
+        return {"deque": [value.maxlen, [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]]}
+    if isinstance(value, dict):
+        tag = "counter" if kind is Counter else "ordered" if kind is OrderedDict else "dict"
+        pairs = [_pair(path, k, v, tensors, depth) for k, v in value.items()]
+        return {tag: pairs}
+    return _encode_rare(value, path, tensors)
+
+
+def _pair(path: str, key: Any, value: Any, tensors: dict[str, Tensor], depth: int) -> list[Any]:
+    if not isinstance(key, str | int | float | bool | tuple | None):
+        raise ConfigError(f"state {path} has a key of type {type(key).__name__}; keys must be strings or numbers")
+    name = key if isinstance(key, str) else repr(key)
+    return [encode(key, path, tensors, depth + 1), encode(value, f"{path}/{name}", tensors, depth + 1)]
+
+
+def _pull(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Puts the tensor aside under a name of its own (keys may contain slashes)."""
+    while path in tensors:
+        path += "~"
+    tensors[path] = tensor
+    return path
+
+
+def _encode_rare(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"scalar": [value.dtype.str, value.tobytes().hex()]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return {"array": _pull(torch.from_numpy(np.ascontiguousarray(value).copy()), path, tensors)}
+    raise ConfigError(
+        f"state {path} is a {type(value).__name__}, which cannot be saved; use numbers, strings, tensors and "
+        "containers of these in state_dict()"
+    )
+
+
+def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that was encoded; its tensors are those given by name.
+
+    Raises: CheckpointCorrupt if it is none of ours.
+    """
+    if node is None or isinstance(node, bool | int | str):
+        return node
+    if isinstance(node, list):
+        return [decode(v, tensors) for v in node]
+    if not isinstance(node, dict) or len(node) != 1:
+        raise CheckpointCorrupt(f"state holds {str(node)[:80]!r}, which Everstep did not write")
+    try:
+        ((tag, body),) = node.items()
+        return _DECODERS[tag](body, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"state holds {str(node)[:80]!r}, which Everstep did not write: {error}") from error
+
+
+def canonical(node: Any) -> Any:
+    """The same JSON with dict entries in a fixed order: for digests, where the order of insertion does not matter."""
+    if isinstance(node, list):
+        return [canonical(v) for v in node]
+    if isinstance(node, dict):
+        ((tag, body),) = node.items()
+        rest = canonical(body)
+        return {tag: sorted(rest, key=lambda pair: json.dumps(pair[0])) if tag in ("dict", "counter") else rest}
+    return node
+
+
+def _pairs(body: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(decode(k, tensors), decode(v, tensors)) for k, v in body]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
+
+
+_DECODERS: dict[str, Any] = {
+    "f": lambda body, _: float.fromhex(body),
+    "tuple": lambda body, tensors: tuple(decode(v, tensors) for v in body),
+    "set": lambda body, tensors: {decode(v, tensors) for v in body},
+    "deque": lambda body, tensors: deque((decode(v, tensors) for v in body[1]), maxlen=body[0]),
+    "dict": lambda body, tensors: dict(_pairs(body, tensors)),
+    "ordered": lambda body, tensors: OrderedDict(_pairs(body, tensors)),
+    "counter": lambda body, tensors: Counter(dict(_pairs(body, tensors))),
+    "bytes": lambda body, _: bytes.fromhex(body),
+    "dtype": lambda body, _: _dtype(body),
+    "device": lambda body, _: torch.device(body),
+    "scalar": lambda body, _: np.frombuffer(bytes.fromhex(body[1]), dtype=np.dtype(body[0]))[0],
+    "tensor": lambda body, tensors: tensors[body],
+    "array": lambda body, tensors: tensors[body].cpu().numpy(),
+}

@@ -1,0 +1,132 @@
+"""A copy of the state in memory, made by a background thread while the next step computes its gradients.
+
+Parameters and optimizer state do not change between two updates, so nothing stops but the next update, and that only
+for what is not copied yet. Copying and hashing large ranges happen without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.base.errors import check
+from everstep.exact.image import Image, StateEntry
+
+Arena = Tensor
+"""Flat uint8 host memory that is used again for the next snapshot: touching fresh memory costs more than copying."""
+
+_PIECE_BYTES = 4 << 20
+
+
+class Snapshot:
+    """An immutable copy: `start`, then `wait` before the state changes; it can be read until it is released."""
+
+    def __init__(
+        self,
+        entries: Sequence[StateEntry],
+        tensors: Sequence[Tensor],
+        values: Mapping[str, Any],
+        now: Sequence[int],
+        arena: Arena | None,
+        take_back: Callable[[Arena], None],
+    ) -> None:
+        """now: indices of the tensors that are copied at once, because they may change before `wait`."""
+        size = max((e.offset + e.nbytes for e in entries), default=0)
+        self._arena: Arena | None = arena
+        if arena is None or arena.numel() < size:
+            self._arena = torch.empty(size, dtype=torch.uint8)
+        self._entries, self._take_back = tuple(entries), take_back
+        self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
+        self._copied = threading.Event()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        with torch.no_grad():
+            for k in now:
+                self._copy(k, tensors[k])
+        self._image = Image(self._entries, [self._bytes(e) for e in self._entries], values)
+
+    def start(self) -> None:
+        """Starts copying and, after that, hashing."""
+        check(self._thread is None, "a snapshot is started once")
+        self._thread = threading.Thread(target=self._run, name="everstep-snapshot", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything is copied and the state may change; whether that came within the limit.
+
+        Raises: whatever went wrong in the thread.
+        """
+        check(self._thread is not None, "start() comes before wait()")
+        copied = self._copied.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return copied
+
+    @property
+    def n_blocks(self) -> int:
+        return self._image.n_blocks
+
+    def manifest(self) -> dict[str, Any]:
+        """As `ModelState.manifest`; waits until copying and hashing have ended."""
+        self.wait()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._image.manifest
+
+    def read_block(self, index: int) -> memoryview:
+        """The bytes of a block; waits until copying has ended."""
+        check(self._arena is not None, "the snapshot was released")
+        self.wait()
+        return self._image.read_block(index)
+
+    def state_digest(self, step: int) -> str:
+        """As `ModelState.state_digest`, of the copy."""
+        self.wait()
+        return self._image.digest(step)
+
+    def release(self) -> None:
+        """Gives the memory to the next snapshot; this one cannot be read any more."""
+        if self._thread is not None:
+            self._thread.join()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._take_back(arena)
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                for k, tensor in self._later:
+                    self._copy(k, tensor)
+            self._later = []
+            self._copied.set()
+            _ = self._image.manifest
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._copied.set()
+            self._done.set()
+
+    def _copy(self, k: int, tensor: Tensor) -> None:
+        entry = self._entries[k]
+        if entry.nbytes == 0:
+            return
+        arena: Tensor = self._arena  # type: ignore[assignment]
+        target = arena[entry.offset : entry.offset + entry.nbytes].view(tensor.dtype)
+        if tensor.is_contiguous():
+            step = max(1, _PIECE_BYTES // tensor.element_size())
+            for to, source in zip(target.unsafe_split(step), tensor.reshape(-1).unsafe_split(step), strict=True):
+                to.copy_(source)
+        else:
+            target.view(tensor.shape).copy_(tensor)
+
+    def _bytes(self, entry: StateEntry) -> memoryview:
+        if entry.nbytes == 0:
+            return memoryview(b"")
+        arena: Tensor = self._arena  # type: ignore[assignment]
+        return memoryview(arena[entry.offset : entry.offset + entry.nbytes].numpy().data)

@@ -1,0 +1,350 @@
+"""The whole state of a training process as named tensors and JSON: read, hashed, copied, restored.
+
+Apart because healing, checkpoints and digests must mean the same by "state": parameters once each, buffers, the
+optimizer's tensors per parameter, and as JSON the optimizer's groups, the scheduler and whatever else has a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.exact.digest import bytes_of, named_digest
+from everstep.exact.image import BlockSource, Image, StateEntry, entries_of, place, write_blocks
+from everstep.exact.jsonable import decode, encode
+from everstep.exact.layout import aligned_like
+from everstep.exact.snapshot import Arena, Snapshot
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+class ModelState:
+    """Reads and writes the state of a model, its optimizer, its scheduler and further objects with `state_dict`.
+
+    Names are the model's own; a parameter that is used in several places has the first of its names and is there once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        units: Sequence[nn.Module] = (),
+    ) -> None:
+        """extras: name -> object with state_dict() and load_state_dict(). units: each one's state begins at a block.
+
+        Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice.
+        """
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.extras = dict(extras or {})
+        self._units = list(units)
+        self._image: Image | None = None
+        self._arena: Arena | None = None
+        for key, extra in self.extras.items():
+            if not hasattr(extra, "state_dict") or not hasattr(extra, "load_state_dict"):
+                raise ConfigError(f"state {key} is a {type(extra).__name__} without state_dict and load_state_dict")
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError("LBFGS evaluates the loss several times per update; use an optimizer without closures")
+        self._param_names()
+
+    # ---- reading
+
+    @property
+    def n_blocks(self) -> int:
+        """Of the image that `manifest` made last."""
+        return self._live().n_blocks
+
+    def manifest(self) -> dict[str, Any]:
+        """JSON that describes the state as it is now, with a digest per block. `read_block` belongs to the last one."""
+        self._image = None
+        return self._live().manifest
+
+    def read_block(self, index: int, out: memoryview | None = None) -> memoryview:
+        """A block of what `manifest` described; valid while the state does not change. Into `out`, if given."""
+        block = self._live().read_block(index)
+        if out is None:
+            return block
+        out[:] = block
+        return out
+
+    def model_digest(self) -> str:
+        """Of parameters and persistent buffers: what `state_dict` would hold, tied ones once. 32 hex digits."""
+        return named_digest(self._persistent())
+
+    def state_digest(self, step: int) -> str:
+        """Of everything, and the step. 32 hex digits. Equal for any number of workers."""
+        groups, values = self._collect()
+        entries = place(groups)
+        return Image.of_tensors(entries, [t for group in groups for _, t in group], values).digest(step)
+
+    def clone_snapshot(self) -> Snapshot:
+        """A copy of the state, made by a background thread once `start` is called.
+
+        Buffers and JSON are taken now; parameters and optimizer state must not change before `wait` has returned.
+        """
+        groups, values = self._collect()
+        tensors = [t for group in groups for _, t in group]
+        entries = place(groups)
+        live = {id(t) for t in self._unique_buffers().values()}
+        now = [
+            k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith((_MODEL, _OPTIMIZER))
+        ]
+        arena, self._arena = self._arena, None
+        return Snapshot(entries, tensors, values, now, arena, self._take_back)
+
+    def _take_back(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def _live(self) -> Image:
+        if self._image is None:
+            groups, values = self._collect()
+            self._image = Image.of_tensors(place(groups), [t for group in groups for _, t in group], values)
+        return self._image
+
+    def _persistent(self) -> Iterable[tuple[str, Tensor]]:
+        kept = self.model.state_dict(keep_vars=True)
+        for name, tensor in (*self._unique_params().items(), *self._unique_buffers().items()):
+            if name in kept:
+                yield name, tensor
+
+    def _collect(self) -> tuple[list[list[tuple[str, Tensor]]], dict[str, Any]]:
+        """The named tensors, by unit, and the JSON values."""
+        pulled: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        mine: dict[str, dict[str, Tensor]] = {}
+        if self.optimizer is not None:
+            values |= self._collect_optimizer(mine, pulled)
+        if self.scheduler is not None:
+            values["scheduler"] = encode(self.scheduler.state_dict(), "scheduler", pulled)
+        for key, extra in sorted(self.extras.items()):
+            values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
+        unit_of = self._unit_of_names()
+        groups: list[list[tuple[str, Tensor]]] = [[] for _ in range(len(self._units) + 1)]
+        for name, parameter in self._unique_params().items():
+            group = groups[unit_of.get(name, -1)]
+            group.append((_MODEL + name, parameter.detach()))
+            group.extend(mine.get(name, {}).items())
+        for name, buffer in self._unique_buffers().items():
+            groups[unit_of.get(name, -1)].append((_MODEL + name, buffer))
+        groups.append(list(pulled.items()))
+        return groups, values
+
+    def _collect_optimizer(self, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]) -> dict[str, Any]:
+        optimizer = self.optimizer
+        names = self._param_names()
+        states: dict[str, Any] = {}
+        other: dict[Any, Any] = {}
+        for key, state in optimizer.state.items():  # type: ignore[union-attr]
+            if isinstance(key, Tensor):
+                if not state:
+                    continue  # looked up, never filled
+                if id(key) not in names:
+                    raise ConfigError("the optimizer keeps state for a tensor that is not among its parameters")
+                name = names[id(key)]
+                mine[name] = {}
+                states[name] = encode(state, f"{_OPTIMIZER}{name}", mine[name])
+            else:
+                other[key] = state
+        groups = []
+        for k, group in enumerate(optimizer.param_groups):  # type: ignore[union-attr]
+            scalars = {key: value for key, value in group.items() if key != "params"}
+            members = [names[id(p)] for p in group["params"]]
+            groups.append({"dict": [["params", members], ["values", encode(scalars, f"groups/{k}", pulled)]]})
+        ordered = [[name, states[name]] for name in names.values() if name in states]
+        return {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
+
+    # ---- names
+
+    def _unique_params(self) -> dict[str, nn.Parameter]:
+        """First name -> parameter; leaves that share storage (ties) once."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[tuple[Any, ...]] = set()
+        for name, parameter in self.model.named_parameters():
+            if _new(parameter, seen):
+                found[name] = parameter
+        return found
+
+    def _unique_buffers(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        seen: set[tuple[Any, ...]] = set()
+        for name, buffer in self.model.named_buffers():
+            if _new(buffer, seen):
+                found[name] = buffer
+        return found
+
+    def _param_names(self) -> dict[int, str]:
+        """id -> name of the optimizer's parameters, in its order."""
+        if self.optimizer is None:
+            return {}
+        known = {id(p): name for name, p in self._unique_params().items()}
+        names: dict[int, str] = {}
+        for k, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ConfigError(
+                        f"the optimizer's group {k} holds a parameter of shape {tuple(parameter.shape)} that is not "
+                        "the model's, or a second leaf of a tied one; build it over the parameters of the tied model"
+                    )
+                names[id(parameter)] = known[id(parameter)]
+        return names
+
+    def _unit_of_names(self) -> dict[str, int]:
+        """Name of a parameter or buffer -> number of its unit (the first one)."""
+        modules: dict[int, int] = {}
+        for number, unit in enumerate(self._units):
+            for module in unit.modules():
+                modules.setdefault(id(module), number)
+        result: dict[str, int] = {}
+        for prefix, module in self.model.named_modules():
+            if id(module) in modules:
+                for attribute in (*module._parameters, *module._buffers):
+                    result[f"{prefix}.{attribute}" if prefix else attribute] = modules[id(module)]
+        return result
+
+    # ---- writing
+
+    def load(self, manifest: Mapping[str, Any], blocks: BlockSource) -> None:
+        """Takes on the state that a manifest describes; `blocks(i)` gives the bytes of its block i.
+
+        Tensors are written in place where they exist; missing optimizer state is created. If it raises, the state is
+        partly written: load again before using it.
+
+        Raises: CheckpointCorrupt if a digest does not match. ConfigError if it is the state of another model.
+        """
+        entries = entries_of(manifest)
+        values = manifest["values"]
+        self._image = None
+        self._refuse_foreign(entries, values)
+        tensors = self._targets(entries)
+        staged: dict[str, Tensor] = {}
+        memory: list[memoryview] = []
+        for entry in entries:
+            target = tensors[entry.name]
+            if target.device.type != "cpu" or not target.is_contiguous():
+                staged[entry.name] = target
+                target = torch.empty(entry.shape, dtype=target.dtype)
+                tensors[entry.name] = target
+            memory.append(bytes_of(target))
+        write_blocks(manifest, entries, memory, blocks)
+        with torch.no_grad():
+            for name, target in staged.items():
+                tensors[name] = target.copy_(tensors[name])
+        if self.optimizer is not None:
+            self._load_optimizer(values, tensors)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(decode(values["scheduler"], tensors))
+        for key, extra in self.extras.items():
+            extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
+
+    def _refuse_foreign(self, entries: Sequence[StateEntry], values: Mapping[str, Any]) -> None:
+        theirs = {e.name: e for e in entries}
+        buffers = self._buffer_slots()
+        for name, parameter in self._unique_params().items():
+            entry = theirs.get(_MODEL + name)
+            mine = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            if entry is None or (entry.dtype, entry.shape) != mine:
+                what = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+                raise ConfigError(f"the state has {what} for parameter {name}; the model {mine[0]} {mine[1]}")
+        known = {_MODEL + name for name in (*self._unique_params(), *buffers)}
+        for name in theirs:
+            if name.startswith(_MODEL) and name not in known:
+                raise ConfigError(f"the state holds {name.removeprefix(_MODEL)}, which the model does not have")
+        for name in self._unique_buffers():
+            if _MODEL + name not in theirs:
+                raise ConfigError(f"the state has no buffer {name}, which the model has")
+        wanted = {"groups"} if self.optimizer is not None else set()
+        wanted |= {"scheduler"} if self.scheduler is not None else set()
+        wanted |= {f"extras/{key}" for key in self.extras}
+        if wanted - set(values):
+            raise ConfigError(f"the state holds no {sorted(wanted - set(values))[0]}, which this job has")
+
+    def _buffer_slots(self) -> dict[str, tuple[nn.Module, str]]:
+        """Every place where a buffer is or may be (registered as None), by name."""
+        return {
+            (f"{prefix}.{attribute}" if prefix else attribute): (module, attribute)
+            for prefix, module in self.model.named_modules()
+            for attribute in module._buffers
+        }
+
+    def _targets(self, entries: Sequence[StateEntry]) -> dict[str, Tensor]:
+        """The memory that each entry goes to: what exists, if it is alike, or new."""
+        params, slots = self._unique_params(), self._buffer_slots()
+        targets: dict[str, Tensor] = {}
+        for entry in entries:
+            top, _, name = entry.name.partition("/")
+            owner, _, key = name.rpartition("/")
+            if top == "model":
+                targets[entry.name] = params[name].detach() if name in params else _buffer_target(entry, *slots[name])
+            elif top == "optimizer" and owner in params and self.optimizer is not None:
+                targets[entry.name] = self._optimizer_target(entry, params[owner], key)
+            else:
+                targets[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry))
+        return targets
+
+    def _optimizer_target(self, entry: StateEntry, parameter: nn.Parameter, key: str) -> Tensor:
+        optimizer: Optimizer = self.optimizer  # type: ignore[assignment]
+        existing = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
+        if isinstance(existing, Tensor) and existing.dtype == _dtype(entry) and existing.shape == entry.shape:
+            return existing
+        if key == "step":
+            group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+            stays = not group.get("capturable") and not group.get("fused")
+            return torch.empty(entry.shape, dtype=_dtype(entry), device="cpu" if stays else parameter.device)
+        if entry.shape == tuple(parameter.shape):
+            return aligned_like(parameter.detach().to(_dtype(entry)))
+        return torch.empty(entry.shape, dtype=_dtype(entry), device=parameter.device)
+
+    def _load_optimizer(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        optimizer: Optimizer = self.optimizer  # type: ignore[assignment]
+        groups = [decode(group, tensors) for group in values["groups"]]
+        names = self._param_names()
+        mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if mine != [group["params"] for group in groups]:
+            raise ConfigError("the state's optimizer groups hold other parameters than this optimizer's")
+        for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in loaded["values"].items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    with torch.no_grad():
+                        group[key].copy_(value)  # schedulers hold on to a tensor learning rate
+                else:
+                    group[key] = value
+        states = decode(values["state"], tensors)
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        if set(states) - set(parameters):
+            raise CheckpointCorrupt("the state has optimizer state for parameters that are in none of its groups")
+        optimizer.state.clear()
+        for name, state in states.items():
+            optimizer.state[parameters[name]] = state
+        optimizer.state.update(decode(values["other"], tensors))
+
+
+def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tensor:
+    buffer = module._buffers[attribute]
+    if buffer is None or buffer.dtype != _dtype(entry) or buffer.shape != entry.shape:
+        neighbour = buffer if buffer is not None else next(module.parameters(), None)
+        device = neighbour.device if neighbour is not None else torch.device("cpu")
+        buffer = module._buffers[attribute] = torch.empty(entry.shape, dtype=_dtype(entry), device=device)
+    return buffer.detach()
+
+
+def _new(tensor: Tensor, seen: set[tuple[Any, ...]]) -> bool:
+    """Whether no tensor over the same memory came before."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return True
+    key = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    fresh = key not in seen
+    seen.add(key)
+    return fresh
+
+
+def _dtype(entry: StateEntry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorrupt(f"{entry.name} has an unknown type {entry.dtype}")
+    return dtype
