@@ -11,20 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "protocol"))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite", action="store_true", help="rewrite the golden traces instead of comparing with them")
-
-
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+def golden(rewrite: bool) -> Callable[[Path, str], None]:
     """Compares a file with the text that it should have; with `--rewrite`, makes it so."""
-    rewrite = bool(request.config.getoption("--rewrite", default=False))
 
     def compare(path: Path, now: str) -> None:
         if rewrite:
             path.write_text(now)
-        assert path.read_text() == now, (
-            f"{path.name} says something else; if that is right: --rewrite, and read the diff"
-        )
+        assert path.read_text() == now, f"{path.name} says something else; if that is right: --rewrite, read the diff"
 
     return compare

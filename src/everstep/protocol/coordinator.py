@@ -238,7 +238,8 @@ class Coordinator:
         worker.member, worker.connection, worker.gone_ns, worker.greeted = hello.member, name, None, True
         worker.pid, worker.host, worker.wants_spare = hello.member.pid, hello.member.host, hello.wants_spare
         worker.step = max(worker.step, hello.step)
-        state.dirty = True
+        # A member that is back changes no decision, unless one waited for it.
+        state.dirty = state.dirty or bool(state.broken) or state.plan is None or not state.plan.has(key)
         if first:
             self._report_joined(worker)
         self._catch_up(worker, hello)
@@ -268,6 +269,7 @@ class Coordinator:
         plan, prepared = state.plan, state.prepared
         if plan is not None and plan.has(worker.key):
             if generation == plan.generation:
+                state.dirty = state.dirty or not state.entered
                 state.entered.add(worker.key.worker_id)
             elif not state.broken:
                 plans.order(state, worker, m.PlanNow(plan=plan))

@@ -120,7 +120,7 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
     agent.killed_ns.clear()
     agent.detector.resume(state.now)
     state.connections[connection].agent_id = hello.agent_id
-    state.dirty = True
+    state.dirty = state.dirty or state.plan is None or state.slots is not None
     if state.ended is not None:
         state.send(connection, state.ended)
         return
@@ -164,9 +164,9 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
     if known is None:
         known = state.workers[key.worker_id] = Worker(key, host=agent.host)
         state.lost_slots.pop(key.worker_id, None)
+        state.dirty = True
     known.agent_id, known.pid = agent.agent_id, life.pid
     state.slot_owner[key.worker_id] = agent.agent_id
-    state.dirty = True
 
 
 def worker_started(state: State, agent: Agent, message: WorkerStarted) -> None:
@@ -328,8 +328,13 @@ def check_agent(state: State, agent_id: str) -> None:
     connected = agent.connection is not None
     dead = suspicion.dead if connected else state.now >= agent.detector.ceiling_at_ns
     workers = [w for _, w in sorted(state.workers.items()) if w.agent_id == agent_id]
+    silence = agent.detector.silence_ns(state.now)
+    if dead and silence < state.config.quorum_wait_ns and _hold_all_state(state, workers):
+        for worker in workers:
+            suspect(state, worker, f"host {agent.host}: {suspicion.reason}; nobody else holds the training state")
+        state.alarms.set(f"agent:{agent_id}", state.now + SECOND_NS)
+        return
     if dead:
-        silence = agent.detector.silence_ns(state.now)
         del state.agents[agent_id]
         state.retiring -= {i for i in state.retiring if state.slot_owner.get(i) == agent_id}
         state.close(agent.connection, f"agent {agent_id}: {suspicion.reason}")
@@ -343,6 +348,14 @@ def check_agent(state: State, agent_id: str) -> None:
             suspect(state, worker, f"host {agent.host}: {suspicion.reason}")
     change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
     state.alarms.set(f"agent:{agent_id}", max(change, state.now + MILLISECOND_NS))
+
+
+def _hold_all_state(state: State, workers: list[Worker]) -> bool:
+    """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
+    coordinator that is cut off, and they go on training; to give them up would mean to start over.
+    """
+    survivors = state.survivors()
+    return bool(survivors) and all(w in workers for w in survivors)
 
 
 def check_gone(state: State, worker_id: int) -> None:
@@ -382,11 +395,17 @@ def end_of_grace(state: State) -> None:
     """The time to come back after the coordinator's restart is over."""
     if state.grace_until_ns is None or state.now < state.grace_until_ns:
         return
-    state.grace_until_ns = None
+    absent = [w for _, w in sorted(state.workers.items()) if not w.greeted and w.member is not None]
+    if state.absent_since_ns is None:
+        state.absent_since_ns = state.now
+    waited = state.now - state.absent_since_ns
+    if waited < state.config.quorum_wait_ns and _hold_all_state(state, absent):
+        state.grace_until_ns = state.now + state.config.grace_ns
+        state.alarms.set("grace", state.grace_until_ns)
+        return
+    state.grace_until_ns = state.absent_since_ns = None
     state.dirty = True
-    for worker in [w for _, w in sorted(state.workers.items())]:
-        if worker.greeted or worker.member is None:
-            continue
+    for worker in absent:
         agent = state.agent_of(worker)
         if agent is not None and worker.key in agent.lives:
             worker.gone_ns = state.now

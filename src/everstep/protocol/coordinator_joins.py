@@ -9,7 +9,7 @@ from __future__ import annotations
 from everstep.base.plan import Member
 from everstep.protocol.coordinator_health import evict
 from everstep.protocol.coordinator_plans import candidates, dismiss, prepare
-from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, listed
+from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, describe, listed
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
 
 BATCH_NS = 250 * MILLISECOND_NS
@@ -22,7 +22,8 @@ def reconcile(state: State) -> None:
     """Move one step towards the wanted membership."""
     if state.ended is not None:
         return
-    _dismiss_unwanted(state)
+    if not state.in_grace:
+        _dismiss_unwanted(state)
     if state.plan is None or state.broken or not state.entered or state.in_grace:
         return
     leaving = leavers(state)
@@ -40,6 +41,8 @@ def leavers(state: State) -> list[Worker]:
 
 
 def _dismiss_unwanted(state: State) -> None:
+    if state.slots is None:
+        return
     for _, worker in sorted(state.workers.items()):
         wanted = state.slot_wanted(worker.key.worker_id)
         if worker.ready and not wanted and not state.in_any_plan(worker.key):
@@ -105,7 +108,16 @@ def worker_healed(state: State, worker: Worker, message: WorkerHealed) -> None:
 
 
 def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
-    """A joiner lost its donor: try again, later each time; after too many failures it is replaced."""
+    """A joiner lost its donor: try again, later each time; after too many failures it is replaced.
+
+    If the members have switched to a plan with it, or may have, they wait for it in vain, and cannot feed it either.
+    """
+    plan = state.plan
+    waits = plan is not None and plan.prepared and plan.has(worker.key) and worker.key.worker_id not in state.entered
+    if waits or (state.prepared is not None and state.prepared.has(worker.key)):
+        state.broken.append(f"{describe(worker.key)} could not follow to the switch: {message.reason}")
+        state.dirty = True
+        return
     join = state.joins.get(worker.key.worker_id)
     if join is None or join.key != worker.key or join.ticket != message.ticket:
         return

@@ -92,7 +92,8 @@ def _fall_back(state: State) -> None:
     if not state.fallback:
         state.fallback = True
         state.first_hello_ns = None
-    ready = candidates(state)
+    # A joiner that follows the members is the next best: it may even have switched with them already.
+    ready = sorted(candidates(state), key=lambda w: -w.step)
     if ready and state.first_hello_ns is None:
         state.first_hello_ns = state.now
     wait_for_all = state.config.on_failure == "wait"
@@ -105,9 +106,10 @@ def _fall_back(state: State) -> None:
         if patient and state.first_hello_ns is not None:
             state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
         return
-    text = f"every worker that held the training state is gone ({cause}): starting over from step 0"
-    state.report("fallback", reason=text, step=0, generation=state.generation + 1)
-    state.step = 0
+    step = ready[0].step
+    text = f"every worker that held the training state is gone ({cause}): starting over from step {step}"
+    state.report("fallback", reason=text, step=step, generation=state.generation + 1)
+    state.step = step
     _make_now(state, ready[: state.target], text, fresh=True)
 
 
@@ -226,8 +228,9 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
         return
     state.step = max(state.step, step - 1)
     if worker.key.worker_id not in state.entered:
+        if not state.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
+            state.dirty = True
         state.entered.add(worker.key.worker_id)
-        state.dirty = True
         if worker.key.worker_id in plan.joining:
             _report_healed(state, worker, step)
     recovery.entered(state, generation, phases_ms)

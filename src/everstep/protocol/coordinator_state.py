@@ -192,6 +192,7 @@ class State:
         self.quorum_since_ns: int | None = None
         self.waiting = ""
         self.grace_until_ns: int | None = None
+        self.absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
         self.failures: dict[tuple[int, str], WorkerKey] = {}
         self.accusations: dict[int, set[int]] = {}
         self.accusation_reasons: list[str] = []

@@ -302,18 +302,42 @@ def test_a_returning_member_is_told_the_plan_it_missed():
     assert world.last(m.PlanNow, "w1.0").plan == world.plan
 
 
+def two_hosts() -> World:
+    world = World(workers=2, quorum_wait_ns=60 * S)
+    world.agent(0, name="a1", host="h1")
+    world.agent(1, name="a2", host="h2")
+    world.hello(0)
+    world.hello(1)
+    world.wait(3 * S)
+    world.clear()
+    return world
+
+
 def test_workers_outlive_their_agents_connection_up_to_the_ceiling():
-    world = running()
-    world.beat()
-    drop(world, "a1")
+    world = two_hosts()
+    drop(world, "a2")
     world.wait(9 * S)
     assert world.plan.generation == 1
-    world.agent(0, 1, 2)
+    world.agent(1, name="a2", host="h2")
     world.wait(9 * S)
     assert world.plan.generation == 1
-    drop(world, "a1")
+    drop(world, "a2")
     world.wait(11 * S)
-    assert world.coordinator.status()["workers"] == []
+    assert world.plan.worker_ids == (0,)
+
+
+def test_silence_of_all_who_hold_the_state_is_waited_out():
+    world = two_hosts()
+    world.exited(1, agent="a2")
+    drop(world, "a1")
+    world.wait(50 * S)
+    assert world.plan.worker_ids == (0,) and "worker_suspected" in world.kinds()
+    world.agent(0, name="a1", host="h1")
+    world.wait(30 * S)
+    assert world.plan.worker_ids == (0,)
+    drop(world, "a1")
+    world.wait(62 * S)
+    assert world.coordinator.status()["state"] == "waiting" and world.report("worker_evicted")["worker_id"] == 0
 
 
 def test_a_returning_agent_names_the_lives_that_are_left():
@@ -755,6 +779,18 @@ def test_members_that_do_not_come_back_are_evicted_after_the_grace():
     assert again.plan.generation == 1
     again.wait(200 * MS)
     assert again.plan.generation == 2 and again.plan.worker_ids == (0, 2)
+
+
+def test_when_no_member_comes_back_the_grace_goes_on():
+    world = running()
+    again = world.restart()
+    again.wait(30 * S)
+    assert "worker_evicted" not in again.kinds()
+    again.agent(0, 1, 2)
+    for i in range(3):
+        again.hello(i, plan=world.plan)
+    again.wait(5 * S)
+    assert again.plan == world.plan
 
 
 def test_a_death_in_the_grace_waits_for_the_others_to_come_back():
