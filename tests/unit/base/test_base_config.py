@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from everstep.base.config import Config, describe, load_config, numerics, parse_set, to_dict, with_batch_size
+from everstep.base.errors import ConfigError
+
+
+def refused(values, source="run.yaml"):
+    with pytest.raises(ConfigError) as caught:
+        load_config([(source, values)])
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults():
+    config = load_config([])
+    assert config == Config()
+    assert (config.lanes, config.micro_batch, config.steps, config.epochs, config.seed) == (8, 8, None, None, 0)
+    assert (config.threads, config.device, config.precision, config.clip_norm) == (1, "cpu", "fp32", None)
+    assert (config.verify_every, config.hang_limit_s, config.on_failure) == (100, "auto", "replace")
+    assert (config.max_restarts, config.quorum_wait_s, config.eval_every, config.log_every) == (20, 600.0, 0, 1)
+    assert (config.workers, config.spares, config.min_workers, config.transport) == (1, 0, 1, "auto")
+    assert (config.chaos, config.emulate_compute_ms, config.heartbeat.interval_s) == ("", 0.0, "auto")
+    assert (config.loader.workers, config.loader.prefetch, config.loader.pin_memory) == (0, 2, False)
+    assert (config.backoff.initial_s, config.backoff.max_s) == (0.5, 30.0)
+    stop = config.early_stop
+    assert (stop.metric, stop.mode, stop.patience, stop.min_delta, stop.target) == (None, "max", 3, 0.0, None)
+
+
+def test_later_layers_win_dotted_or_nested():
+    config = load_config(
+        [
+            ("task", {"loader": {"workers": 1, "prefetch": 4}, "steps": 10}),
+            ("file", {"loader.workers": 2, "checkpoint": {"disk": {"path": "a"}, "memory.keep_last": 5}}),
+            ("--set", {"steps": "20", "checkpoint.disk.path": "b"}),
+        ]
+    )
+    assert (config.loader.workers, config.loader.prefetch, config.steps) == (2, 4, 20)
+    assert (config.checkpoint.disk.path, config.checkpoint.memory.keep_last) == ("b", 5)
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lanes = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("clip_norm", "1e-4", 1e-4),
+        ("clip_norm", 2, 2.0),
+        ("clip_norm", "none", None),
+        ("clip_norm", None, None),
+        ("steps", "1e3", 1000),
+        ("steps", 8.0, 8),
+        ("steps", "null", None),
+        ("seed", str(2**63 - 1), 2**63 - 1),
+        ("recompute", "yes", True),
+        ("recompute", "0", False),
+        ("recompute", True, True),
+        ("hang_limit_s", "Auto", "auto"),
+        ("hang_limit_s", "7", 7.0),
+        ("quorum_wait_s", 0, 0.0),
+        ("device", "cuda:1", "cuda:1"),
+        ("lr_rule", "none", "none"),
+        ("map", {"0": [0, 1]}, {"0": [0, 1]}),
+        ("chaos", "kill:target=worker:2,at=30", "kill:target=worker:2,at=30"),
+    ],
+)
+def test_accepted(key, value, expected):
+    got = getattr(load_config([("--set", {key: value})]), key)
+    assert got == expected and type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"lanes": 2.5}, ["lanes: expected whole number, at least 1, got 2.5 (from run.yaml): give e.g. lanes=8"]),
+        ({"lanes": True}, ["lanes:", "got true"]),
+        ({"lanes": 0}, ["at least 1, got 0"]),
+        ({"lanes": "many"}, ["got 'many'"]),
+        ({"lanes": None}, ["got None"]),
+        ({"lanes": [8]}, ["got [8]"]),
+        ({"workers": 0}, ["workers: expected whole number, at least 1, got 0"]),
+        ({"threads": -1}, ["threads:", "at least 1"]),
+        ({"seed": 2**63}, ["at most 9223372036854775807"]),
+        ({"steps": 0}, ["steps: expected whole number or none, at least 1, got 0"]),
+        ({"clip_norm": 0}, ["greater than 0, got 0"]),
+        ({"clip_norm": "nan"}, ["clip_norm: expected number or none", "got 'nan'"]),
+        ({"clip_norm": float("inf")}, ["got inf"]),
+        ({"clip_norm": False}, ["got false"]),
+        ({"hang_limit_s": "never"}, ["expected number or auto", "got 'never'", "hang_limit_s=auto"]),
+        ({"quorum_wait_s": "auto"}, ["expected number, at least 0, got 'auto'"]),
+        ({"precision": "fp8"}, ["expected fp32 | bf16 | fp16, got 'fp8'"]),
+        ({"device": "tpu"}, ["like cpu, cuda or cuda:0, got 'tpu'"]),
+        ({"recompute": 1}, ["recompute: expected true or false, got 1"]),
+        ({"early_stop.metric": 5}, ["early_stop.metric: expected text or none, got 5"]),
+        ({"loader": 3}, ["loader: expected keys below it, got 3 (from run.yaml): set e.g. loader.workers"]),
+        ({"task": 3}, ["task: expected keys below it"]),
+        ({"chaos": "x" * 500, "lanes": "y" * 500}, ["..."]),
+        (["lanes"], ["run.yaml: expected keys with values, got ['lanes']"]),
+    ],
+)
+def test_refused(values, parts):
+    message = refused(values)
+    assert all(part in message for part in parts), message
+    assert len(message) < 250
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("lane", "lanes"),
+        ("prefetch", "loader.prefetch"),
+        ("clip-norm", "clip_norm"),
+        ("loader.worker", "loader.workers"),
+        ("heartbeat.ceiling", "heartbeat.ceiling_s"),
+        ("checkpoint.disk.pth", "checkpoint.disk.path"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(unknown, nearest):
+    assert refused({unknown: 1}) == f"unknown key {unknown!r} (from run.yaml): did you mean {nearest!r}?"
+
+
+def test_unknown_keys_in_nested_form_and_of_any_type():
+    assert "unknown key 'loader.wrokers'" in refused({"loader": {"wrokers": 2}})
+    assert "unknown key '3'" in refused({3: 1})
+    assert "unknown key 'task.'" in refused({"task": {"": 1}})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workers": 9}, "workers: expected at most 8 for 8 lanes, got 9: use fewer workers, or raise 'lanes' to 9"),
+        ({"workers": 2, "min_workers": 3}, "min_workers: expected at most workers (2), got 3"),
+        ({"stages": 2}, "workers: expected at least one per stage (2), got 1"),
+        ({"heartbeat.floor_s": 50}, "heartbeat.floor_s: expected at most heartbeat.ceiling_s (20), got 50"),
+        ({"backoff.max_s": 0.1}, "backoff.initial_s: expected at most backoff.max_s (0.1), got 0.5"),
+        ({"early_stop.target": 0.9}, "early_stop.target: expected early_stop.metric to be set too"),
+    ],
+)
+def test_contradictions(values, message):
+    assert message in refused(values)
+
+
+def test_task_options_are_free():
+    config = load_config(
+        [("file", {"task": {"path": "a/b", "depth": 3}}), ("--set", {"task.depth": "5", "task.p": "1e-1"})]
+    )
+    assert config.task == {"path": "a/b", "depth": 5, "p": 0.1}
+    assert load_config([("--set", {"task.x": "NaN"})]).task == {"x": "NaN"}
+
+
+def test_it_survives_json():
+    config = load_config(
+        [
+            (
+                "x",
+                {
+                    "clip_norm": "0.1",
+                    "hang_limit_s": 3,
+                    "task.a": "[1, 2]",
+                    "map": "m.yaml",
+                    "checkpoint.object.url": "s3://b",
+                },
+            )
+        ]
+    )
+    assert load_config([("job.json", json.loads(json.dumps(to_dict(config))))]) == config
+
+
+def test_every_key_is_described_once():
+    rows = describe()
+    names = [name for name, *_ in rows]
+    assert len(names) == len(set(names)) and all(all(isinstance(text, str) for text in row) for row in rows)
+    assert all(meaning for *_, meaning in rows)
+    assert next(row[:3] for row in rows if row[0] == "hang_limit_s") == ("hang_limit_s", "number or auto", "auto")
+    assert next(row[:3] for row in rows if row[0] == "precision") == ("precision", "fp32 | bf16 | fp16", "fp32")
+
+    def leaves(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict) and name != "task":
+                yield from leaves(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    assert set(leaves(to_dict(Config()))) == {"task" if name == "task.*" else name for name in names}
+
+
+def test_every_default_is_valid():
+    def flat(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+    for name, value in flat(to_dict(Config())):
+        assert load_config([("default", {name: value})]) == Config()
+        assert load_config([("default", {name: str(value)})]) == Config()
+
+
+def test_numerics_hold_what_the_bits_depend_on():
+    base = load_config([("x", {"steps": 5})])
+    same = {
+        "steps": 9,
+        "epochs": 2,
+        "workers": 4,
+        "spares": 1,
+        "loader.workers": 2,
+        "log_every": 7,
+        "transport": "gloo",
+    }
+    assert numerics(load_config([("x", same)])) == numerics(base)
+    for key, value in (
+        ("lanes", 4),
+        ("micro_batch", 2),
+        ("seed", 1),
+        ("threads", 2),
+        ("precision", "bf16"),
+        ("clip_norm", 1),
+        ("device", "cuda"),
+        ("batch", "per_worker"),
+        ("task.depth", 3),
+    ):
+        changed = numerics(load_config([("x", {key: value})]))
+        assert [name for name in changed if changed[name] != numerics(base).get(name)] == [key]
+    assert numerics(load_config([("x", {"device": "cuda:3"})]))["device"] == "cuda"
+
+
+def test_parse_set():
+    assert parse_set("loader.workers=2") == ("loader.workers", "2")
+    assert parse_set(" chaos = kill:target=worker:2,at=3") == ("chaos", "kill:target=worker:2,at=3")
+    for wrong in ("lanes", "=3", ""):
+        with pytest.raises(ConfigError, match="expected key=value"):
+            parse_set(wrong)
+
+
+def test_batch_size_sets_the_micro_batch():
+    assert with_batch_size({"lanes": 4, "seed": 1}, 64) == {"lanes": 4, "seed": 1, "micro_batch": 16}
+    assert with_batch_size({}, "16") == {"micro_batch": 2}
+    with pytest.raises(ConfigError, match="multiple of the 8 lanes, got 50: use 48 or 56, or change 'lanes'"):
+        with_batch_size({}, 50)
+    with pytest.raises(ConfigError, match="got 3: use 8, or"):
+        with_batch_size({}, 3)
+    for wrong in (0, "x", 2.5, True):
+        with pytest.raises(ConfigError, match="batch size: expected whole number, at least 1"):
+            with_batch_size({}, wrong)
+
+
+def test_it_needs_the_standard_library_alone():
+    code = "import sys, everstep.base.config; print(sorted({'torch', 'numpy', 'msgspec', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
