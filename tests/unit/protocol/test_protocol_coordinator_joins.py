@@ -1,0 +1,449 @@
+"""The coordinator's changes of membership without a fault: joins, waits, commands; and its own restart."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_harness import MS, S, World, drop, running
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as m
+
+# ---- joins
+
+
+def rejoined(world: World, worker: int, incarnation: int) -> None:
+    world.started(worker, incarnation)
+    world.hello(worker, incarnation)
+
+
+def test_a_restarted_worker_heals_and_joins_by_a_prepared_plan():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    assert world.last(m.Heal) is None
+    world.entered(0, 2, 4)
+    heal = world.last(m.Heal, "w2.1")
+    assert [d.worker_id for d in heal.donors] == [1, 0] and heal.plan == world.plan
+    world.healed(2, 1)
+    plan = world.prepared
+    assert plan.prepared and plan.generation == 3 and plan.joining == (2,) and plan.previous == 0
+    assert {to for to, x in world.sent if isinstance(x, m.PlanPrepared)} == {"w0.0", "w1.0", "w2.1"}
+    assert world.plan.generation == 2
+    world.entered(1, 3, 6)
+    assert world.plan == plan and world.prepared is None
+    assert world.report("generation_started")["generation"] == 3
+    assert "worker_healed" not in world.kinds()
+    world.entered(2, 3, 6, 1)
+    assert world.report("worker_healed")["worker_id"] == 2
+
+
+def test_a_spare_takes_the_place_of_the_dead():
+    world = World()
+    world.agent(0, 1, 2, 3)
+    for i in range(4):
+        world.hello(i)
+    world.entered(0, 1, 1)
+    assert world.last(m.Heal) is None
+    world.exited(1)
+    world.entered(0, 2, 2)
+    assert world.last(m.Heal, "w3.0") is not None
+    rejoined(world, 1, 1)
+    assert world.last(m.Heal, "w1.1") is None
+    world.healed(3)
+    world.entered(0, 3, 3)
+    assert world.plan.worker_ids == (0, 2, 3)
+
+
+def test_joiners_are_batched():
+    world = running(4)
+    world.exited(2)
+    world.exited(3)
+    rejoined(world, 2, 1)
+    rejoined(world, 3, 1)
+    world.entered(0, 3, 4)
+    world.healed(2, 1)
+    assert world.prepared is None
+    world.healed(3, 1)
+    assert world.prepared.joining == (2, 3)
+
+
+def test_a_slow_joiner_does_not_hold_up_the_others_for_long():
+    world = running(4)
+    world.exited(2)
+    world.exited(3)
+    rejoined(world, 2, 1)
+    rejoined(world, 3, 1)
+    world.entered(0, 3, 4)
+    world.healed(2, 1)
+    world.wait(260 * MS)
+    assert world.prepared.joining == (2,)
+    world.healed(3, 1)
+    world.entered(0, 4, 6)
+    assert world.prepared.joining == (3,) and world.prepared.generation == 5
+
+
+def test_a_death_while_a_plan_is_prepared_goes_above_it_without_the_joiner():
+    world = running(4)
+    world.exited(3)
+    rejoined(world, 3, 1)
+    world.entered(0, 2, 4)
+    world.healed(3, 1)
+    assert world.prepared.generation == 3
+    world.exited(2)
+    assert world.plan.generation == 4 and world.plan.worker_ids == (0, 1) and world.prepared is None
+    old = world.last(m.Heal, "w3.1").ticket
+    world.entered(0, 4, 5)
+    assert world.last(m.Heal, "w3.1").ticket > old
+    world.entered(1, 3, 5)
+    assert world.plan.generation == 4
+
+
+def test_a_death_after_the_switch_keeps_the_joiner():
+    world = running(4)
+    world.exited(3)
+    rejoined(world, 3, 1)
+    world.entered(0, 2, 4)
+    world.healed(3, 1)
+    world.entered(1, 3, 5)
+    world.exited(2)
+    assert world.plan.generation == 4 and world.plan.worker_ids == (0, 1, 3)
+
+
+def test_the_death_of_a_joiner_in_a_prepared_plan_supersedes_it():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.healed(2, 1)
+    world.exited(2, 1)
+    assert world.plan.generation == 4 and world.plan.worker_ids == (0, 1) and world.prepared is None
+
+
+def test_the_death_of_a_healing_worker_changes_nothing_for_the_others():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.exited(2, 1)
+    assert world.plan.generation == 2
+    rejoined(world, 2, 2)
+    assert world.last(m.Heal, "w2.2") is not None
+
+
+def test_failed_heals_are_tried_again_later_and_later_and_given_up():
+    world = running(4)
+    world.exited(3)
+    rejoined(world, 3, 1)
+    world.entered(0, 2, 4)
+    firsts, delays = [], []
+    for attempt in range(10):
+        heal = world.last(m.Heal, "w3.1")
+        firsts.append(heal.donors[0].worker_id)
+        count = len(world.messages(m.Heal, "w3.1"))
+        world.say(
+            "w3.1",
+            m.HealFailed(worker_id=3, incarnation=1, ticket=heal.ticket, reason="donor gone"),
+        )
+        start = world.now
+        while attempt < 9 and len(world.messages(m.Heal, "w3.1")) == count:
+            world.wait(100 * MS)
+        delays.append(world.now - start)
+    assert set(firsts) == {1, 2}
+    assert delays[:9] == sorted(delays[:9]) and delays[0] == 0 and delays[8] >= 5 * S
+    assert "could not heal" in world.report("worker_evicted")["reason"]
+
+
+def test_old_tickets_are_void():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    ticket = world.last(m.Heal, "w2.1").ticket
+    world.healed(2, 1, ticket=ticket + 1)
+    assert world.prepared is None
+
+
+def test_a_joiner_that_reconnects_begins_anew():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    first = world.last(m.Heal, "w2.1").ticket
+    drop(world, "w2.1")
+    world.hello(2, 1)
+    assert world.last(m.Heal, "w2.1").ticket > first
+
+
+def test_a_joiner_in_a_prepared_plan_gets_it_again_after_a_reconnect():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.healed(2, 1)
+    drop(world, "w2.1")
+    world.clear()
+    world.hello(2, 1)
+    assert world.last(m.PlanPrepared, "w2.1").plan == world.prepared
+
+
+# ---- too few
+
+
+def test_below_min_workers_it_waits_and_says_so():
+    world = running(min_workers=3)
+    world.exited(2)
+    assert world.plan.generation == 1 and world.coordinator.status()["state"] == "waiting"
+    assert "min_workers" in world.report("waiting")["reason"]
+    assert world.last(m.PlanNow) is None
+    rejoined(world, 2, 1)
+    plan = world.plan
+    assert plan.generation == 2 and plan.joining == (2,) and plan.members[2].incarnation == 1
+    assert world.coordinator.status()["state"] == "recovering"
+    world.entered(2, 2, 4, 1)
+    assert world.report("worker_healed")["worker_id"] == 2
+
+
+def test_waiting_ends_with_exit_code_3():
+    world = running(min_workers=3, quorum_wait_ns=20 * S)
+    world.exited(2)
+    world.wait(21 * S)
+    ended = world.last(m.JobEnded, "w0.0")
+    assert ended.exit_code == 3 and "20 s" in ended.reason
+
+
+def test_on_failure_wait_holds_everybody_until_all_are_back():
+    world = running(on_failure="wait")
+    world.exited(2)
+    assert world.plan.generation == 1 and world.coordinator.status()["state"] == "waiting"
+    rejoined(world, 2, 1)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1, 2) and world.plan.joining == (2,)
+
+
+def test_on_failure_shrink_lowers_the_target():
+    world = running(on_failure="shrink")
+    world.exited(2)
+    assert world.plan.worker_ids == (0, 1)
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
+    world.entered(0, 2, 4)
+    rejoined(world, 2, 1)
+    assert world.last(m.Heal) is None and world.last(m.Dismissed, "w2.1").drained
+
+
+def test_when_all_state_is_lost_it_starts_over_and_says_so():
+    world = running()
+    world.progress(0, 1, 40)
+    for i in range(3):
+        world.exited(i)
+    assert world.coordinator.status()["state"] == "waiting"
+    for i in range(3):
+        rejoined(world, i, 1)
+    assert world.plan.worker_ids == (0, 1, 2) and world.plan.previous == 0 and world.plan.joining == ()
+    assert "step 0" in world.report("fallback")["reason"]
+    assert world.coordinator.status()["step"] == 0
+
+
+# ---- scale, drain, stop
+
+
+def test_scale_up_starts_workers_that_join():
+    world = running(2)
+    assert world.command("scale", workers=3).ok
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 2]
+    rejoined(world, 2, 0)
+    assert world.last(m.Heal, "w2.0") is not None
+
+
+def test_scale_down_dismisses_the_highest_after_the_switch():
+    world = running(4)
+    assert world.command("scale", workers=2).ok
+    assert world.prepared.worker_ids == (0, 1) and world.last(m.Dismissed) is None
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 2, 3]
+    world.entered(0, 2, 5)
+    assert {to for to, x in world.sent if isinstance(x, m.Dismissed) and x.drained} == {"w2.0", "w3.0"}
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 2, 3]
+    world.exited(2, reason="exit 0")
+    world.exited(3, reason="exit 0")
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
+    assert world.plan.generation == 2 and "worker_evicted" not in world.kinds()
+
+
+def test_scale_down_with_a_spare_keeps_the_spare():
+    world = World(workers=3)
+    world.agent(0, 1, 2, 3)
+    for i in range(4):
+        world.hello(i)
+    world.entered(0, 1, 1)
+    world.command("scale", workers=2)
+    world.entered(0, 2, 3)
+    world.exited(2, reason="exit 0")
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1, 3]
+    assert [w["worker_id"] for w in world.coordinator.status()["workers"]] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 9, -1, "3", None, True])
+def test_scale_out_of_range_is_refused(workers):
+    world = running()
+    reply = world.command("scale", workers=workers)
+    assert not reply.ok and "from 1" in reply.error and "8" in reply.error
+
+
+def test_drain_leaves_without_fault_and_is_not_refilled():
+    world = running()
+    assert world.command("drain", worker_id=1).ok
+    assert world.prepared.worker_ids == (0, 2)
+    world.entered(0, 2, 5)
+    assert world.last(m.Dismissed, "w1.0").drained
+    world.exited(1, reason="exit 0")
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 2]
+    assert world.plan.generation == 2 and world.coordinator.status()["target"] == 2
+
+
+def test_drain_below_min_workers_or_of_nobody_is_refused():
+    world = running(min_workers=3)
+    assert "min_workers is 3" in world.command("drain", worker_id=1).error
+    assert "no worker 7" in world.command("drain", worker_id=7).error
+    assert world.prepared is None
+
+
+def test_a_drain_survives_a_fault_in_between():
+    world = running(4)
+    world.command("drain", worker_id=1)
+    world.exited(3)
+    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 2)
+    world.entered(0, 3, 5)
+    assert world.prepared.worker_ids == (0, 2)
+
+
+def test_stop_interrupts():
+    world = running()
+    assert world.command("stop").ok
+    assert world.last(m.JobEnded, "w1.0").exit_code == 130
+    assert world.coordinator.status()["state"] == "interrupted"
+    assert world.coordinator.next_deadline_ns is None
+
+
+def test_unknown_commands_are_refused():
+    assert "unknown command" in running().command("dance").error
+
+
+def test_completion_is_told_to_all_and_journaled():
+    world = running()
+    done = {"generation": 1, "step": 50}
+    world.say("w1.0", m.WorkerDone(worker_id=1, incarnation=0, final_written=False, **done))
+    assert world.last(m.JobEnded) is None
+    world.say("w0.0", m.WorkerDone(worker_id=0, incarnation=0, final_written=True, **done))
+    assert {to for to, x in world.sent if isinstance(x, m.JobEnded)} == {"a1", "w0.0", "w1.0", "w2.0"}
+    assert world.report("job_completed")["step"] == 50 and world.journal[-1]["kind"] == "ended"
+    again = world.restart()
+    again.agent(0)
+    assert again.last(m.JobEnded, "a1").state == "completed"
+
+
+# ---- coordinator restart
+
+
+def test_after_a_restart_the_same_members_go_on_in_the_same_generation():
+    world = running()
+    again = world.restart()
+    again.agent(0, 1, 2)
+    for i in range(3):
+        again.hello(i, plan=world.plan, step=20)
+    again.wait(30 * S)
+    assert again.plan == world.plan and again.last(m.PlanNow) is None
+    assert again.coordinator.status()["state"] == "running" and again.coordinator.status()["step"] == 20
+
+
+def test_members_that_do_not_come_back_are_evicted_after_the_grace():
+    world = running()
+    again = world.restart()
+    for i in (0, 2):
+        again.hello(i, plan=world.plan)
+    again.wait(1900 * MS)
+    assert again.plan.generation == 1
+    again.wait(200 * MS)
+    assert again.plan.generation == 2 and again.plan.worker_ids == (0, 2)
+
+
+def test_when_no_member_comes_back_the_grace_goes_on():
+    world = running()
+    again = world.restart()
+    again.wait(30 * S)
+    assert "worker_evicted" not in again.kinds()
+    again.agent(0, 1, 2)
+    for i in range(3):
+        again.hello(i, plan=world.plan)
+    again.wait(5 * S)
+    assert again.plan == world.plan
+
+
+def test_a_death_in_the_grace_waits_for_the_others_to_come_back():
+    world = running()
+    again = world.restart()
+    again.agent(0, 1, 2)
+    again.hello(0, plan=world.plan)
+    again.exited(2)
+    assert again.plan.generation == 1
+    again.hello(1, plan=world.plan)
+    assert again.plan.generation == 2 and again.plan.worker_ids == (0, 1)
+
+
+def test_an_agent_that_lists_fewer_lives_decides_at_once():
+    world = running()
+    again = world.restart()
+    again.hello(0, plan=world.plan)
+    again.hello(1, plan=world.plan)
+    again.agent(0, 1)
+    assert again.plan.worker_ids == (0, 1)
+
+
+def test_a_newer_plan_than_the_journals_is_adopted():
+    world = running()
+    journal = list(world.journal)
+    world.exited(2)
+    newer = world.plan
+    again = world.restart(journal=journal)
+    again.agent(0, 1)
+    again.hello(0, plan=newer, step=9)
+    again.hello(1, plan=newer, step=9)
+    assert again.plan == newer and "adopted" in again.report("warning")["reason"]
+    again.exited(1)
+    assert again.plan.generation == newer.generation + 1
+    third = again.restart()
+    assert third.plan.generation == again.plan.generation
+
+
+def test_without_a_journal_the_members_plan_is_adopted():
+    world = running()
+    world.exited(2)
+    again = world.restart(journal=[])
+    again.agent(0, 1)
+    again.hello(1, plan=world.plan)
+    again.hello(0, plan=world.plan)
+    assert again.plan == world.plan
+    again.wait(10 * S)
+    assert again.plan == world.plan
+
+
+def test_a_prepared_plan_survives_a_restart():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.healed(2, 1)
+    again = world.restart()
+    again.agent(0, 1, (2, 1))
+    again.hello(0, plan=world.plan)
+    assert again.last(m.PlanPrepared, "w0.0").plan == world.prepared
+    again.hello(1, plan=world.prepared)
+    assert again.plan == world.prepared
+
+
+def test_fences_tickets_and_targets_survive_a_restart():
+    world = running(4)
+    world.exited(3)
+    world.command("scale", workers=2)
+    again = world.restart()
+    again.hello(3)
+    assert again.last(m.Dismissed, "w3.0") is not None
+    assert again.coordinator.status()["target"] == 2
+    assert WorkerKey(3, 0) not in [x.key for x in again.plan.members]
