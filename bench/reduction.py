@@ -1,0 +1,153 @@
+"""The reduction alone, and agree: our transports against torch's all_reduce over gloo, alternating, in the same run.
+
+    python bench/reduction.py [--out FILE] [--repeats N] [--workers 2,4] [--sizes 25000000,11000000]
+
+Every worker is a process with one thread on this host. An iteration is timed from a common start until the slowest
+worker has its result; medians and quartiles over the iterations, in milliseconds. Our results lie in the owners'
+memory (shared) or in one's own (group), complete and readable in both cases, as all_reduce's are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.ports import Tag, Transport
+from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRange
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.placement.tree import cover
+
+LANES = 8
+WARM_UP = 3
+EXCHANGES = 300
+TARGETS = {"shared_memory": 0.6, "group": 1.2}
+
+
+def layout(numel: int) -> GradientLayout:
+    n = -(-numel // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
+    return GradientLayout((Entry("w", 0, "param", (n,), n, 0, (1,), "float32"),), (UnitRange(0, n, n),), n)
+
+
+def plan_for(members: list[Member]) -> Plan:
+    n = len(members)
+    lanes = [tuple(range(k * LANES // n, (k + 1) * LANES // n)) for k in range(n)]
+    seats = tuple(Seat(m.worker_id, 0, "active", lanes[k]) for k, m in enumerate(members))
+    return Plan(1, "bench", tuple(members), seats, LANES)
+
+
+def timed_reduce(transport: Transport, plan: Plan, me: int, step: int) -> float:
+    presence = {}
+    for node in cover(plan.lanes_of(me), LANES):
+        transport.node(step, node).fill_(float(node.lo + step))
+        presence[node] = b"\x01"
+    dist.barrier()
+    begin = time.perf_counter()
+    transport.reduce(step, presence)
+    return time.perf_counter() - begin
+
+
+def timed_all_reduce(flat: torch.Tensor, step: int) -> float:
+    flat.fill_(float(step))
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_reduce(flat)
+    return time.perf_counter() - begin
+
+
+def timed_exchange(transport: Transport, number: int) -> float:
+    begin = time.perf_counter()
+    transport.exchange(Tag("decide", number, 0), b"r" * 300)
+    return time.perf_counter() - begin
+
+
+def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/default", n), rank=me, world_size=n)
+    shape = layout(numel)
+    key = WorkerKey(me, 0)
+    transports: dict[str, Transport] = {
+        "shared_memory": SharedMemoryTransport(key, shape, LANES, lambda: None),
+        "group": GroupTransport(key, shape, LANES, dist.FileStore(folder + "/group", n), lambda: None),
+    }
+    connection.send(Member(me, 0, "here", os.getpid(), "", transports["shared_memory"].segment))
+    plan = plan_for(connection.recv())
+    for transport in transports.values():
+        transport.open(plan)
+    times: dict[str, list[float]] = {name: [] for name in ("all_reduce", *transports)}
+    flat = torch.empty(shape.numel)
+    for step in range(1, WARM_UP + repeats + 1):
+        times["all_reduce"].append(timed_all_reduce(flat, step))
+        for name, transport in transports.items():
+            times[name].append(timed_reduce(transport, plan, me, step))
+    found = {name: values[WARM_UP:] for name, values in times.items()}
+    for name, transport in transports.items():
+        dist.barrier()
+        found[f"exchange_{name}"] = [timed_exchange(transport, k) for k in range(EXCHANGES)]
+    connection.send(found)
+    dist.barrier()
+    for transport in transports.values():
+        transport.close()
+
+
+def measure(n: int, numel: int, repeats: int) -> dict[str, Any]:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [context.Pipe() for _ in range(n)]
+        workers = [
+            context.Process(target=work, args=(i, n, numel, repeats, folder, ends[i][1]), daemon=True) for i in range(n)
+        ]
+        for worker in workers:
+            worker.start()
+        members = [ours.recv() for ours, _ in ends]
+        for ours, _ in ends:
+            ours.send(members)
+        found = [ours.recv() for ours, _ in ends]
+        for worker in workers:
+            worker.join()
+    report: dict[str, Any] = {"workers": n, "float32_elements": numel, "repeats": repeats}
+    for name in found[0]:
+        slowest = [1e3 * max(of) for of in zip(*(f[name] for f in found), strict=True)]
+        low, middle, high = statistics.quantiles(slowest, n=4)
+        report[name + "_ms"] = {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+    base = report["all_reduce_ms"]["median"]
+    for name, target in TARGETS.items():
+        report[f"{name}_to_all_reduce"] = round(report[f"{name}_ms"]["median"] / base, 3)
+        report[f"{name}_target"] = target
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--sizes", default="25000000,11000000")
+    options = parser.parse_args()
+    cases = []
+    for numel in map(int, options.sizes.split(",")):
+        for n in map(int, options.workers.split(",")):
+            cases.append(measure(n, numel, options.repeats))
+    report = {"bench": "reduction", "torch": torch.__version__, "cpus": os.cpu_count(), "cases": cases}
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.out:
+        with open(options.out, "w") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
