@@ -163,6 +163,7 @@ class Watcher:
         self._display = display
         self._ended = threading.Event()
         self._notes: deque[str] = deque()
+        self._due: list[str] = []
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
     def start(self) -> None:
@@ -186,12 +187,18 @@ class Watcher:
 
     def _stopped(self) -> bool:
         """Asked by `follow` about 10 times a second, and before its last read: a good moment to redraw."""
-        while self._notes:
-            self._display.note(self._notes.popleft())
         ended = self._ended.is_set()
+        self._tell_notes()
         if not ended:
             self._display.refresh(self.story)
         return ended
+
+    def _tell_notes(self) -> None:
+        """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
+        if self.story.exit_code is None:
+            for note in self._due:
+                self._display.note(note)
+        self._due = [self._notes.popleft() for _ in range(len(self._notes))]
 
     def _run(self) -> None:
         try:
@@ -199,6 +206,7 @@ class Watcher:
                 if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
                     self.story.take(event)
                     self._display.event(event, self.story)
+            self._tell_notes()
         except BrokenPipeError:
             pass  # nobody reads any more; the job goes on
 

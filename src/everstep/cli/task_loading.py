@@ -65,9 +65,9 @@ def parse_task(text: str) -> TaskSpec:
 
 def zoo_names() -> tuple[str, ...]:
     """The ready tasks."""
-    from everstep.zoo import registry
+    from everstep.zoo.registry import names
 
-    return tuple(registry.names())
+    return names()
 
 
 def load_class(spec: TaskSpec) -> type[Task]:
@@ -76,9 +76,9 @@ def load_class(spec: TaskSpec) -> type[Task]:
     Raises: ConfigError, in one line, saying what does not import and why.
     """
     if spec.kind == "zoo":
-        from everstep.zoo import registry
+        from everstep.zoo.registry import load
 
-        return registry.load(spec.where)
+        return load(spec.where)
     module = _import_file(spec) if spec.kind == "file" else _import_module(spec)
     found = getattr(module, spec.what, None)
     from everstep.train.task import Task
