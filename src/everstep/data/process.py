@@ -152,6 +152,8 @@ def _run_child(parent: int, channel: socket.socket, load: Callable[[int, int], A
             _detach(channel.fileno())
             _serve(channel, load)
         code = 0
+    except ConnectionError:
+        pass  # the parent is gone, or does not want anything more
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

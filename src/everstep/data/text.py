@@ -86,7 +86,7 @@ def standard_library(limit_bytes: int = 4_000_000) -> bytes:
 
 
 def read_text(path: str, limit_bytes: int = 0) -> bytes:
-    """A file's bytes, or those of all files below a folder in the order of their names; `limit_bytes` at most, if not 0.
+    """A file's bytes, or those of all files below a folder, sorted by name; at most `limit_bytes`, if not 0.
 
     Raises: ConfigError if there is nothing to read.
     """

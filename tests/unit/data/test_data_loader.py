@@ -1,0 +1,330 @@
+"""Batches have the same bits whoever loads them, and loader processes neither hang nor outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from everstep.base.errors import TaskError
+from everstep.data.loader import LaneLoader
+from everstep.exact.seeding import sample_seed, seed_all
+from everstep.order.cursor import SampleOrder
+
+SIZE = 40
+
+
+class Noisy:
+    """Samples that draw from every generator; some can be made to fail or to kill."""
+
+    def __init__(self, broken: int = -1, deadly: int = -1) -> None:
+        self.broken = broken
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.broken:
+            raise OSError("the disk says no")
+        if index == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        drawn = torch.rand(5) + float(np.random.rand()) + random.random()
+        return {"x": drawn.t(), "index": index, "name": f"sample {index}"}
+
+
+class NoisyCollate:
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "mask": torch.rand(len(samples)) < 0.5}
+
+
+def order(**limits: int) -> SampleOrder:
+    return SampleOrder(7, SIZE, lanes=4, micro_batch=3, **(limits or {"steps": 6}))
+
+
+def loader(workers: int = 0, dataset: Any = None, **more: Any) -> LaneLoader:
+    return LaneLoader(
+        dataset or Noisy(), more.pop("order", order()), seed=3, collate=NoisyCollate(), workers=workers, **more
+    )
+
+
+def everything(loads: LaneLoader, lanes: list[int], steps: int) -> dict[tuple[int, int], Any]:
+    try:
+        found = {}
+        for step in range(1, steps + 1):
+            loads.schedule(step, lanes)
+            for lane in lanes:
+                found[step, lane] = loads.batch(step, lane)
+        return found
+    finally:
+        loads.close()
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 0), (1, 2), (2, 1), (3, 5)])
+def test_the_same_bits_with_any_number_of_processes(workers: int, prefetch: int) -> None:
+    expected = everything(loader(), [0, 1, 2, 3], 6)
+    got = everything(loader(workers, prefetch=prefetch), [0, 1, 2, 3], 6)
+    assert len(expected) == 24
+    assert same(got, expected)
+
+
+def test_a_lane_does_not_depend_on_those_before_it() -> None:
+    expected = everything(loader(), [0, 1, 2, 3], 6)
+    alone = loader()
+    for key in reversed(list(expected)):
+        assert same(alone.batch(*key), expected[key])
+
+
+def test_samples_and_seeds_are_those_of_the_order() -> None:
+    batch, samples = loader().batch(4, 2)
+    assert samples == order().samples(4, 2).samples
+    assert batch["index"].tolist() == [index for _, index in samples]
+    epoch, index = samples[0]
+    seed_all(sample_seed(3, epoch, index))
+    assert torch.equal(batch["x"][0], Noisy()[index]["x"])
+
+
+def test_the_same_sample_is_drawn_anew_in_each_epoch() -> None:
+    loads = loader(order=order(epochs=2))
+    seen: dict[int, list[torch.Tensor]] = {}
+    for step in range(1, 8):
+        for lane in range(4):
+            batch, samples = loads.batch(step, lane)
+            for row, (_, index) in enumerate(samples):
+                seen.setdefault(index, []).append(batch["x"][row])
+    assert {len(v) for v in seen.values()} == {2}
+    assert not any(torch.equal(*pair) for pair in seen.values())
+
+
+def test_the_callers_generators_stay_as_they_were() -> None:
+    seed_all(11)
+    expected = (torch.rand(3), np.random.rand(), random.random())
+    seed_all(11)
+    loader().batch(1, 0)
+    got = (torch.rand(3), np.random.rand(), random.random())
+    assert torch.equal(got[0], expected[0])
+    assert got[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lane_without_samples_is_empty(workers: int) -> None:
+    ends = order(epochs=1)
+    loads = loader(workers, order=ends)
+    try:
+        loads.schedule(4, range(4))
+        assert [len(loads.batch(4, lane)[1]) for lane in range(4)] == [3, 1, 0, 0]
+        assert loads.batch(4, 3) == (None, ())
+    finally:
+        loads.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_begin_at_64_bytes_and_keep_their_strides(workers: int) -> None:
+    def collate(samples: list[Any]) -> Any:
+        whole = torch.arange(200.0)
+        return (whole[1:41].view(5, 8).t(), whole[3:103:2], whole[:1].expand(4), torch.zeros(0), [whole, whole])
+
+    loads = LaneLoader(Noisy(), order(), seed=0, collate=collate, workers=workers)
+    try:
+        loads.schedule(1, [0])
+        turned, gaps, spread, empty, shared = loads.batch(1, 0)[0]
+    finally:
+        loads.close()
+    assert [t.data_ptr() % 64 for t in (turned, gaps, spread)] == [0, 0, 0]
+    assert turned.stride() == (1, 8)
+    assert gaps.stride() == (1,)
+    assert gaps.tolist() == list(range(3, 103, 2))
+    assert spread.tolist() == [0.0] * 4
+    assert empty.numel() == 0
+    assert shared[0] is shared[1]
+    turned.add_(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    bad = order().samples(2, 1).samples[1][1]
+    loads = loader(workers, Noisy(broken=bad))
+    try:
+        for lane in range(4):
+            loads.schedule(1, range(4))
+            if bad not in [index for _, index in order().samples(1, lane).samples]:
+                loads.batch(1, lane)
+        with pytest.raises(TaskError, match=rf"sample {bad} of the dataset .*OSError: the disk says no"):
+            loads.schedule(2, range(4))
+            loads.batch(2, 1)
+    finally:
+        loads.close()
+
+
+def test_what_another_plan_wants_comes_and_the_rest_is_dropped() -> None:
+    expected = everything(loader(), [0, 1, 2, 3], 6)
+    loads = loader(2, prefetch=3)
+    try:
+        loads.schedule(1, [0, 1])
+        assert same(loads.batch(1, 0), expected[1, 0])
+        loads.schedule(1, [1, 2, 3])
+        for lane in (3, 1, 2):
+            assert same(loads.batch(1, lane), expected[1, lane])
+        assert same(loads.batch(1, 0), expected[1, 0]), "asked for again, and loaded at once"
+        loads.schedule(4, [3])
+        assert all(key[0] >= 4 and key[1] == 3 for slot in loads._slots for key in slot.asked.values())
+        for step in (4, 5, 6):
+            loads.schedule(step, [3])
+            assert same(loads.batch(step, 3), expected[step, 3])
+        assert not loads._ready
+    finally:
+        loads.close()
+
+
+def test_a_killed_loader_process_is_replaced() -> None:
+    expected = everything(loader(), [0, 1], 6)
+    loads = loader(1, prefetch=1)
+    try:
+        for step in range(1, 7):
+            loads.schedule(step, [0, 1])
+            if step == 3:
+                os.kill(loads._slots[0].process.pid, signal.SIGKILL)
+            for lane in (0, 1):
+                assert same(loads.batch(step, lane), expected[step, lane])
+    finally:
+        loads.close()
+
+
+def test_a_sample_that_kills_its_reader_is_an_error_and_no_endless_loop() -> None:
+    deadly = order().samples(1, 2).samples[0][1]
+    loads = loader(1, Noisy(deadly=deadly), prefetch=0)
+    try:
+        with pytest.raises(TaskError, match=rf"ended by signal SIGKILL .*step 1, lane 2 .*{deadly}"):
+            loads.schedule(1, [2])
+            loads.batch(1, 2)
+    finally:
+        loads.close()
+
+
+def test_loader_processes_come_up_beside_busy_threads() -> None:
+    stop = threading.Event()
+
+    def busy() -> None:
+        generator = torch.Generator()
+        while not stop.is_set():
+            torch.rand(100)
+            torch.rand(1000, generator=generator).sort()
+
+    threads = [threading.Thread(target=busy) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            assert len(everything(loader(2), [0, 1], 2)) == 4
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_closing_leaves_no_process_and_no_descriptor() -> None:
+    everything(loader(2), [0, 1], 2)
+    before = len(os.listdir("/proc/self/fd"))
+    loads = loader(2)
+    loads.schedule(1, [0, 1])
+    loads.batch(1, 0)
+    pids = [slot.process.pid for slot in loads._slots]
+    loads.close()
+    loads.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+DIES = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+from test_data_loader import Noisy, loader, order
+class Stuck(Noisy):
+    def __getitem__(self, index):
+        if index in [i for _, i in order().samples(1, 1).samples]:
+            signal.pause()
+        return super().__getitem__(index)
+loads = loader(2, Stuck())
+loads.schedule(1, [0, 1])
+loads.batch(1, 0)
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_loader_processes_die_with_their_parent_whatever_they_do() -> None:
+    script = DIES.format(here=os.path.dirname(__file__))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    output, _ = parent.communicate(timeout=120)  # ends when the last process that holds the pipe has gone
+    assert output == "ready\n"
+    assert parent.returncode == -signal.SIGKILL
+
+
+def test_the_parents_sockets_are_not_kept_open() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    loads = loader(1)
+    try:
+        loads.schedule(1, [0])
+        loads.batch(1, 0)
+        theirs.close()
+        ours.settimeout(60)
+        assert ours.recv(1) == b""
+    finally:
+        loads.close()
+        ours.close()
+
+
+@pytest.mark.gpu
+def test_pinned_batches() -> None:
+    loads = loader(1, pin_memory=True)
+    try:
+        loads.schedule(1, [0])
+        assert loads.batch(1, 0)[0]["x"].is_pinned()
+    finally:
+        loads.close()
+
+
+def test_a_module_in_a_batch_passes_through() -> None:
+    layer = nn.Linear(2, 2)
+    loads = LaneLoader(Noisy(), order(), seed=0, collate=lambda samples: (layer, len(samples)), workers=1)
+    try:
+        loads.schedule(1, [0])
+        got, count = loads.batch(1, 0)[0]
+    finally:
+        loads.close()
+    assert count == 3
+    assert torch.equal(got.weight, layer.weight)
+
+
+def test_a_batch_that_cannot_be_sent_says_what_to_do() -> None:
+    loads = LaneLoader(Noisy(), order(), seed=0, collate=lambda samples: lambda: samples, workers=1)
+    try:
+        loads.schedule(1, [0])
+        with pytest.raises(TaskError, match=r"cannot be sent .*loader\.workers=0"):
+            loads.batch(1, 0)
+    finally:
+        loads.close()
