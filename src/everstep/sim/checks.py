@@ -50,6 +50,7 @@ class Checks:
     finals: list[int] = field(default_factory=list)
     commits_by_generation: dict[int, int] = field(default_factory=dict)
     lost_everything: int = 0
+    newest: int = 0  # generation that anybody has entered
 
     def __post_init__(self) -> None:
         self.states = undisturbed(self.job)
@@ -120,8 +121,9 @@ class Checks:
 
     def entered(self, who: WorkerKey, generation: int, step: int) -> None:
         """A worker goes on in a generation from the state of `step`."""
+        self.newest = max(self.newest, generation)
         floor = max(self.effects, default=0)
-        if step >= floor:
+        if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
             return
         ahead = sorted(str(k) for k, at in self.holders().items() if at >= floor)
         self.require(

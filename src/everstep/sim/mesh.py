@@ -61,13 +61,13 @@ class Mesh:
     # ---- a generation begins and ends
 
     def leave(self) -> None:
-        """Abandon every transfer; the peers see the connections end."""
+        """Abandon every transfer; the peers see the connections end, after what was sent over them."""
         for _, connection in sorted(self.out.items()):
             connection.close(self.worker)
         self.out = {}
         for generation, connection in self.incoming:
             if generation <= self.generation:
-                connection.close(self.worker)
+                connection.listen(self.worker, lambda _: None, lambda: None)
         self.incoming = [(g, c) for g, c in self.incoming if g > self.generation]
 
     def open(self, plan: Plan) -> None:

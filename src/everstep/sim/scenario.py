@@ -61,7 +61,7 @@ def set_up(seed: int) -> Setup:
         min_workers=rng.choice((1, 1, 1, min(2, workers), workers)),
         on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
         job=Job(steps, lanes, rng.randint(2, 5)),
-        faults=draw(rng, horizon_ms=60 + steps * 25),
+        faults=draw(rng, horizon_ms=60 + steps * 40),
     )
 
 

@@ -314,7 +314,7 @@ class SimWorker(Process):
         if step != self.at + 1:
             raise AssertionError(f"{self.me} is to compute step {step} at state {self.at}")
         self._lane_under_way = True
-        took = self.world.between(MS // 2, 3 * MS) * self.slowness
+        took = self.world.between(2 * MS, 16 * MS) * self.slowness
         self.later(took, self._lane_done, step, lane, self.state)
 
     def _lane_done(self, step: int, lane: int, state: int) -> None:
