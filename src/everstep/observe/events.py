@@ -157,7 +157,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_committed_step(path: str | os.PathLike[str]) -> int:
-    """The newest step of a `step_committed` event, 0 if none; reads the file from its end."""
+    """The newest step of a `step_committed` event since the last `job_started`, 0 if none; reads the file from its end."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -167,8 +167,14 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
                 file.seek(start)
                 data = file.read(end - start)
                 whole = data if start == 0 else data[data.find(b"\n") + 1 :]
-                steps = [e["step"] for e in parse_events(whole) if e["kind"] == "step_committed" and e.get("step")]
-                if steps or start == 0:
+                steps: list[int] = []
+                started = False
+                for event in parse_events(whole):
+                    if event["kind"] == "job_started":  # it began at step 0: what was committed before was given up
+                        steps, started = [], True
+                    elif event["kind"] == "step_committed" and event.get("step"):
+                        steps.append(event["step"])
+                if steps or started or start == 0:
                     return max(steps, default=0)
                 size *= 4
     except FileNotFoundError:

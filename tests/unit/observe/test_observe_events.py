@@ -125,3 +125,12 @@ def test_follow_sees_whole_lines_only(tmp_path: Path) -> None:
 
 def test_foreign_lines_are_passed_over() -> None:
     assert [e["kind"] for e in parse_events(b'nonsense\n{"kind":"a"}\n[1]\n\n{"kind":"b"}\n')] == ["a", "b"]
+
+
+def test_what_an_earlier_start_committed_does_not_count(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("step_committed", step=7)
+    log.write("job_started")
+    assert last_committed_step(log.path) == 0
+    log.write("step_committed", step=2)
+    assert last_committed_step(log.path) == 2
