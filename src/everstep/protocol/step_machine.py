@@ -213,12 +213,14 @@ class StepMachine:
         """Take in one event; the effects are to be carried out in order. `now_ns` is not used: no step has a timer."""
         phases, name, reach = _BY_EVENT[type(event)]
         if self._phase not in phases:
-            check(not isinstance(event, _MUST_FIT), f"expected no {name[1:]} while {self._phase}, got {event}")
+            if isinstance(event, _MUST_FIT):
+                raise InvariantViolation(f"expected no {name[1:]} while {self._phase}, got {event}")
             return []
         before = self._phase
         handler: Callable[[Any], list[StepEffect]] = getattr(self, name)
         effects = handler(event)
-        check(self._phase == before or self._phase in reach, f"{before} -> {self._phase} on {event}")
+        if self._phase != before and self._phase not in reach:
+            raise InvariantViolation(f"{before} -> {self._phase} on {event}")
         return effects
 
     # ---- plans

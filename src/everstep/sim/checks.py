@@ -38,10 +38,13 @@ class Vote:
 
 @dataclass
 class Checks:
-    """The promises, over one simulation. `holders`: positions of live, reachable workers that follow some plan."""
+    """The promises, over one simulation. `holders`: steps of live, reachable workers that follow some plan;
+    `positions`: of all live workers that do.
+    """
 
     job: Job
     holders: Callable[[], Mapping[WorkerKey, int]] = dict
+    positions: Callable[[], Mapping[WorkerKey, Key]] = dict
     states: list[int] = field(default_factory=list)
     plans: dict[int, Plan] = field(default_factory=dict)
     effects: dict[int, int] = field(default_factory=dict)
@@ -66,11 +69,13 @@ class Checks:
         known = self.plans.setdefault(plan.generation, plan)
         if known is plan:
             self._new_plan(plan)
-        self.require(known == plan, "P3", f"two plans of generation {plan.generation}: {known} and {plan}")
+        elif known != plan:
+            raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
 
     def _new_plan(self, plan: Plan) -> None:
         text = f"generation {plan.generation}: {plan}"
         self.require(bool(plan.members), "P3", f"no members in {text}")
+        self.require(plan.generation >= 1, "P3", f"not a generation in {text}")
         for stage in range(plan.stages):
             pool = plan.pool(stage)
             lanes = sorted(lane for seat in pool for lane in seat.lanes)
@@ -87,6 +92,10 @@ class Checks:
         fits = made_in <= generation if handed else made_in == generation
         self.require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
         plan = self.plans[made_in]
+        needed = key.step if key.seq else key.step - 1
+        positions = self.positions()
+        behind = [m.key for m in plan.members if positions.get(m.key, key).step < needed]
+        self.require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
         who = tuple(sorted(v.worker_id for v in votes))
         self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
         if key.seq == 0:
@@ -111,8 +120,9 @@ class Checks:
 
     # ---- P2: exactly once, and nothing lost
 
-    def release(self, who: WorkerKey, step: int, effect: int) -> None:
-        """The effects of a step leave a worker."""
+    def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
+        """The effects of a step leave a worker that has decided `position`."""
+        self.require(position > Key(step, 0), "P2", f"{who} released step {step} at {position}: others may lack it")
         known = self.effects.setdefault(step, effect)
         self.require(known == effect, "P2", f"{who} released other effects of step {step}")
         self.require(step <= self.committed, "P2", f"{who} released step {step}, which nobody had committed")

@@ -7,7 +7,7 @@ a bound of virtual time.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,15 @@ from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
 from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks
 from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Site
 from everstep.sim.faults import Fault, Injector, draw
 from everstep.sim.model import INITIAL, Job
 from everstep.sim.worker import MakeMachine, SimWorker
 from everstep.sim.world import MS, SECOND, World
+
+MakeCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
 
 HEARTBEAT_NS = 200 * MS
 FAULTS_STOP_NS = 6 * SECOND
@@ -94,16 +97,28 @@ def make_machine(key: WorkerKey) -> StepMachine:
     return StepMachine(key, digest=str(INITIAL))
 
 
+def _production_coordinator(config: CoordinatorConfig, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
+    return Coordinator(config, place, journal)
+
+
 class Simulation:
     """Everything of one run, put together."""
 
-    def __init__(self, seed: int, setup: Setup, tracing: bool, make_machine: MakeMachine = make_machine) -> None:
+    def __init__(
+        self,
+        seed: int,
+        setup: Setup,
+        tracing: bool,
+        make_machine: MakeMachine = make_machine,
+        make_coordinator: MakeCoordinator | None = None,
+    ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        self.checks = Checks(setup.job, self._holders)
+        self.checks = Checks(setup.job, self._holders, self._positions)
         self.site = Site(self.world, self.checks, self._coordinator)
         self.site.make_worker = self._worker
         self.make_machine = make_machine
+        self.make_coordinator = make_coordinator or _production_coordinator
         self.hosts = [f"host{i}" for i in range(setup.hosts)]
         self.most_workers = setup.job.lanes
         self.config = CoordinatorConfig(
@@ -139,7 +154,7 @@ class Simulation:
         Client(self.world, self.site, name, args)
 
     def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-        return Coordinator(self.config, place, list(journal))
+        return self.make_coordinator(self.config, list(journal))
 
     def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
         return SimWorker(self.world, self.site, key, agent, self.setup.job, self.make_machine(key))
@@ -151,6 +166,9 @@ class Simulation:
             for w in self.site.live_workers()
             if w.frozen_ns is None and w.machine.plan is not None and self.world.reachable(w.host, "control")
         }
+
+    def _positions(self) -> dict[WorkerKey, Key]:
+        return {w.me: w.machine.position for w in self.site.live_workers() if w.machine.plan is not None}
 
     def ended(self) -> bool:
         return self.site.completed or bool(self.site.failed)
@@ -182,13 +200,14 @@ def simulate(
     setup: Setup | None = None,
     tracing: bool = False,
     make_machine: MakeMachine = make_machine,
+    make_coordinator: MakeCoordinator | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> Outcome:
     """Run one seed. `setup` and `faults` replace what the seed would draw (named scenarios)."""
     chosen = setup if setup is not None else set_up(seed)
     if faults is not None:
         chosen = replace(chosen, faults=tuple(faults))
-    simulation = Simulation(seed, chosen, tracing, make_machine)
+    simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator)
     try:
         problem = simulation.run()
     except Exception as error:  # whatever it is, it is this seed's finding

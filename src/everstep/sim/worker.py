@@ -388,7 +388,7 @@ class SimWorker(Process):
         for held in sorted(s for s in self.effects_held if s <= step):
             effect = self.effects_held.pop(held)
             if held > released:
-                self.site.checks.release(self.me, held, effect)
+                self.site.checks.release(self.me, self.machine.position, held, effect)
         plan = self.machine.plan
         if plan is not None and plan.leader(0) == self.me.worker_id:
             self.tell(

@@ -1,0 +1,497 @@
+"""The worker's step machine, alone and among peers: what it decides, what it waits for, how it catches up."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.errors import InvariantViolation
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.protocol.step_machine import TRANSITIONS, Phase, StepMachine, must_fetch
+from everstep.protocol.step_types import (
+    Compute,
+    Discard,
+    Entered,
+    FetchState,
+    Followed,
+    GatherAsked,
+    Gathered,
+    GradientReduced,
+    Holding,
+    HoldingArrived,
+    Key,
+    LaneDone,
+    Leave,
+    LeftPlan,
+    Open,
+    PlanArrived,
+    PreparedArrived,
+    Record,
+    RecordArrived,
+    Reduce,
+    Release,
+    SendHolding,
+    SendRecord,
+    ServeState,
+    StateCopied,
+    StepAsked,
+    StepEffect,
+    StepEvent,
+    Update,
+    Updated,
+)
+
+LANES = 4
+START = Key(0, 0)
+
+
+def plan(generation: int, ids: list[int], *, prepared: bool = False, lanes: dict[int, tuple[int, ...]] | None = None):
+    given = lanes or {i: tuple(lane for lane in range(LANES) if lane % len(ids) == n) for n, i in enumerate(ids)}
+    return Plan(
+        generation,
+        "because",
+        tuple(Member(i, 0, "host") for i in ids),
+        tuple(Seat(i, 0, "active" if given[i] else "standby", given[i]) for i in ids),
+        LANES,
+        prepared=prepared,
+    )
+
+
+def record(prepared: int = 0, payload: bytes = b"") -> Record:
+    return Record(prepared, payload)
+
+
+class Peers:
+    """One machine under test (worker 0) and imagined peers that say what the test wants."""
+
+    def __init__(self, ids: list[int], *, digest: str = "same", enter: bool = True) -> None:
+        self.machine = StepMachine(WorkerKey(0, 0), digest)
+        self.ids = ids
+        self.effects: list[StepEffect] = []
+        if enter:
+            self.on(PlanArrived(plan(1, ids)))
+            self.hold_all(1)
+
+    def on(self, event: StepEvent) -> list[StepEffect]:
+        self.effects = self.machine.handle(0, event)
+        return self.effects
+
+    def holding(self, position: Key = START, *, gradient: int = 0, digest: str = "same", records=None) -> Holding:
+        return Holding(position, records or {}, gradient, digest if position.step == 0 else "")
+
+    def hold_all(self, generation: int, *others: Holding, mine: Holding | None = None) -> list[StepEffect]:
+        """All members state what they hold; this worker what it sent."""
+        said = [e.holding for e in self.effects if isinstance(e, SendHolding)]
+        mine = mine or said[-1]
+        peers = [i for i in self.machine.plan.worker_ids if i != 0]
+        default = self.holding(mine.position, records=mine.records)
+        for n, i in enumerate(peers):
+            self.on(HoldingArrived(generation, i, others[n] if n < len(others) else default))
+        return self.on(HoldingArrived(generation, 0, mine))
+
+    def compute(self) -> list[StepEffect]:
+        """Ask for a step and do the lanes; ends with `Reduce`."""
+        effects = self.on(StepAsked())
+        for effect in effects:
+            if isinstance(effect, Compute):
+                for lane in effect.lanes:
+                    self.on(LaneDone(effect.step, lane))
+        return self.effects
+
+    def reduce(self) -> list[StepEffect]:
+        return self.on(GradientReduced(self.machine.generation, self.machine.step + 1, b"sums"))
+
+    def agree(self, prepared: int = 0) -> list[StepEffect]:
+        key = Key(self.machine.step + 1, 0)
+        for i in self.machine.plan.worker_ids:
+            self.on(RecordArrived(self.machine.generation, key, i, record(prepared)))
+        return self.effects
+
+    def step(self, prepared: int = 0) -> list[StepEffect]:
+        self.compute()
+        self.reduce()
+        self.agree(prepared)
+        return self.on(Updated(self.machine.step))
+
+
+# ---- an ordinary step
+
+
+def test_a_step_goes_through_lanes_reduce_agree_and_update():
+    w = Peers([0, 1])
+    assert w.effects == [Entered(1, 0)]
+    assert w.on(StepAsked()) == [Compute(1, (0, 2))]
+    assert w.on(LaneDone(1, 2)) == []
+    assert w.on(LaneDone(1, 0)) == [Reduce(1, 1)]
+    assert w.on(GradientReduced(1, 1, b"sums")) == [SendRecord(1, Key(1, 0), Record(0, b"sums"))]
+    assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == []
+    assert w.machine.position == Key(0, 0)
+    assert w.on(RecordArrived(1, Key(1, 0), 1, record())) == [Update(1, {0: record(), 1: record()})]
+    assert (w.machine.position, w.machine.phase) == (Key(1, 0), Phase.UPDATING)
+    assert w.on(Updated(1)) == [Discard(1)]
+    assert w.machine.phase is Phase.IDLE
+
+
+def test_effects_of_a_step_leave_with_the_next_decision():
+    w = Peers([0, 1])
+    w.step()
+    w.compute()
+    w.reduce()
+    assert w.agree() == [Release(1), Update(2, {0: record(), 1: record()})]
+    w.on(Updated(2))
+    w.on(GatherAsked(b"x"))
+    w.on(RecordArrived(1, Key(2, 1), 0, record()))
+    effects = w.on(RecordArrived(1, Key(2, 1), 1, record()))
+    assert effects == [Release(2), Gathered(Key(2, 1), {0: record(), 1: record()})]
+    w.compute()
+    w.reduce()
+    assert Release(2) not in w.agree()
+
+
+def test_a_worker_without_lanes_reduces_at_once():
+    w = Peers([0, 1], enter=False)
+    w.on(PlanArrived(plan(1, [0, 1], lanes={0: (), 1: (0, 1, 2, 3)})))
+    w.hold_all(1)
+    assert w.on(StepAsked()) == [Reduce(1, 1)]
+
+
+def test_records_of_a_faster_peer_wait_and_duplicates_do_no_harm():
+    w = Peers([0, 1])
+    w.on(RecordArrived(1, Key(1, 0), 1, record(0, b"first")))
+    w.on(RecordArrived(1, Key(1, 0), 1, record(0, b"again")))
+    w.on(RecordArrived(1, Key(1, 1), 1, record(0, b"later")))
+    w.compute()
+    w.reduce()
+    assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == [Update(1, {1: record(0, b"first"), 0: record()})]
+    w.on(Updated(1))
+    assert w.on(GatherAsked(b"g")) == [SendRecord(1, Key(1, 1), record(0, b"g"))]
+    effects = w.on(RecordArrived(1, Key(1, 1), 0, record(0, b"g")))
+    assert Gathered(Key(1, 1), {1: record(0, b"later"), 0: record(0, b"g")}) in effects
+
+
+def test_records_of_strangers_and_of_other_generations_count_for_nothing():
+    w = Peers([0, 1])
+    w.compute()
+    w.reduce()
+    w.on(RecordArrived(1, Key(1, 0), 0, record()))
+    assert w.on(RecordArrived(1, Key(1, 0), 7, record())) == []
+    assert w.on(RecordArrived(0, Key(1, 0), 1, record())) == []
+    assert w.on(RecordArrived(2, Key(1, 0), 1, record())) == []
+    assert w.machine.position == Key(0, 0)
+
+
+def test_the_application_may_ask_one_thing_at_a_time():
+    w = Peers([0, 1])
+    w.on(StepAsked())
+    with pytest.raises(InvariantViolation, match="asked"):
+        w.on(StepAsked())
+
+
+# ---- plans
+
+
+def test_older_plans_and_plans_without_this_worker_are_ignored():
+    w = Peers([0, 1])
+    assert w.on(PlanArrived(plan(1, [0]))) == []
+    assert w.on(PlanArrived(plan(2, [1]))) == []
+    assert w.machine.generation == 1
+
+
+def test_a_plan_in_the_middle_of_a_step_keeps_lanes_and_computes_only_what_is_missing():
+    w = Peers([0, 1, 2, 3])
+    w.on(StepAsked())
+    w.on(LaneDone(1, 0))
+    effects = w.on(PlanArrived(plan(2, [0, 1], lanes={0: (0, 2), 1: (1, 3)})))
+    assert [type(e) for e in effects] == [Leave, Open, SendHolding]
+    assert w.hold_all(2) == [Entered(2, 0), Compute(1, (2,))]
+    assert w.on(LaneDone(1, 2)) == [Reduce(2, 1)]
+
+
+def test_a_lane_that_was_under_way_counts_when_it_is_done_while_settling():
+    w = Peers([0, 1])
+    w.on(StepAsked())
+    w.on(LaneDone(1, 0))
+    w.on(PlanArrived(plan(2, [0, 1])))
+    sent = w.effects
+    w.on(LaneDone(1, 2))
+    w.effects = sent
+    assert w.hold_all(2) == [Entered(2, 0), Reduce(2, 1)]
+
+
+def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
+    w = Peers([0, 1, 2])
+    w.compute()
+    w.reduce()
+    effects = w.on(PlanArrived(plan(2, [0, 1])))
+    assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same"))
+    effects = w.hold_all(2)
+    assert effects[0] == Entered(2, 0) and isinstance(effects[1], Compute | Reduce)
+    assert w.machine.gradient_step == 1
+
+
+def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
+    w = Peers([0, 1, 2])
+    w.compute()
+    w.on(PlanArrived(plan(2, [0, 1])))
+    assert w.on(GradientReduced(1, 1, b"old")) == []
+    assert w.machine.gradient_step == 1
+    w.on(PlanArrived(plan(3, [0, 1])))
+    assert w.effects[-1] == SendHolding(3, Holding(Key(0, 0), {}, 1, "same"))
+
+
+def test_a_plan_during_the_update_states_the_new_position_and_settles_after_it():
+    w = Peers([0, 1])
+    w.compute()
+    w.reduce()
+    w.agree()
+    effects = w.on(PlanArrived(plan(2, [0, 1])))
+    sent = effects[-1]
+    assert isinstance(sent, SendHolding) and sent.holding.position == Key(1, 0)
+    assert w.machine.phase is Phase.UPDATING
+    w.on(HoldingArrived(2, 1, sent.holding))
+    w.on(HoldingArrived(2, 0, sent.holding))
+    assert w.on(Updated(1)) == [Discard(1), Entered(2, 1)]
+
+
+def test_a_gather_that_was_not_decided_is_sent_again_in_the_next_generation():
+    w = Peers([0, 1])
+    w.on(GatherAsked(b"mine"))
+    w.on(PlanArrived(plan(2, [0, 1])))
+    assert w.hold_all(2) == [Entered(2, 0), SendRecord(2, Key(0, 1), record(0, b"mine"))]
+
+
+def test_what_is_asked_while_settling_is_done_afterwards():
+    w = Peers([0, 1], enter=False)
+    w.on(PlanArrived(plan(1, [0, 1])))
+    sent = w.effects
+    assert w.on(StepAsked()) == []
+    w.effects = sent
+    assert w.hold_all(1) == [Entered(1, 0), Compute(1, (0, 2))]
+
+
+# ---- settle
+
+
+def test_whoever_holds_the_gradient_rolls_forward_with_the_records_of_the_others():
+    w = Peers([0, 1])
+    w.compute()
+    w.reduce()
+    w.on(PlanArrived(plan(2, [0, 1])))
+    handed = {0: record(0, b"a"), 1: record(0, b"b")}
+    assert w.hold_all(2, w.holding(Key(1, 0), records=handed)) == [Update(1, handed)]
+    assert w.machine.position == Key(1, 0)
+    assert w.on(Updated(1)) == [Discard(1), Entered(2, 1)]
+    assert w.on(StepAsked()) == [Compute(2, (0, 2))]
+
+
+def test_a_plan_in_the_middle_of_rolling_forward_starts_afresh():
+    w = Peers([0, 1])
+    w.compute()
+    w.reduce()
+    w.on(PlanArrived(plan(2, [0, 1])))
+    w.hold_all(2, w.holding(Key(1, 0), records={0: record(), 1: record()}))
+    effects = w.on(PlanArrived(plan(3, [0, 1])))
+    assert effects[-1] == SendHolding(3, Holding(Key(1, 0), {0: record(), 1: record()}, 0, ""))
+    w.on(HoldingArrived(3, 0, effects[-1].holding))
+    w.on(HoldingArrived(3, 1, effects[-1].holding))
+    assert w.on(Updated(1)) == [Discard(1), Entered(3, 1)]
+
+
+def test_whoever_has_neither_state_nor_gradient_copies_and_asks_anew():
+    w = Peers([0, 1, 2])
+    w.on(StepAsked())
+    w.on(PlanArrived(plan(2, [0, 1, 2])))
+    ahead = w.holding(Key(1, 0), records={1: record()})
+    assert w.hold_all(2, ahead, ahead) == [FetchState(2, Key(1, 0), (1, 2))]
+    assert w.machine.phase is Phase.FETCHING
+    assert w.on(StateCopied(2, Key(1, 0), {1: record()})) == [Discard(1), Entered(2, 1)]
+    assert w.machine.phase is Phase.IDLE
+    assert w.on(StepAsked()) == [Compute(2, (0, 3))]
+
+
+def test_those_at_the_top_serve_those_who_must_copy():
+    w = Peers([0, 1, 2])
+    w.step()
+    w.on(PlanArrived(plan(2, [0, 1, 2])))
+    behind, close = w.holding(Key(0, 0)), w.holding(Key(0, 0), gradient=1)
+    assert w.hold_all(2, behind, close) == [ServeState(2, Key(1, 0), (1,)), Entered(2, 1)]
+
+
+def test_a_copy_that_is_not_expected_is_a_bug():
+    w = Peers([0, 1])
+    with pytest.raises(InvariantViolation, match="state_copied"):
+        w.on(StateCopied(1, Key(3, 0), {}))
+
+
+def test_a_plan_ends_a_copy_in_progress():
+    w = Peers([0, 1])
+    w.on(PlanArrived(plan(2, [0, 1])))
+    w.hold_all(2, w.holding(Key(5, 0)))
+    w.on(PlanArrived(plan(3, [0, 2])))
+    assert w.machine.phase is Phase.SETTLING
+    with pytest.raises(InvariantViolation):
+        w.on(StateCopied(2, Key(5, 0), {}))
+
+
+def test_one_gather_behind_is_made_up_with_the_records_that_are_handed_over():
+    w = Peers([0, 1])
+    w.on(GatherAsked(b"mine"))
+    w.on(PlanArrived(plan(2, [0, 1])))
+    handed = {0: record(0, b"mine"), 1: record(0, b"theirs")}
+    effects = w.hold_all(2, w.holding(Key(0, 1), records=handed))
+    assert effects == [Gathered(Key(0, 1), handed), Entered(2, 0)]
+    assert w.machine.position == Key(0, 1)
+
+
+def test_a_gather_decided_before_this_application_asked_is_its_answer():
+    w = Peers([0, 1], enter=False)
+    w.on(PlanArrived(plan(2, [0, 1])))
+    handed = {1: record(0, b"theirs")}
+    assert w.hold_all(2, w.holding(Key(0, 1), records=handed)) == [Entered(2, 0)]
+    assert w.machine.next_gather == Key(0, 1)
+    assert w.on(GatherAsked(b"mine")) == [Gathered(Key(0, 1), handed)]
+    assert w.machine.next_gather == Key(0, 2)
+
+
+def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
+    w = Peers([0, 1], enter=False)
+    w.on(PlanArrived(plan(1, [0, 1])))
+    assert w.hold_all(1, w.holding(digest="other")) == [ServeState(1, Key(0, 0), (1,)), Entered(1, 0)]
+    late = StepMachine(WorkerKey(3, 0), "other")
+    late.handle(0, PlanArrived(plan(1, [2, 3])))
+    late.handle(0, HoldingArrived(1, 2, w.holding()))
+    late.handle(0, LaneDone(1, 0))
+    assert late.handle(0, HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), (2,))]
+    assert late.handle(0, StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
+    assert late.held == frozenset()
+    again = late.handle(0, PlanArrived(plan(2, [2, 3])))
+    assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same"))
+
+
+@pytest.mark.parametrize(
+    ("holdings", "donors", "fetchers"),
+    [
+        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(4, 0), {}, 0)}, (0, 1), ()),
+        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(3, 2), {}, 4)}, (0,), ()),
+        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(3, 2), {}, 0)}, (0,), (1,)),
+        ({0: Holding(Key(4, 1), {}, 0), 1: Holding(Key(3, 0), {}, 4)}, (0,), (1,)),
+        ({0: Holding(Key(4, 1), {}, 0), 1: Holding(Key(4, 0), {}, 5)}, (0,), ()),
+        ({0: Holding(Key(4, 2), {}, 0), 1: Holding(Key(4, 0), {}, 0)}, (0,), (1,)),
+        ({0: Holding(Key(2, 0), {}, 3), 1: Holding(Key(4, 0), {}, 0), 2: Holding(Key(3, 0), {}, 4)}, (1,), (0,)),
+        ({1: Holding(Key(0, 0), {}, 0, "a"), 2: Holding(Key(0, 0), {}, 0, "b")}, (1,), (2,)),
+        ({1: Holding(Key(0, 1), {}, 0, "a"), 2: Holding(Key(0, 0), {}, 0, "a")}, (1,), ()),
+    ],
+)
+def test_who_must_copy_from_whom(holdings, donors, fetchers):
+    assert must_fetch(holdings) == (donors, fetchers)
+
+
+def test_holdings_of_a_later_generation_wait_for_its_plan():
+    w = Peers([0, 1])
+    w.on(HoldingArrived(2, 1, w.holding()))
+    w.on(PlanArrived(plan(2, [0, 1])))
+    assert w.on(HoldingArrived(2, 0, w.holding())) == [Entered(2, 0)]
+
+
+# ---- prepared plans
+
+
+def test_the_switch_follows_the_first_agree_in_which_all_hold_the_plan():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
+    w.compute()
+    assert w.reduce()[-1] == SendRecord(1, Key(1, 0), Record(2, b"sums"))
+    w.on(RecordArrived(1, Key(1, 0), 0, record(2)))
+    w.on(RecordArrived(1, Key(1, 0), 1, record(0)))
+    assert w.on(Updated(1)) == [Discard(1)]
+    w.compute()
+    w.reduce()
+    w.agree(prepared=2)
+    effects = w.on(Updated(2))
+    assert [type(e) for e in effects] == [Discard, Leave, Open, SendHolding]
+    assert w.machine.generation == 2 and w.machine.prepared == 0
+
+
+def test_the_plan_that_was_voted_for_is_switched_to_even_if_a_newer_one_has_come():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
+    w.compute()
+    w.reduce()
+    w.on(PreparedArrived(plan(3, [0, 1, 3], prepared=True)))
+    w.agree(prepared=2)
+    w.on(Updated(1))
+    assert w.machine.generation == 2 and w.machine.prepared == 3
+
+
+def test_a_plan_at_once_drops_older_prepared_ones():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
+    w.compute()
+    w.reduce()
+    w.agree(prepared=2)
+    w.on(PlanArrived(plan(3, [0, 1])))
+    assert w.machine.prepared == 0
+    sent = next(e for e in w.effects if isinstance(e, SendHolding)).holding
+    w.on(HoldingArrived(3, 1, sent))
+    w.on(HoldingArrived(3, 0, sent))
+    assert w.on(Updated(1)) == [Discard(1), Entered(3, 1)]
+
+
+def test_a_gather_does_not_switch():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
+    w.on(GatherAsked(b""))
+    w.on(RecordArrived(1, Key(0, 1), 0, record(2)))
+    assert w.on(RecordArrived(1, Key(0, 1), 1, record(2))) == [Gathered(Key(0, 1), {0: record(2), 1: record(2)})]
+    assert w.machine.generation == 1
+
+
+def test_whoever_is_not_in_the_plan_leaves_at_the_switch():
+    w = Peers([0, 1])
+    w.on(PreparedArrived(plan(2, [1], prepared=True)))
+    assert w.step(prepared=2) == [Discard(1), Leave(1, "because"), LeftPlan(2)]
+    assert w.machine.phase is Phase.LEFT and w.machine.plan is None
+    assert w.on(PlanArrived(plan(2, [0, 1]))) == []
+    assert [type(e) for e in w.on(PlanArrived(plan(3, [0, 1])))] == [Open, SendHolding]
+
+
+def test_a_joiner_follows_and_switches_at_the_same_step_as_the_members():
+    w = Peers([0, 1, 2], enter=False)
+    w.on(Followed(Key(4, 2)))
+    assert w.machine.position == Key(4, 2)
+    w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
+    assert w.on(Followed(Key(5, 0), {1: record(0), 2: record(2)})) == []
+    effects = w.on(Followed(Key(6, 0), {1: record(2), 2: record(2)}))
+    assert effects[0] == Release(5) and [type(e) for e in effects[1:]] == [Open, SendHolding]
+    peers = w.holding(Key(6, 0), records={1: record(2), 2: record(2)})
+    assert w.hold_all(2, peers, peers) == [Entered(2, 6)]
+
+
+def test_a_joiner_that_gets_the_plan_after_the_records_switches_then():
+    w = Peers([0, 1], enter=False)
+    w.on(Followed(Key(6, 0), {1: record(2)}))
+    effects = w.on(PreparedArrived(plan(2, [0, 1], prepared=True)))
+    assert [type(e) for e in effects] == [Open, SendHolding]
+
+
+def test_a_joiner_may_be_taken_in_at_once_from_where_it_is():
+    w = Peers([0, 1], enter=False)
+    w.on(Followed(Key(5, 0), {1: record(0)}))
+    w.on(PlanArrived(plan(2, [0, 1])))
+    assert w.hold_all(2, w.holding(Key(6, 0))) == [FetchState(2, Key(6, 0), (1,))]
+
+
+def test_a_member_does_not_follow():
+    w = Peers([0, 1])
+    with pytest.raises(InvariantViolation, match="followed"):
+        w.on(Followed(Key(1, 0)))
+
+
+# ---- the table
+
+
+def test_every_event_has_its_row_and_every_phase_is_reached():
+    assert len({row[0] for row in TRANSITIONS}) == len(TRANSITIONS)
+    reached = {phase for row in TRANSITIONS for phase in row[3]}
+    assert reached == set(Phase) - {Phase.WAITING}
+    for _, _, handler, _ in TRANSITIONS:
+        assert callable(getattr(StepMachine, handler))
