@@ -348,7 +348,9 @@ class SimWorker(Process):
             raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradient}")
         self._updating = True
         self._note_phase()
-        self.later(self.world.between(MS // 2, 3 * MS), self._apply, step, records, self.gradient[1])
+        slow = self.world.rng.random() < 0.15  # long enough for plans to come in the middle
+        took = self.world.between(MS // 2, 25 * MS if slow else 3 * MS)
+        self.later(took, self._apply, step, records, self.gradient[1])
 
     def _apply(self, step: int, records: Mapping[int, Record], gradient: Gradient) -> None:
         self._updating = False

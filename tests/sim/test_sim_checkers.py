@@ -1,0 +1,181 @@
+"""The checkers can fail: known bugs, planted one at a time, are caught, each with the promise that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everstep.base.plan import Plan
+from everstep.placement.lanes import place
+from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import (
+    Discard,
+    GradientReduced,
+    HoldingArrived,
+    Key,
+    PlanArrived,
+    Record,
+    Release,
+    StepEffect,
+    Updated,
+)
+from everstep.sim import scenario
+from everstep.sim.faults import Fault
+from everstep.sim.model import INITIAL, Job
+
+SMALL = scenario.Setup(3, 0, 2, 1, "replace", Job(6, 6, 3), ())
+DISTURBED = replace(
+    SMALL,
+    workers=4,
+    faults=(
+        Fault("kill", 60, "agreeing", 1, 300, 1),
+        Fault("kill", 120, "updating", 1, 0, 2, same=True),
+        Fault("link", 200, "agreeing", 1, 0, 1),
+    ),
+)
+
+UPDATING = replace(SMALL, faults=tuple(Fault("kill", 20, "updating", n, 0, 1) for n in range(2, 14, 3)))
+
+
+def outcomes(machine: type[StepMachine], setup: scenario.Setup, seeds: Sequence[int]) -> list[str]:
+    """The problems found when every worker runs this machine."""
+    found = []
+    for seed in seeds:
+        outcome = scenario.simulate(seed, setup=setup, make_machine=lambda key: machine(key, str(INITIAL)))
+        if not outcome.ok:
+            found.append(outcome.problem)
+    return found
+
+
+class OneRecordTooFew(StepMachine):
+    """Decides without waiting for the last member."""
+
+    def _complete(self, records: Mapping[int, Record]) -> bool:
+        return len(records) >= max(1, len(self._members()) - 1)
+
+
+class ReleasesTooEarly(StepMachine):
+    """Lets the effects of a step leave after its update, not when the next decision has proven that all have it."""
+
+    def _updated(self, event: Updated) -> list[StepEffect]:
+        return [*super()._updated(event), Release(event.step)]
+
+
+class SettlesAlone(StepMachine):
+    """Goes on after its own holding, without the others'."""
+
+    def _stated(self) -> dict[int, Any]:
+        stated = super()._stated()
+        mine = stated.get(self.me.worker_id)
+        return dict.fromkeys(self._members(), mine) if mine is not None else {}
+
+
+class ForgetsTheUpdate(StepMachine):
+    """States the position before an update that it has begun."""
+
+    def _plan_arrived(self, event: PlanArrived) -> list[StepEffect]:
+        position = self._position
+        if self._phase == "updating":
+            self._position = Key(position.step - 1, 0)
+        effects = super()._plan_arrived(event)
+        self._position = position
+        return effects
+
+
+class NeverSettlesAgain(StepMachine):
+    """Does not hear the others in any generation but the first."""
+
+    def _holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
+        return super()._holding_arrived(event) if event.generation == 1 else []
+
+
+class VotesWithoutTheGradient(StepMachine):
+    """Contributes to the agree of a step with a gradient of another generation's reduction that was cut short."""
+
+    def _begin_step(self) -> list[StepEffect]:
+        effects = super()._begin_step()
+        if self._generation > 1 and self._phase == "reducing":
+            stale = self._gradient_reduced(GradientReduced(self._generation, self._position.step + 1, b"1;0;0;0"))
+            return effects + stale
+        return effects
+
+
+class KeepsOldLanes(StepMachine):
+    """Takes lanes of the step before for lanes of this one."""
+
+    def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
+        held = set(self._held)
+        effects = super()._move(position, records)
+        self._held = held
+        return effects
+
+
+class NeverUpdates(StepMachine):
+    """Drops the step that it has decided."""
+
+    def _updated(self, event: Updated) -> list[StepEffect]:
+        return [e for e in super()._updated(event) if isinstance(e, Discard)] if event.step != 3 else []
+
+
+@pytest.mark.parametrize(
+    ("machine", "setup", "expected"),
+    [
+        (OneRecordTooFew, SMALL, "P3"),
+        (ReleasesTooEarly, SMALL, "P2"),
+        (SettlesAlone, DISTURBED, ""),
+        (ForgetsTheUpdate, UPDATING, "AssertionError"),
+        (NeverSettlesAgain, DISTURBED, "P4"),
+        (VotesWithoutTheGradient, DISTURBED, "InvariantViolation"),
+        (KeepsOldLanes, SMALL, "KeyError"),
+        (NeverUpdates, SMALL, "P4"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_a_bug_in_the_step_machine_is_caught(machine, setup, expected):
+    found = outcomes(machine, setup, range(8))
+    assert any(expected in problem for problem in found), found
+
+
+def test_the_same_setups_pass_with_the_real_machine():
+    for setup in (SMALL, DISTURBED, UPDATING):
+        assert outcomes(StepMachine, setup, range(8)) == []
+
+
+# ---- the coordinator
+
+
+def test_a_placement_that_gives_a_lane_away_twice_is_caught():
+    def twice(worker_ids, lanes, **inputs):
+        seats = place(worker_ids, lanes, **inputs)
+        return (replace(seats[0], lanes=tuple(range(lanes))), *seats[1:])
+
+    outcome = scenario.simulate(
+        0, setup=SMALL, make_coordinator=lambda config, journal: Coordinator(config, twice, journal)
+    )
+    assert "lane" in outcome.problem
+
+
+def test_two_plans_of_one_generation_are_caught():
+    checks = scenario.Simulation(0, SMALL, tracing=False).checks
+    plans = []
+
+    class TwoFaced(Coordinator):
+        def handle(self, now_ns, event):
+            effects = super().handle(now_ns, event)
+            for n, effect in enumerate(effects):
+                plan = getattr(getattr(effect, "message", None), "plan", None)
+                if isinstance(plan, Plan):
+                    plans.append(plan)
+                    other = replace(plan, reason=f"said to {effect.connection}")
+                    effects[n] = replace(effect, message=type(effect.message)(plan=other))
+            return effects
+
+    outcome = scenario.simulate(
+        0, setup=SMALL, make_coordinator=lambda config, journal: TwoFaced(config, place, journal)
+    )
+    assert outcome.problem.startswith("PromiseBroken: P3: two plans"), outcome.problem
+    assert plans and not checks.plans
