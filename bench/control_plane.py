@@ -43,12 +43,19 @@ class Plans:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, m.AnyMessage]] = {}
+        self._packed: dict[int, tuple[bytes, bytes]] = {}
+
+    def inflate(self, packed: bytes) -> bytes:
+        known = self._packed.get(len(packed))
+        if known is None or known[0] != packed:
+            known = self._packed[len(packed)] = (packed, wire.inflate(packed))
+        return known[1]
 
     def decode(self, body: bytes) -> m.AnyMessage:
         if len(body) < 512:
             return m.decode(body)
         known = self._known.get(len(body))
-        if known is None or known[0] != body:
+        if known is None or (known[0] is not body and known[0] != body):
             known = self._known[len(body)] = (body, m.decode(body))
         return known[1]
 
@@ -102,6 +109,7 @@ class Bench:
             hello = m.AgentHello(agent_id=f"agent-{number}", host=f"host-{number}", workers=[life], slots=1)
             self.agents[number].send(hello)
             self.tasks.append(asyncio.create_task(self._agent(self.agents[number])))
+        self.tasks.append(asyncio.create_task(self.beat()))
         for number in range(self.count):
             member = Member(number, 0, f"host-{number}", 1, f"10.0.0.1:{10000 + number}", "segment")
             self.workers[number].send(m.WorkerHello(member=member, step=0, plan=None))
@@ -133,7 +141,7 @@ class Bench:
             client.pongs += sum(isinstance(m.decode(body), m.Pong) for body in reader.feed(data))
 
     async def _worker(self, client: Client) -> None:
-        reader = wire.FrameReader()
+        reader = wire.FrameReader(self.plans.inflate)
         while data := await client.reader.read(1 << 20):
             for body in reader.feed(data):
                 message = self.plans.decode(body)
@@ -176,7 +184,6 @@ async def measure(bench: Bench, seconds: float, evictions: int) -> dict[str, obj
     await bench.start()
     await asyncio.wait_for(bench.reached.wait(), 60)
     first_plan_s = time.perf_counter() - start
-    beating = asyncio.create_task(bench.beat())
     await asyncio.sleep(2.0)
     pongs, cpu, since = sum(a.pongs for a in bench.agents), cpu_seconds(bench.pid), time.perf_counter()
     await asyncio.sleep(seconds)
@@ -187,7 +194,6 @@ async def measure(bench: Bench, seconds: float, evictions: int) -> dict[str, obj
     for n in range(evictions):
         changes.append(await bench.evict(n * (bench.count // evictions) + 1))
         await asyncio.sleep(0.5)
-    beating.cancel()
     for task in bench.tasks:
         task.cancel()
     return {

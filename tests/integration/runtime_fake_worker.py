@@ -102,3 +102,16 @@ def quick(context: WorkerContext) -> int:
     """An entry point that leaves at once."""
     time.sleep(0)
     return 0
+
+
+def trains(context: WorkerContext) -> int:
+    """An entry point that finds torch there already, and uses it."""
+    if "torch" not in sys.modules:
+        return 3
+    import torch
+
+    model = torch.nn.Conv2d(3, 8, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    return 0 if torch.get_num_threads() == 1 else 4

@@ -88,7 +88,7 @@ class ControlClient:
 
     def send(self, message: AnyMessage) -> None:
         """Send now if the socket takes it, else keep the message for the client's thread. Never blocks. Thread-safe."""
-        data = frame(encode(message))
+        data = frame(encode(message), deflate=True)
         passing = isinstance(message, _PASSING)
         with self._lock:
             if self._closing:
@@ -165,7 +165,7 @@ class ControlClient:
             if sock.getsockname() == sock.getpeername():
                 raise ProtocolError("connected to itself: nobody listens there")
             handshake_client(sock, self._token, self._role, self._name)
-            sock.sendall(frame(encode(self._hello())))
+            sock.sendall(frame(encode(self._hello()), deflate=True))
             sock.setblocking(False)
         except BaseException:
             sock.close()

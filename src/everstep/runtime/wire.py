@@ -1,7 +1,8 @@
 """Frames and the handshake of control and peer connections.
 
-A frame is a 4-byte big-endian length and a body of at most `MAX_FRAME_BYTES`. Before the first frame both sides prove
-that they know the job's token, without showing it:
+A frame is a 4-byte big-endian length and a body of at most `MAX_FRAME_BYTES`; with the length's highest bit set, the
+body is deflated (a plan for a thousand workers is then 10 times smaller, and it goes to all of them). Before the first
+frame both sides prove that they know the job's token, without showing it:
 
     server -> client   MAGIC, version (2 bytes), server nonce (32)
     client -> server   length (2); client nonce (16), role, NUL, name; HMAC-SHA256(token, "client", nonces, role, name)
@@ -20,6 +21,8 @@ import secrets
 import socket
 import struct
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,8 @@ CLIENT_NONCE_BYTES = 16
 MAC_BYTES = 32
 GREETING_BYTES = len(MAGIC) + 2 + SERVER_NONCE_BYTES
 MAX_ANSWER_BYTES = 512
+DEFLATE_FROM_BYTES = 16 << 10
+_DEFLATED = 1 << 31
 _LENGTH = struct.Struct(">I")
 _SHORT = struct.Struct(">H")
 
@@ -123,18 +128,41 @@ def answer_length(prefix: bytes) -> int:
 # ---- frames
 
 
-def frame(body: bytes) -> bytes:
-    """A body with its length before it. Raises: ProtocolError if it is too long."""
+def frame(body: bytes, *, deflate: bool = False) -> bytes:
+    """A body with its length before it, deflated if asked for and worth it. Raises: ProtocolError if it is too long."""
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if deflate and len(body) >= DEFLATE_FROM_BYTES:
+        packed = zlib.compress(body, 1)
+        if len(packed) < len(body):
+            return _LENGTH.pack(len(packed) | _DEFLATED) + packed
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameReader:
-    """Cuts a stream of bytes into bodies."""
+def inflate(packed: bytes) -> bytes:
+    """Undo the deflating of a frame's body. Raises: ProtocolError if it is damaged or beyond the limit."""
+    try:
+        body = zlib.decompressobj().decompress(packed, MAX_FRAME_BYTES + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"expected a deflated frame, got something else: {error}") from None
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one that inflates beyond it")
+    return body
 
-    def __init__(self) -> None:
+
+def _split_length(length: int) -> tuple[int, bool]:
+    size, deflated = length & ~_DEFLATED, bool(length & _DEFLATED)
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one of {size}")
+    return size, deflated
+
+
+class FrameReader:
+    """Cuts a stream of bytes into bodies. `unpack` undoes deflating."""
+
+    def __init__(self, unpack: Callable[[bytes], bytes] = inflate) -> None:
         self._buffer = bytearray()
+        self._unpack = unpack
 
     def feed(self, data: bytes) -> list[bytes]:
         """The bodies that are complete now. Raises: ProtocolError for a frame beyond the limit."""
@@ -143,12 +171,11 @@ class FrameReader:
         bodies: list[bytes] = []
         start = 0
         while len(buffer) - start >= 4:
-            length = _LENGTH.unpack_from(buffer, start)[0]
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
+            length, deflated = _split_length(_LENGTH.unpack_from(buffer, start)[0])
             if len(buffer) - start - 4 < length:
                 break
-            bodies.append(bytes(buffer[start + 4 : start + 4 + length]))
+            body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
+            bodies.append(self._unpack(body) if deflated else body)
             start += 4 + length
         if start:
             del buffer[:start]
@@ -228,7 +255,6 @@ def send_frame(sock: socket.socket, body: bytes) -> None:
 
 def recv_frame(sock: socket.socket) -> bytes:
     """Raises: ProtocolError at the end of the stream or for a frame beyond the limit; OSError."""
-    length = _LENGTH.unpack(recv_exact(sock, 4))[0]
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"expected frames of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
-    return recv_exact(sock, length)
+    length, deflated = _split_length(_LENGTH.unpack(recv_exact(sock, 4))[0])
+    body = recv_exact(sock, length)
+    return inflate(body) if deflated else body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
 import threading
@@ -123,13 +124,13 @@ def test_a_reader_that_stands_still_does_not_block_the_sender(clients: Callable[
     clients(client)
     sock = server.accept()
     assert client.wait_connected(30)
-    big = SlotLost(agent_id="a", worker_id=0, reason="x" * 100_000)
-    for _ in range(300):  # 30 MB, far beyond what the kernel buffers
+    big = SlotLost(agent_id="a", worker_id=0, reason=os.urandom(50_000).hex())
+    for _ in range(600):  # 30 MB and more, far beyond what the kernel buffers
         client.send(big)
     client.send(_important(7))
     assert not client.flush(0.0)
     assert isinstance(_read(sock), AgentHello)
-    assert [_read(sock) for _ in range(301)] == [big] * 300 + [_important(7)]
+    assert [_read(sock) for _ in range(601)] == [big] * 600 + [_important(7)]
     assert client.flush(30)
 
 
@@ -142,7 +143,7 @@ def test_the_queue_is_bounded_by_dropping_what_passes(
     clients(client)
     sock = server.accept()
     assert client.wait_connected(30)
-    client.send(SlotLost(agent_id="a", worker_id=0, reason="x" * (32 << 20)))
+    client.send(SlotLost(agent_id="a", worker_id=0, reason=os.urandom(16 << 20).hex()))
     for seq in range(30):
         client.send(_passing(seq))
     client.send(_important(1))

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_frames_beyond_the_limit_are_refused_before_they_are_read() -> None:
         wire.FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
     with pytest.raises(ProtocolError, match="exceeds"):
         wire.frame(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_big_repetitive_bodies_are_deflated_and_come_back() -> None:
+    body = b'{"worker_id": 1, "incarnation": 0}' * 5000
+    data = wire.frame(body, deflate=True)
+    assert len(data) < len(body) / 10
+    assert wire.FrameReader().feed(data + wire.frame(b"next", deflate=True)) == [body, b"next"]
+    noise = os.urandom(20_000)
+    assert wire.frame(noise, deflate=True) == wire.frame(noise)
+
+
+def test_deflated_frames_cannot_explode() -> None:
+    packed = zlib.compress(bytes(MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError, match="inflates beyond"):
+        wire.FrameReader().feed((len(packed) | 1 << 31).to_bytes(4, "big") + packed)
+    with pytest.raises(ProtocolError, match="deflated"):
+        wire.FrameReader().feed((4 | 1 << 31).to_bytes(4, "big") + b"junk")
 
 
 def test_both_sides_prove_the_token() -> None:

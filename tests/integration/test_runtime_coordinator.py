@@ -1,0 +1,146 @@
+"""The coordinator as a process of its own: light, strict towards strangers, and one job per directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.base.config import load_config, to_dict
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.observe.events import read_events
+from everstep.protocol.messages import MAX_FRAME_BYTES
+from everstep.runtime import wire
+from everstep.runtime.address import read_address
+from everstep.runtime.board import Board
+from everstep.runtime.commands import NoJobRunning, ask, run_lock
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.zygote import DEFAULT_PRELOAD
+from everstep.runtime.zygote_client import ZygoteClient
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a coordinator."""
+    wire.write_token(tmp_path / "token", wire.new_token())
+    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([]))}))
+    process = subprocess.Popen([sys.executable, "-m", "everstep.runtime.coordinator_main", str(tmp_path)])
+    end = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "coordinator.json").exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    yield tmp_path
+    process.kill()
+    process.wait()
+
+
+def _connect(run_dir: Path) -> socket.socket:
+    address = read_address(run_dir / "coordinator.json")
+    return socket.create_connection((address.host, address.port), timeout=PATIENCE_S)
+
+
+def _closed(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(65536):
+            pass
+    return True
+
+
+def test_it_does_not_import_torch() -> None:
+    script = (
+        "import sys, everstep.runtime.coordinator_main, everstep.runtime.launcher, everstep.runtime.commands;"
+        "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_status_before_anybody_came(run_dir: Path) -> None:
+    status = ask(run_dir, "status")
+    assert status["state"] == "starting" and status["workers"] == [] and status["generation"] == 0
+
+
+def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> None:
+    with _connect(run_dir) as sock:
+        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "big")
+        sock.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+        assert _closed(sock)
+    with _connect(run_dir) as sock:
+        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "garbage")
+        wire.send_frame(sock, b"\xc1 no message")
+        assert _closed(sock)
+    assert ask(run_dir, "status")["state"] == "starting"
+    reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
+    assert any("at most" in reason for reason in reasons)
+
+
+def test_unknown_roles_are_refused(run_dir: Path) -> None:
+    with _connect(run_dir) as sock:
+        with contextlib.suppress(EverstepError):
+            wire.handshake_client(sock, wire.read_token(run_dir / "token"), "king", "x")
+        assert _closed(sock)
+
+
+def test_asking_where_nobody_runs(tmp_path: Path) -> None:
+    with pytest.raises(NoJobRunning, match="no job is running"):
+        ask(tmp_path, "status")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    (tmp_path / "coordinator.json").write_text(
+        json.dumps({"pid": 1, "host": "127.0.0.1", "port": port, "started_unix_ns": 1})
+    )
+    wire.write_token(tmp_path / "token", wire.new_token())
+    with pytest.raises(NoJobRunning, match="no job is running"):
+        ask(tmp_path, "status")
+
+
+def test_one_job_per_directory(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from everstep.runtime.commands import run_lock\n"
+        "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **pipes) as holder:  # type: ignore[call-overload]
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="still running"), run_lock(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"), run_lock(tmp_path / "file" / "run"):
+        pass
+
+
+def test_the_fork_server_imports_torch_without_starting_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    board = Board.create(2)
+    zygote = ZygoteClient(tmp_path / "zygote.log", board.fd, 1, DEFAULT_PRELOAD)
+    try:
+        ready = zygote.receive()[0]
+        assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
+        context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, 1, {}, "task")
+        zygote.start("runtime_fake_worker:trains", context)
+        seen = []
+        while not seen or seen[-1]["op"] != "exited":
+            seen += zygote.receive()
+        assert seen[-1]["status"] == 0, (tmp_path / "logs" / "worker-1.log").read_text()
+    finally:
+        zygote.close(5.0)
+        board.close()
