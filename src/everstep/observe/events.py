@@ -157,7 +157,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_committed_step(path: str | os.PathLike[str]) -> int:
-    """The newest step of a `step_committed` event since the last `job_started`, 0 if none; reads from the file's end."""
+    """The newest step of a `step_committed` event since the last `job_started`, 0 if none; reads from the end."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
