@@ -124,7 +124,8 @@ class GradientLayout:
     def build(model: nn.Module, units: Sequence[nn.Module]) -> GradientLayout:
         """Lays out every parameter that requires a gradient, and the running statistics.
 
-        units: modules of the model, in order, without overlap; `untie` must have been called with the same ones.
+        units: modules of the model, or wrappers that only join some, in order, without overlap; `untie` must have been
+        called with the same ones.
         Parameters that do not require a gradient when training begins stay out (`frozen`).
 
         Raises: ConfigError naming a float64 or complex parameter, one outside all units, or a module in two units.
@@ -307,6 +308,8 @@ def _refuse_overlap(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for number, unit in enumerate(units):
         for module in unit.modules():
             if id(module) not in names:
+                if not module._parameters and not module._buffers:
+                    continue  # a wrapper that only joins modules of the model
                 raise ConfigError(f"unit {number} holds a {type(module).__name__} that is no module of the model")
             other = unit_of.setdefault(id(module), number)
             if other != number:

@@ -106,6 +106,6 @@ class TransformerText(Task):
         right = (logits.argmax(1) == targets.flatten()).sum()
         count = float(targets.numel())
         return {
-            "loss": torch.tensor([float(total), count], dtype=torch.float64),
-            "accuracy": torch.tensor([float(right), count], dtype=torch.float64),
+            "loss": torch.tensor([total.item(), count], dtype=torch.float64),
+            "accuracy": torch.tensor([right.item(), count], dtype=torch.float64),
         }
