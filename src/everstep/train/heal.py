@@ -7,6 +7,8 @@ The same snapshot path serves a member that turns out to lack the state when a g
 
 from __future__ import annotations
 
+import json
+import logging
 import queue
 import select
 import threading
@@ -14,16 +16,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, EverstepError, check
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
-from everstep.exact.state import Snapshot
+from everstep.exact.snapshot import Snapshot
+from everstep.exact.state import ModelState
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train.record import decode_records, encode_records
+
+log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
@@ -41,11 +47,11 @@ class Offer:
 
 @dataclass
 class Feed:
-    """One joiner being followed: `items` are (step, records, presence, gradient)."""
+    """One joiner being followed: `items` are (step number, then records, presence, application state, gradient)."""
 
     offer: Offer | None = None
     ready: threading.Event = field(default_factory=threading.Event)
-    items: queue.SimpleQueue[tuple[int, bytes, bytes, torch.Tensor]] = field(default_factory=queue.SimpleQueue)
+    items: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = field(default_factory=queue.SimpleQueue)
     closed: bool = False
 
 
@@ -77,8 +83,13 @@ class Donor:
         with self._lock:
             self._feeds += asked
 
-    def feed(self, step: int, records: Mapping[int, Record], reduced: Reduced, numel: int) -> None:
-        """Pass a decided step on to those who follow, before it is applied here."""
+    def feed(
+        self, step: int, records: Mapping[int, Record], reduced: Reduced, numel: int, application: Callable[[], bytes]
+    ) -> None:
+        """Pass a decided step on to those who follow, before it is applied here.
+
+        application: the packed state of the user's loop as it is now; who follows does not run that loop.
+        """
         with self._lock:
             self._feeds = [f for f in self._feeds if not f.closed]
             feeds = list(self._feeds)
@@ -87,11 +98,11 @@ class Donor:
         flat = torch.empty(numel, dtype=torch.float32)
         for piece in reduced.pieces:
             flat[piece.start : piece.stop].copy_(piece.data)
-        packed = encode_records(records)
+        parts = (encode_records(records), reduced.presence, application(), bytes_of(flat))
         for feed in feeds:
             if feed.items.qsize() >= MAX_BACKLOG:
                 feed.closed = True
-            feed.items.put((step, packed, reduced.presence, flat))
+            feed.items.put((step, parts))
 
     def offer_settled(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
@@ -132,8 +143,8 @@ class Donor:
             send_offer(connection, feed.offer)
             feed.offer = None
             self._stream(connection, feed)
-        except (EverstepError, OSError):
-            pass  # the joiner went away or became a member: nothing is owed to it
+        except (EverstepError, OSError) as error:
+            log.debug("the joiner left: %s", error)  # it went away, or became a member: nothing is owed to it
         finally:
             feed.closed = True
 
@@ -141,13 +152,13 @@ class Donor:
         last = 0
         while not feed.closed:
             try:
-                step, records, presence, flat = feed.items.get(timeout=0.02)
+                step, parts = feed.items.get(timeout=0.02)
             except queue.Empty:
                 connection.send_json({"kind": "caught_up", "step": last})
                 continue
             last = step
-            connection.send_json({"kind": "step", "step": step, "nbytes": [len(records), len(presence), flat.nbytes]})
-            for part in (records, presence, bytes_of(flat)):
+            connection.send_json({"kind": "step", "step": step, "nbytes": [len(part) for part in parts]})
+            for part in parts:
                 connection.send_bytes([part])
 
 
@@ -161,11 +172,11 @@ def send_offer(connection: PeerConnection, offer: Offer) -> None:
             "position": list(offer.position),
             "records": records.hex(),
             "gathers": gathers,
-            "manifest": offer.snapshot.manifest,
+            "manifest": offer.snapshot.manifest(),
         }
     )
     for index in range(offer.snapshot.n_blocks):
-        connection.send_bytes([memoryview(offer.snapshot.block(index))])
+        connection.send_bytes([offer.snapshot.read_block(index)])
 
 
 @dataclass(frozen=True)
@@ -183,8 +194,8 @@ def receive_offer(connection: PeerConnection, tick: Callable[[], None]) -> Recei
     """Raises: EverstepError or OSError if the donor goes away."""
     header = connection.recv_json()
     blocks = []
-    for nbytes in header["manifest"]["block_nbytes"]:
-        block = memoryview(bytearray(nbytes))
+    for _ in header["manifest"]["blocks"]:
+        block = memoryview(bytearray(int(header["manifest"]["block_bytes"])))
         connection.recv_into(block)
         blocks.append(block)
         tick()
@@ -197,11 +208,12 @@ def receive_offer(connection: PeerConnection, tick: Callable[[], None]) -> Recei
 
 @dataclass(frozen=True)
 class FollowedStep:
-    """One step from a donor's feed."""
+    """One step from a donor's feed; `application`: packed state of the user's loop before the step's update."""
 
     step: int
     records: Mapping[int, Record]
     reduced: Reduced
+    application: bytes
 
 
 def next_item(connection: PeerConnection, numel: int) -> FollowedStep | int:
@@ -210,14 +222,27 @@ def next_item(connection: PeerConnection, numel: int) -> FollowedStep | int:
     if header["kind"] == "caught_up":
         return int(header["step"])
     sizes = header["nbytes"]
-    check(sizes[2] == numel * 4, f"a fed gradient has {sizes[2]} bytes, expected {numel * 4}")
-    records, presence = bytearray(sizes[0]), bytearray(sizes[1])
+    check(sizes[3] == numel * 4, f"a fed gradient has {sizes[3]} bytes, expected {numel * 4}")
+    records, presence, application = (bytearray(size) for size in sizes[:3])
     flat = torch.empty(numel, dtype=torch.float32)
-    connection.recv_into(memoryview(records))
-    connection.recv_into(memoryview(presence))
-    connection.recv_into(bytes_of(flat))
-    reduced = Reduced(int(header["step"]), (Piece(0, numel, flat),), bytes(presence), (0, 0))
-    return FollowedStep(int(header["step"]), decode_records(bytes(records)), reduced)
+    for part in (records, presence, application, bytes_of(flat)):
+        connection.recv_into(part)
+    step = int(header["step"])
+    reduced = Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0))
+    return FollowedStep(step, decode_records(bytes(records)), reduced, bytes(application))
+
+
+def pack_state(state: ModelState) -> bytes:
+    """A small state (of the user's loop, say) in one piece."""
+    manifest = state.manifest()
+    blocks = [bytes(state.read_block(i)) for i in range(state.n_blocks)]
+    return msgspec.msgpack.encode((json.dumps(manifest), blocks))
+
+
+def unpack_state(state: ModelState, data: bytes) -> None:
+    """Load what `pack_state` made. Raises: CheckpointCorrupt if it was altered."""
+    manifest, blocks = msgspec.msgpack.decode(data, type=tuple[str, list[bytes]])
+    state.load(json.loads(manifest), lambda i: blocks[i])
 
 
 def readable(connection: PeerConnection, timeout_s: float) -> bool:

@@ -63,8 +63,11 @@ class Replica:
         self.handover = GradientHandOver(self.layout, parts.model)
         self.scaler = LossScaler(config.precision == "fp16")
         self.lr_policy = LrPolicy(config.lr_rule, config.workers, config.lr_warmup_steps)
-        extras = {"everstep.scaler": self.scaler, "everstep.lr_policy": self.lr_policy, **parts.extras}
-        self.state = ModelState(parts.model, parts.optimizer, parts.scheduler, extras)
+        extras = {"everstep.scaler": self.scaler, **parts.extras}
+        if config.batch == "per_worker":  # otherwise the number of workers is no part of the state
+            extras["everstep.lr_policy"] = self.lr_policy
+        self.state = ModelState(parts.model, parts.optimizer, parts.scheduler, extras, parts.units)
+        self.application = ModelState(nn.Module(), extras=parts.extras)
         self.needs_norms = config.clip_norm is not None or self.scaler.enabled
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
@@ -76,11 +79,12 @@ class Replica:
     # ---- lanes
 
     def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor]) -> None:
-        """Lanes of a step will be computed here, besides those that are held already."""
+        """The lanes of a step that are wanted from here; what has been computed of them already counts."""
         if step != self._step:
             self._step, self._reports = step, {}
             self.guard.begin_step(step)
-        self.accumulator.begin(step, cover(lanes, self.n_lanes), buffer)
+        held = {lane for node in self.accumulator.presence for lane in range(*node)}
+        self.accumulator.begin(step, cover([x for x in lanes if x not in held], self.n_lanes), buffer)
 
     def enter_lane(self, step: int, lane: int) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run."""
@@ -214,8 +218,14 @@ class Replica:
         self._reports = {}
         self._step = 0
 
+    def settle_buffers(self) -> None:
+        """Put the step's buffers back, whatever the last lane left: the state is whole again."""
+        if self._step:
+            self.guard.begin_lane()
+
     def digest(self, step: int) -> str:
         """Of everything that is trained."""
+        self.settle_buffers()
         return self.state.state_digest(step)
 
 

@@ -22,6 +22,7 @@ from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.step_types import Key, Record
+from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.engine import Engine
@@ -217,8 +218,9 @@ class Session:
             self.link.faults(number, name, plan)
 
     def prepare(self, number: int, lanes: tuple[int, ...], plan: Plan) -> None:
-        self.loader.schedule(number, plan.lanes_of(self.link.me.worker_id))
-        self.replica.begin(number, lanes, lambda node: self.transport.node(number, node))
+        mine = plan.lanes_of(self.link.me.worker_id)
+        self.loader.schedule(number, mine)
+        self.replica.begin(number, mine, lambda node: self.transport.node(number, node))
 
     def reduce(self, number: int, plan: Plan) -> bytes:
         lanes = plan.lanes_of(self.link.me.worker_id)
@@ -242,7 +244,9 @@ class Session:
     def _apply(self, number: int, records: Mapping[int, Record], reduced: Reduced) -> None:
         outcome = conclude(number, self.config.lanes, records)
         self._compare_digests(outcome)
-        self.donor.feed(number, records, reduced, self.replica.layout.numel)
+        self.donor.feed(
+            number, records, reduced, self.replica.layout.numel, lambda: heal.pack_state(self.replica.application)
+        )
         self.donor.busy_snapshot()
         extra = self.replica.apply(outcome, reduced, self.order.workers if isinstance(self.order, ElasticOrder) else 0)
         if isinstance(self.order, ElasticOrder):
@@ -257,7 +261,7 @@ class Session:
         found = sorted(set(outcome.digests.values()))
         if len(found) > 1:
             by = {d: [w for w, x in outcome.digests.items() if x == d] for d in found}
-            raise JobFailed(
+            raise DeterminismError(
                 f"the workers' states differ before step {outcome.step}: "
                 + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())
                 + "; one of them computes wrongly, and all steps since the last match are tainted"
@@ -304,10 +308,10 @@ class Session:
     # ---- healing
 
     def _offer(self) -> heal.Offer:
-        key = self.engine.position
-        return heal.Offer(
-            key, self.engine.machine.records, dict(self.engine.gathered), self.replica.state.clone_snapshot()
-        )
+        self.replica.settle_buffers()
+        snapshot = self.replica.state.clone_snapshot()
+        snapshot.start()
+        return heal.Offer(self.engine.position, self.engine.machine.records, dict(self.engine.gathered), snapshot)
 
     def serve(self, plan: Plan, position: Key, to: tuple[int, ...]) -> None:
         self.donor.offer_settled(plan.generation, self._offer())
@@ -357,28 +361,30 @@ class Session:
                 wire.HealFailed(worker_id=me.worker_id, incarnation=me.incarnation, ticket=ticket.ticket, reason=reason)
             )
 
-    def _await_offer(self, connection: Any) -> bool:
-        """Wait for the donor's next step boundary; False if a plan or another ticket has come instead."""
-        while not heal.readable(connection, 0.005):
-            self.tick()
-            self.engine.news()
-            if self.engine.plan is not None or self.engine.busy or self.engine.heal is not None:
-                return False
-        return True
+    def _healing(self) -> bool:
+        """Take in news; whether to go on healing: no plan with this worker, and no other ticket, has come."""
+        self.tick()
+        self.engine.news()
+        while self.engine.plan is None and self.engine.busy:
+            self.engine.turn()
+        return self.engine.plan is None and self.engine.heal is None
 
-    def _follow_feed(self, connection: Any, ticket: wire.Heal) -> None:
+    def _await_offer(self, connection: PeerConnection) -> bool:
+        """Wait for the donor's next step boundary; False if something else has come instead."""
+        while self._healing():
+            if heal.readable(connection, 0.005):
+                return True
+        return False
+
+    def _follow_feed(self, connection: PeerConnection, ticket: wire.Heal) -> None:
         said = False
-        while self.engine.plan is None and not self.engine.busy:
-            self.engine.news()
-            self.tick()
-            if self.engine.busy or self.engine.heal is not None or not heal.readable(connection, 0.005):
-                if self.engine.heal is not None:
-                    return
+        while self._healing():
+            if not heal.readable(connection, 0.005):
                 continue
             item = heal.next_item(connection, self.replica.layout.numel)
             if isinstance(item, heal.FollowedStep):
                 self.phase("heal", item.step, ticket.plan)
-                self._reduced[item.step] = item.reduced
+                heal.unpack_state(self.replica.application, item.application)
                 self._apply(item.step, item.records, item.reduced)
                 self.engine.handle(step.Followed(Key(item.step, 0), item.records))
             elif not said:
