@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.base.ports import Node
 from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
+from everstep.exact.memory import keep_freed_memory
 from everstep.placement.tree import children
 
 _CACHED_VIEWS = 32
@@ -27,7 +28,8 @@ class LaneAccumulator:
     """Folds this worker's lanes of a step into the nodes that it hands over. One thread."""
 
     def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
-        """`layout` was built from this very model, after `untie`."""
+        """`layout` was built from this very model, after `untie`. Sets malloc to keep freed memory (process-wide)."""
+        keep_freed_memory()
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self.presence: dict[Node, bytes] = {}
