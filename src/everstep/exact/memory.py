@@ -29,4 +29,5 @@ def keep_freed_memory(top_pad_bytes: int = 64 << 20) -> bool:
         (_TRIM_THRESHOLD, 2**31 - 1),
         (_TOP_PAD, min(top_pad_bytes, 2**31 - 1)),
     )
-    return all([mallopt(key, value) == 1 for key, value in settings])
+    accepted = [mallopt(key, value) == 1 for key, value in settings]
+    return all(accepted)
