@@ -45,7 +45,11 @@ class StaleGeneration(MembershipError):
 
 
 class Evicted(MembershipError):
-    """This worker is no longer a member of the job."""
+    """This worker is no longer a member of the job; `drained`: by request, not by fault."""
+
+    def __init__(self, message: str, drained: bool = False) -> None:
+        super().__init__(message)
+        self.drained = drained
 
 
 class QuorumLost(MembershipError):

@@ -12,7 +12,7 @@ import torch
 from everstep.base.errors import TaskError
 from everstep.data.batch import aligned
 from everstep.exact.seeding import derive, preserve_rng, sample_seed, seed_all
-from everstep.order.cursor import SampleId, SampleOrder
+from everstep.order.cursor import Order, SampleId
 
 _COLLATE = 1 << 33
 """First number of the seeds for collating, so that they coincide with no others."""
@@ -23,7 +23,7 @@ class Recipe:
     """Everything that a lane's batch is made from. dataset: map-style. collate: list of samples -> batch."""
 
     dataset: Any
-    order: SampleOrder
+    order: Order
     collate: Callable[[list[Any]], Any]
     seed: int
 

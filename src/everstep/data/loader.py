@@ -16,7 +16,7 @@ from everstep.base.errors import TaskError
 from everstep.data.batch import pinned, to_device
 from everstep.data.fetch import Recipe, fetch
 from everstep.data.process import Failure, LoaderDied, LoaderProcess
-from everstep.order.cursor import SampleId, SampleOrder
+from everstep.order.cursor import Order, SampleId
 
 __all__ = ["LaneLoader", "to_device"]
 
@@ -49,7 +49,7 @@ class LaneLoader:
     def __init__(
         self,
         dataset: Any,
-        order: SampleOrder,
+        order: Order,
         *,
         seed: int,
         collate: Callable[[list[Any]], Any] | None = None,

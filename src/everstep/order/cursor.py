@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from everstep.base.errors import ConfigError, check
 from everstep.order.permutation import permutation
@@ -33,6 +34,19 @@ class LaneSamples:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+class Order(Protocol):
+    """What loading needs to know of an order of samples."""
+
+    @property
+    def total_steps(self) -> int:
+        """The last step."""
+        ...
+
+    def samples(self, step: int, lane: int) -> LaneSamples:
+        """The samples of a lane in a step; steps count from 1."""
+        ...
 
 
 class SampleOrder:

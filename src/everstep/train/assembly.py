@@ -41,6 +41,11 @@ def sample_order(config: Config, dataset: Any) -> SampleOrder | ElasticOrder:
         raise ConfigError(f"the dataset must be map-style, with __len__ and __getitem__; got {kind}") from None
     order = SampleOrder(config.seed, size, config.lanes, config.micro_batch, config.steps, config.epochs)
     if config.batch == "per_worker":
+        if config.loader.workers:
+            raise ConfigError(
+                f"batch: per_worker changes what a lane holds as it goes, so it needs loader.workers=0, "
+                f"got {config.loader.workers}"
+            )
         return ElasticOrder(
             config.seed, size, config.lanes, config.micro_batch, config.workers, config.steps, config.epochs
         )

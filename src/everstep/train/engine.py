@@ -216,7 +216,7 @@ class Engine:
         elif isinstance(message, wire.Heal):
             self.heal = message
         elif isinstance(message, wire.Dismissed):
-            raise Evicted(message.reason)
+            raise Evicted(message.reason, message.drained)
         elif isinstance(message, wire.JobEnded):
             self.ended = message
             if raise_end and message.state != "completed":
@@ -297,7 +297,7 @@ class Engine:
                 self.hands.entered(plan, effect.step, self._phases_ms)  # type: ignore[arg-type]
                 self._phases_ms = {}
             case step.LeftPlan():
-                raise Evicted("drained: the plan goes on without this worker")
+                raise Evicted("the plan goes on without this worker", drained=True)
 
     def _open(self, plan: Plan) -> None:
         now = time.monotonic_ns()

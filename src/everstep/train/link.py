@@ -47,8 +47,11 @@ class Link(Protocol):
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
         ...
 
-    def connect(self, hello: Hello, deliver: Deliver) -> None:
-        """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread."""
+    def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
+        """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread.
+
+        connected: called after each hello, from that thread too.
+        """
         ...
 
     def tell(self, message: wire.AnyMessage) -> None:
@@ -88,9 +91,15 @@ class LaunchedLink:
         self._peers = PeerServer("127.0.0.1", self.token, handler)
         return self._peers.address
 
-    def connect(self, hello: Hello, deliver: Deliver) -> None:
+    def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._control = ControlClient(
-            self._coordinator, self.token, "worker", str(self.me), hello=hello, on_message=deliver
+            self._coordinator,
+            self.token,
+            "worker",
+            str(self.me),
+            hello=hello,
+            on_message=deliver,
+            on_connected=lambda there: connected() if there else None,
         )
 
     def tell(self, message: wire.AnyMessage) -> None:
@@ -132,7 +141,7 @@ class LoneLink:
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         return ""
 
-    def connect(self, hello: Hello, deliver: Deliver) -> None:
+    def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._deliver = deliver
         member = Member(0, 0, self.host, os.getpid())
         lanes = tuple(range(self.config.lanes))

@@ -76,6 +76,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
+    """For the payload of a `Record`."""
     return _encode(payload)
 
 
@@ -144,24 +145,29 @@ _held = msgspec.msgpack.Decoder(_Held)
 
 
 def encode_record(record: Record) -> bytes:
+    """For one exchange."""
     return _encode((record.prepared, record.payload))
 
 
 def decode_record(data: bytes) -> Record:
+    """What `encode_record` made."""
     prepared, payload = msgspec.msgpack.decode(data, type=tuple[int, bytes])
     return Record(prepared, payload)
 
 
 def encode_records(records: Mapping[int, Record]) -> bytes:
+    """All records of a decision, by worker id."""
     return _encode({w: (r.prepared, r.payload) for w, r in records.items()})
 
 
 def decode_records(data: bytes) -> dict[int, Record]:
+    """What `encode_records` made."""
     rows = msgspec.msgpack.decode(data, type=dict[int, tuple[int, bytes]])
     return {w: Record(*row) for w, row in rows.items()}
 
 
 def encode_holding(holding: Holding) -> bytes:
+    """For the exchange in which members settle."""
     return _encode(
         _Held(
             step=holding.position.step,
@@ -174,6 +180,7 @@ def encode_holding(holding: Holding) -> bytes:
 
 
 def decode_holding(data: bytes) -> Holding:
+    """What `encode_holding` made."""
     held = _held.decode(data)
     return Holding(
         position=Key(held.step, held.seq),

@@ -37,6 +37,7 @@ from everstep.train.record import (
     encode_payload,
     gathered,
 )
+from everstep.train.rendezvous import Rendezvous
 from everstep.train.replica import Replica
 from everstep.train.transports import open_transport
 
@@ -69,7 +70,8 @@ class Session:
             pin_memory=self.config.loader.pin_memory,
         )
         self.publisher = Publisher(link.run_dir, link.me, self.config.log_every)
-        self.transport = open_transport(link, replica.layout, self.tick)
+        self.rendezvous = Rendezvous(link.tell)
+        self.transport = open_transport(link, replica.layout, self.tick, self.rendezvous, replica.device)
         self.engine = Engine(link.me, self.transport, self, link.tell, self.tick)
         self.donor = heal.Donor()
         self.outcome: Outcome | None = None
@@ -92,7 +94,7 @@ class Session:
             me.worker_id, me.incarnation, self.link.host, os.getpid(), address, self.transport.segment
         )
         self.link.row.set(phase="idle")
-        self.link.connect(self._hello, self._deliver)
+        self.link.connect(self._hello, self._deliver, self.rendezvous.repeat)
         while not self.engine.settled:
             if self.engine.heal is not None:
                 ticket, self.engine.heal = self.engine.heal, None
@@ -103,6 +105,7 @@ class Session:
         return wire.WorkerHello(member=self._member, step=self.engine.position.step, plan=self.engine.plan)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
+        self.rendezvous.observe(message)
         self.engine.deliver(message)
 
     def finish(self) -> None:

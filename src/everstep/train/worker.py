@@ -28,6 +28,7 @@ from everstep.train.link import Faults, LaunchedLink
 from everstep.train.task import Task
 from everstep.train.trainer import train
 
+EVICTED_EXIT_CODE = 75
 _FATAL = (ConfigError, DeterminismError)
 
 
@@ -36,7 +37,8 @@ def run_worker(
 ) -> int:
     """Train as the worker of this context: a task (`load`), or a script that calls `join`. Returns the exit code.
 
-    0: the job is done, or this worker was dismissed. 1: it failed; its last words went to the coordinator and the log.
+    0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it failed;
+    its last words went to the coordinator and the log.
     """
     config = context.load_config()
     link = LaunchedLink(context, config, faults)
@@ -50,7 +52,7 @@ def run_worker(
         return 0
     except (JobFailed, Evicted) as end:
         print(f"leaving: {end}", file=sys.stderr, flush=True)
-        return 0
+        return EVICTED_EXIT_CODE if isinstance(end, Evicted) and not end.drained else 0
     except Exception as error:
         _last_words(link, context, error)
         return 1
