@@ -377,7 +377,7 @@ def check_gone(state: State, worker_id: int) -> None:
         return
     # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
     ceiling = state.config.heartbeat_ceiling_ns
-    if gone >= ceiling and _awaited(state, worker):
+    if gone >= ceiling and _awaited(state, worker) and not _hold_all_state(state, [worker]):
         text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
         evict(state, worker, text, kill=True, notice_ns=gone)
     else:

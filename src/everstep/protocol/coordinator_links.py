@@ -59,7 +59,12 @@ def close_window(state: State) -> None:
         state.link_faults.setdefault(link, []).append((plan.generation, state.now))
     state.dirty = True
     if repeated:
-        chosen = smallest_cover(repeated, votes)
+        # An end that the coordinator does not reach either is the one to blame.
+        away = {w for link in repeated for w in link if state.workers[w].connection is None}
+        others = [link for link in repeated if not away.intersection(link)]
+        chosen = tuple(sorted({*away, *smallest_cover(others, votes)}))
+        if set(chosen) >= {w.key.worker_id for w in state.survivors()}:
+            chosen = smallest_cover(repeated, votes)
         for worker_id in chosen:
             worker = state.workers[worker_id]
             text = f"its links failed again ({_named(repeated)}) though both ends live: {why}"
