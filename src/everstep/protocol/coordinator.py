@@ -104,7 +104,9 @@ class Coordinator:
         if state.plan is None:
             return
         self._store.advance(state, state.plan.generation)
-        for _, worker in sorted(state.workers.items()):
+        for worker_id, worker in sorted(state.workers.items()):
+            if worker.agent_id is not None:
+                state.slot_owner.setdefault(worker_id, worker.agent_id)
             if worker.agent_id is not None and worker.agent_id not in state.agents:
                 state.agents[worker.agent_id] = health.watch_agent(state, worker.agent_id, worker.host)
                 state.agents[worker.agent_id].lives.add(worker.key)
