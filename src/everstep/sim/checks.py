@@ -53,6 +53,7 @@ class Checks:
     finals: list[int] = field(default_factory=list)
     commits_by_generation: dict[int, int] = field(default_factory=dict)
     lost_everything: int = 0
+    given_up: set[WorkerKey] = field(default_factory=set)
     newest: int = 0  # generation that anybody has entered
 
     def __post_init__(self) -> None:
@@ -135,11 +136,17 @@ class Checks:
         floor = max(self.effects, default=0)
         if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
             return
-        ahead = sorted(str(k) for k, at in self.holders().items() if at >= floor)
+        ahead = sorted(str(k) for k, at in self.holders().items() if at >= floor and k not in self.given_up)
         self.require(
             not ahead, "P2", f"{who} enters {generation} at step {step}, {floor} was released and {ahead} hold it"
         )
         self.lost_everything += 1
+
+    def evicted(self, who: WorkerKey) -> None:
+        """A worker was given up. That is no loss while somebody else is as far as anything that was released."""
+        floor = max(self.effects, default=0)
+        if any(at >= floor for key, at in self.holders().items() if key != who and key not in self.given_up):
+            self.given_up.add(who)
 
     # ---- the end
 

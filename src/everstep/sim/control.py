@@ -339,6 +339,8 @@ class Site:
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         self.reports[kind] = self.reports.get(kind, 0) + 1
+        if kind == "worker_evicted":
+            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]))
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed":

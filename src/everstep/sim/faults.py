@@ -32,6 +32,8 @@ _WEIGHTS = {
     "scale": 3,
     "drain": 2,
     "coordinator_freeze": 1,
+    "agent_freeze": 1,
+    "last_words": 2,
 }
 _KINDS = tuple(_WEIGHTS)
 
@@ -60,9 +62,9 @@ class Fault:
 
 
 def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
-    """A schedule of 0 to 6 faults within the horizon, in order of time."""
+    """A schedule of mostly 0 to 6 faults within the horizon, in order of time; now and then a storm of a dozen."""
     faults: list[Fault] = []
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4))):
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4)) if rng.random() < 0.93 else rng.randint(8, 14)):
         faults.append(_draw_one(rng, rng.randint(5, horizon_ms)))
         if rng.random() < 0.45:  # a second one, into the recovery of the first
             first = faults[-1]
@@ -169,6 +171,18 @@ class Injector:
             process.freeze()
             self.world.later(fault.for_ms * MS, process.thaw)
 
+    def _agent_freeze(self, fault: Fault, worker: SimWorker | None) -> None:
+        hosts = self.simulation.hosts
+        agent = self.simulation.site.agents[hosts[fault.pick % len(hosts)]]
+        agent.freeze()
+        self.world.later(fault.for_ms * MS, agent.thaw)
+
+    def _last_words(self, fault: Fault, worker: SimWorker | None) -> None:
+        """An exception in a worker: it says so and ends."""
+        target = self._worker(fault, worker)
+        if target is not None and target.frozen_ns is None:
+            target.fail(f"error {self.world.now_ns}")
+
     def _cut(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
         for a, b in pairs:
             self.world.cut(a, b)
@@ -245,5 +259,7 @@ class Injector:
         simulation.site.start_coordinator()
         for worker in simulation.site.live_workers():
             worker.thaw()
+        for host in simulation.hosts:
+            simulation.site.agents[host].thaw()
         for host in simulation.hosts:
             simulation.boot(host)

@@ -186,6 +186,20 @@ class SimWorker(Process):
         """End by oneself."""
         self._ending(reason, restart)
 
+    def fail(self, reason: str) -> None:
+        """End by an exception, with last words."""
+        self.tell(
+            wire.WorkerFailed(
+                worker_id=self.me.worker_id,
+                incarnation=self.me.incarnation,
+                step=self.machine.step,
+                reason=reason,
+                signature=reason,
+                fatal=False,
+            )
+        )
+        self._ending(reason, restart=True)
+
     def die(self, reason: str) -> None:
         """End by SIGKILL."""
         self._ending(reason, restart=True)
