@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset
@@ -44,26 +44,38 @@ class Bytes:
 
 
 class BytePairs:
-    """Byte-level BPE, trained on `data` itself. The same data give the same tokens.
+    """Byte-level BPE. model: what `to_json` gave; `trained` makes one.
 
-    Raises: ConfigError if the extra `text` (tokenizers) is not installed, or `vocabulary` is below 256.
+    Raises: ConfigError if the extra `text` (tokenizers) is not installed.
     """
 
-    def __init__(self, data: bytes, vocabulary: int = 2048) -> None:
+    def __init__(self, model: str) -> None:
+        self._bpe = _tokenizers().Tokenizer.from_str(model)
+        self.vocabulary = int(self._bpe.get_vocab_size())
+
+    @staticmethod
+    def trained(data: bytes, vocabulary: int = 2048) -> BytePairs:
+        """Train on `data`. The same data give the same tokens.
+
+        Raises: ConfigError if `vocabulary` is below 256, or tokenizers is not installed.
+        """
         if vocabulary < 256:
             raise ConfigError(f"expected a BPE vocabulary of at least 256 (the bytes), got {vocabulary}")
-        try:
-            from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        except ImportError:
-            raise ConfigError("BPE needs the package tokenizers: pip install 'everstep[text]', or use bytes") from None
-        self._bpe = Tokenizer(models.BPE())
-        self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        tokenizers = _tokenizers()
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
-        self._bpe.train_from_iterator(_lines(data), trainer)
-        self.vocabulary = int(self._bpe.get_vocab_size())
+        bpe.train_from_iterator(_lines(data), trainer)
+        return BytePairs(bpe.to_str())
+
+    def to_json(self) -> str:
+        """The tokenizer, as the package tokenizers writes it."""
+        return str(self._bpe.to_str())
 
     def encode(self, data: bytes) -> torch.Tensor:
         """(tokens,) int64. Bytes that are no UTF-8 become replacement characters."""
@@ -73,6 +85,18 @@ class BytePairs:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text."""
         return str(self._bpe.decode(list(tokens)))
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise ConfigError("BPE needs the package tokenizers: pip install 'everstep[text]', or use bytes") from None
+    return tokenizers
 
 
 def _lines(data: bytes) -> Iterator[str]:

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.text import BytePairs, Bytes, Chosen, Tokenizer, Windows, read_text, standard_library
+from everstep.data.text import Bytes, Chosen, Tokenizer, Windows, read_text, standard_library
+from everstep.data.token_cache import byte_pairs
 from everstep.train.task import Task
 from everstep.zoo.recipe import decay_groups, options, total_steps, warmup_cosine
 from everstep.zoo.transformer import Transformer, TransformerConfig
@@ -65,8 +66,13 @@ class TransformerText(Task):
             kind = self.option("tokenizer")
             if kind not in ("bytes", "bpe"):
                 raise ConfigError(f"task.tokenizer: expected bytes or bpe, got {kind!r}")
-            tokenizer = Bytes() if kind == "bytes" else BytePairs(data, self.option("vocabulary"))
-            self._text = Windows(tokenizer.encode(data), self.option("context")), tokenizer
+            tokenizer: Tokenizer
+            if kind == "bytes":
+                tokenizer = Bytes()
+                tokens = tokenizer.encode(data)
+            else:
+                tokens, tokenizer = byte_pairs(data, self.option("vocabulary"))
+            self._text = Windows(tokens, self.option("context")), tokenizer
         return self._text
 
     def build_model(self) -> nn.Module:

@@ -15,6 +15,7 @@ from everstep.data.digits import DEVIATION, MEAN, Digits
 from everstep.data.fetch import Recipe, fetch
 from everstep.data.folder import PictureFolder
 from everstep.data.text import BytePairs, Bytes, Chosen, Windows, read_text, standard_library
+from everstep.data.token_cache import byte_pairs
 from everstep.exact.seeding import seed_all
 from everstep.order.cursor import SampleOrder
 
@@ -107,15 +108,35 @@ def test_bytes_come_back() -> None:
 def test_byte_pairs_are_the_same_each_time_and_come_back(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     text = standard_library(60_000)
-    first, again = (BytePairs(text, 400) for _ in range(2))
+    first, again = (BytePairs.trained(text, 400) for _ in range(2))
     tokens = first.encode(text)
     assert torch.equal(tokens, again.encode(text))
     assert first.vocabulary == 400
     assert len(tokens) < 0.75 * len(text)
     assert first.decode(tokens.tolist()) == text.decode()
-    assert BytePairs(text, 256).vocabulary == 256
+    assert BytePairs.trained(text, 256).vocabulary == 256
     with pytest.raises(ConfigError, match="at least 256"):
-        BytePairs(text, 100)
+        BytePairs.trained(text, 100)
+
+
+def test_cached_tokens_are_the_same_and_damage_is_noticed(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text = standard_library(30_000)
+    made, _ = byte_pairs(text, 300, tmp_path)
+    (file,) = tmp_path.iterdir()
+    stored = file.read_bytes()
+    read, tokenizer = byte_pairs(text, 300, tmp_path)
+    assert read.dtype == made.dtype == torch.int64
+    assert torch.equal(read, made)
+    assert torch.equal(tokenizer.encode(text), made)
+    assert file.read_bytes() == stored
+    file.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert torch.equal(byte_pairs(text, 300, tmp_path)[0], made)
+    assert file.read_bytes() == stored, "made anew"
+    other, _ = byte_pairs(text, 301, tmp_path)
+    assert not torch.equal(other, made)
+    (tmp_path / "file").write_text("")
+    assert torch.equal(byte_pairs(text, 300, tmp_path / "file" / "below")[0], made), "without a cache"
 
 
 def pictures(root: Path, names: dict[str, int]) -> Path:

@@ -163,8 +163,9 @@ def test_the_sizes_that_benchmarks_name() -> None:
     assert sizes == [842_496, 25_416_704]
 
 
-def test_byte_pairs_are_an_option() -> None:
+def test_byte_pairs_are_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     task = made("transformer-text", task={**SMALL, "tokenizer": "bpe", "vocabulary": 300, "limit_bytes": 50_000})
     assert task.build_model().config.vocabulary == 300
     with pytest.raises(ConfigError, match="bytes or bpe, got 'words'"):
