@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from everstep.base.config import Config
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.runtime.address import JOB_FILE
 from everstep.runtime.board import Board, Row
@@ -42,6 +43,7 @@ class Link(Protocol):
     row: Row
     faults: Faults
     token: bytes
+    log: WorkerLog
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
@@ -81,6 +83,7 @@ class LaunchedLink:
         self.run_dir: Path | None = context.run_path
         self.row = Board.attach(context.board_fd).row(context.board_row)
         self.faults = faults
+        self.log = set_up_worker_log(None, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
         self.explicit = _explicit(context)
         self._coordinator = context.coordinator_file
@@ -135,6 +138,7 @@ class LoneLink:
         self.run_dir = run_dir
         self.row = Board.create(1).row(0)
         self.faults: Faults = no_faults
+        self.log = WorkerLog(0, 0)
         self.token = secrets.token_bytes(16)
         self._deliver: Deliver | None = None
 

@@ -255,6 +255,7 @@ class Session:
         if isinstance(self.order, ElasticOrder):
             self.order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.outcome = outcome
+        self.link.log.step = number
         self._reduced = {n: r for n, r in self._reduced.items() if n >= number}
         plan = self._plans.pop(number, None)
         if plan is not None:
@@ -298,6 +299,7 @@ class Session:
     def entered(self, plan: Plan, number: int, phases_ms: dict[str, float]) -> None:
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
+        self.link.log.generation, self.link.log.step = plan.generation, number
         self.link.tell(
             wire.GenerationEntered(
                 worker_id=me.worker_id,
