@@ -1,7 +1,8 @@
 """The peer of `overhead.py`: DistributedDataParallel on gloo, same model, same global batch, one thread per worker.
 
-Run by torchrun-like environment variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Prints step times as JSON.
-`--lanes L`: L micro-batches per step over all workers, under `no_sync` but for the last; `--lanes 0`: one big pass.
+Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--passes P`: P micro-batches per worker
+and step, all but the last under `no_sync`; 1 is one big pass. Rank 0 prints JSON: `steps_s`, from the end of each step
+to the end of the next, and `cpu_s`, processor time of all ranks per step, both without the warm-up.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch.utils.data import default_collate
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--lanes", type=int, required=True)
+    parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -34,23 +36,24 @@ def main() -> None:
     model = DistributedDataParallel(task.build_model())
     optimizer = task.build_optimizer(model.parameters())
     dataset: Any = task.build_dataset("train")
-    passes = max(1, options.lanes // world)
-    size = options.global_batch // world // passes
-    times = []
+    size = options.global_batch // world // options.passes
+    ends, cpu = [], []
     for step in range(options.steps):
-        dist.barrier()
-        begin = time.perf_counter()
-        for k in range(passes):
-            first = (step * options.global_batch + (rank * passes + k) * size) % (len(dataset) - size)
+        for k in range(options.passes):
+            first = (step * options.global_batch + (rank * options.passes + k) * size) % (len(dataset) - size)
             batch = default_collate([dataset[i] for i in range(first, first + size)])
-            last = k == passes - 1
-            with contextlib.nullcontext() if last else model.no_sync():
-                (task.loss(model, batch) / passes).backward()
+            with contextlib.nullcontext() if k == options.passes - 1 else model.no_sync():
+                (task.loss(model, batch) / options.passes).backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - begin)
+        ends.append(time.perf_counter())
+        cpu.append(time.process_time())
+    first = options.warm_up - 1
+    total = torch.tensor((cpu[-1] - cpu[first]) / (len(cpu) - 1 - first), dtype=torch.float64)
+    dist.all_reduce(total)
     if rank == 0:
-        print(json.dumps(times))
+        steps = [b - a for a, b in zip(ends[first:], ends[first + 1 :], strict=False)]
+        print(json.dumps({"steps_s": steps, "cpu_s": float(total)}))
     dist.destroy_process_group()
 
 

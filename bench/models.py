@@ -58,6 +58,9 @@ class ResNet18(everstep.Task):
     def build_dataset(self, split: str) -> Dataset[Any]:
         return RandomImages()
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return model.units()  # type: ignore[operator, no-any-return]
+
     def build_optimizer(self, params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
@@ -76,6 +79,9 @@ class SmallTransformer(everstep.Task):
 
     def build_dataset(self, split: str) -> Dataset[Any]:
         return RandomTokens(self.shape.context, self.shape.vocabulary)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return model.units()  # type: ignore[operator, no-any-return]
 
     def build_optimizer(self, params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=3e-4)
