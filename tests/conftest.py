@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from job_harness import Jobs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -20,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden texts are to be written instead of compared."""
     return bool(request.config.getoption("--rewrite"))
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Starts jobs, and keeps the undisturbed runs that they are compared with."""
+    from job_harness import Jobs
+
+    found = Jobs(tmp_path_factory.mktemp("jobs"))
+    yield found
+    found.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

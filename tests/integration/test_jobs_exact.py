@@ -1,0 +1,12 @@
+"""Undisturbed jobs: the number of workers, the transport and the kind of state change no bit."""
+
+from __future__ import annotations
+
+import pytest
+from job_harness import Jobs
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("task", ["Pictures", "Text"])
+def test_any_number_of_workers(jobs: Jobs, task: str, workers: int) -> None:
+    jobs.run(task, workers=workers)

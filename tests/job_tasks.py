@@ -1,0 +1,247 @@
+"""The tasks of the tests that compare whole jobs: every kind of state, a few milliseconds per lane.
+
+`Paced` lets a job take its time until something has been reported (a worker has healed, say), so that tests need
+neither long jobs nor luck: what it waits for is in the environment, and changes no number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from everstep import Task
+from everstep.observe.events import parse_events
+
+PACE = "EVERSTEP_TEST_PACE"
+SIZE = 203
+
+
+class Pace:
+    """Each lane takes `lane_s` seconds longer, until the events satisfy all conditions. Given as JSON by `PACE`.
+
+    A condition is what an event must bear, and `count`: of how many events.
+    """
+
+    def __init__(self, text: str) -> None:
+        given = json.loads(text) if text else {"until": []}
+        self.until: list[dict[str, Any]] = given["until"]
+        self.lane_s: float = given.get("lane_s", 0.0)
+        self.path = Path(given.get("events", ""))
+        self.over = not self.until
+
+    def lane(self) -> None:
+        """A lane is being computed."""
+        end = time.monotonic() + self.lane_s
+        while not self.over and not self._satisfied() and time.monotonic() < end:
+            time.sleep(0.004)
+
+    def _satisfied(self) -> bool:
+        events = list(parse_events(self.path.read_bytes()))
+        self.over = all(
+            sum(all(e.get(k) == v for k, v in wanted.items() if k != "count") for e in events) >= wanted.get("count", 1)
+            for wanted in self.until
+        )
+        return self.over
+
+
+class _Task(Task):
+    """What these tasks share."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 24, "backoff.initial_s": 0.05}
+
+    def __init__(self) -> None:
+        self.pace = Pace(os.environ.get(PACE, ""))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.pace.lane()
+        return self.lane_loss(model, batch)
+
+    def lane_loss(self, model: nn.Module, batch: Any) -> Any:
+        """The loss proper."""
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Glyphs(Dataset[tuple[torch.Tensor, int]]):
+    """SIZE pictures 8 x 8 of 4 kinds; in training each look shifts, flips (numpy) and blurs it anew."""
+
+    def __init__(self, augmented: bool) -> None:
+        generator = torch.Generator().manual_seed(3)
+        kinds = torch.rand(4, 1, 8, 8, generator=generator)
+        self.labels = torch.randint(4, (SIZE,), generator=generator)
+        self.pictures = kinds[self.labels] + 0.3 * torch.randn(SIZE, 1, 8, 8, generator=generator)
+        self.augmented = augmented
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        import random
+
+        import numpy
+
+        picture = self.pictures[index]
+        if self.augmented:
+            picture = picture.roll(int(torch.randint(-1, 2, ())), dims=2) + 0.05 * torch.randn(1, 8, 8)
+            picture = picture.flip(2) if numpy.random.rand() < 0.5 else picture
+            picture = picture * random.uniform(0.9, 1.1)
+        return picture, int(self.labels[index])
+
+
+class Pictures(_Task):
+    """Convolutions, BatchNorm, dropout, augmentation; SGD with momentum."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+            nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 4)),
+        )
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return Glyphs(augmented=split == "train")
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        right = (model(batch[0]).argmax(1) == batch[1]).sum()
+        return {"accuracy": torch.stack([right.double(), torch.tensor(float(len(batch[1])), dtype=torch.float64)])}
+
+
+class PicturesOneCycle(Pictures):
+    """A scheduler that moves the momentum too."""
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
+
+
+class PicturesAdafactor(Pictures):
+    """State whose shapes are not those of the parameters."""
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(params, lr=1e-2)
+
+
+class Sentences(Dataset[torch.Tensor]):
+    """SIZE sequences of 9 tokens out of 32; a token is dropped (0) now and then, differently at each look."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        first = torch.randint(1, 32, (SIZE, 1), generator=generator)
+        self.tokens = (first + 3 * torch.arange(9)) % 31 + 1
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.where(torch.rand(9) < 0.15, 0, self.tokens[index])
+
+
+class _Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(32, 16)
+        self.place = nn.Parameter(0.1 * torch.randn(8, 16))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.token(tokens) + self.place)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=2))
+        dropout = 0.1 if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class _Head(nn.Module):
+    def __init__(self, embed: _Embed) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.project = nn.Linear(16, 32, bias=False)
+        self.project.weight = embed.token.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(self.norm(x))
+
+
+class Text(_Task):
+    """A transformer with dropout and tied embeddings in its first and last unit; AdamW, clipping, (sum, weight)."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**_Task.defaults, "clip_norm": 0.5}
+
+    def build_model(self) -> nn.Module:
+        embed = _Embed()
+        return nn.Sequential(embed, _Block(), _Block(), _Head(embed))
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return Sentences()
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=3e-3)
+
+    def lane_loss(self, model: nn.Module, batch: Any) -> Any:
+        logits, target = model(batch[:, :-1]), batch[:, 1:]
+        losses = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
+        return losses, (target != 0).sum()
+
+
+class _Branches(nn.Module):
+    """`never` gets no gradient, `sometimes` gets one in some lanes only, and in some steps in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.sometimes, self.always = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.squeeze(1)
+        if float(x[0, 0, 0]) > 0.75:
+            x = x + self.sometimes(x)
+        return self.always(x.flatten(1))
+
+
+class Sparse(Pictures):
+    """Absent gradients, an empty optimizer state, and momentum that tells None from zero."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(_Branches())
+
+
+class MuonText(Text):
+    """An optimizer for matrices only, so the model has nothing else."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 32, bias=False), nn.Tanh()),
+            nn.Linear(32, 4, bias=False),
+        )
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        return Glyphs(augmented=split == "train")
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(params, lr=0.02)
+
+    def lane_loss(self, model: nn.Module, batch: Any) -> Any:
+        return functional.cross_entropy(model(batch[0]), batch[1])
