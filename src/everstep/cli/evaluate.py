@@ -57,7 +57,7 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     """
     import torch
 
-    from everstep.train.assembly import calling, set_up_torch
+    from everstep.train.assembly import calling, prepare_torch
     from everstep.train.evaluation import evaluate
 
     spec = parse_task(text)
@@ -65,7 +65,7 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
         raise ConfigError(f"task {text!r} is a script: only a Task can be evaluated from outside")
     task = make_task(spec)
     task.config = _config(task, source)
-    device = set_up_torch(task.config)
+    device = prepare_torch(task.config)
     model = calling(task, "build_model").to(device)
     _load(model, weights)
     dataset = calling(task, "build_dataset", "test")

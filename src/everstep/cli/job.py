@@ -18,7 +18,7 @@ from everstep.base.config import Config, load_config, numerics, to_dict, with_ba
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
-from everstep.runtime.address import JOB_FILE, write_atomically
+from everstep.runtime.address import DATASET_FILE, JOB_FILE, write_atomically
 
 Layers = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -162,11 +162,13 @@ def read_job(run_dir: Path) -> Job:
     path = run_dir / JOB_FILE
     try:
         data = json.loads(path.read_text())
+        joined = _joined(run_dir)
+        size = joined.pop("size", None)
         return Job(
             task=str(data["task"]),
             argv=tuple(str(a) for a in data["argv"]),
-            config=load_config([(JOB_FILE, data["config"])]),
-            dataset_size=data.get("dataset_size") or _dataset_size(run_dir),
+            config=load_config([(JOB_FILE, data["config"]), (DATASET_FILE, joined)]),
+            dataset_size=data.get("dataset_size") or size,
             explicit=tuple(data.get("explicit", ())),
             versions=data.get("versions", {}),
             created_unix_ns=int(data.get("created_unix_ns", 0)),
@@ -179,12 +181,13 @@ def read_job(run_dir: Path) -> Job:
         raise ConfigError(f"cannot read {path}: it is not a job file ({type(error).__name__}: {error})") from None
 
 
-def _dataset_size(run_dir: Path) -> int | None:
-    """What the leader of a script's job wrote once the script had joined."""
+def _joined(run_dir: Path) -> dict[str, Any]:
+    """What a script's workers wrote down once it had joined: size of the dataset, and the config that it gave."""
     try:
-        return int(json.loads((run_dir / "dataset.json").read_text())["size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        facts = json.loads((run_dir / DATASET_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ JOURNAL_FILE = "coordinator.journal"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"
+DATASET_FILE = "dataset.json"
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,8 @@ class Launcher:
         if self._ending is not None:
             if self._workers.none_live():
                 self._finished = True
+            elif late and self._finishing(now_s):
+                return
             elif late and not self._killed:
                 self._killed = True
                 self._workers.kill_all()
@@ -325,6 +327,14 @@ class Launcher:
         elif late:
             reason = "all workers have left, but the coordinator has not said how the job ended"
             self._end(Outcome(1, "failed", reason), 0.0)
+
+    def _finishing(self, now_s: float) -> bool:
+        """Whether the job is completed and some worker still runs what its script does after the last step."""
+        if self._ending is None or self._ending.state != "completed" or self._deadline_s is None:
+            return False
+        lives = self._workers.lives()
+        busy = any(self.board.read(life.worker_id).phase == "finish" for life in lives)
+        return busy and now_s < self._deadline_s + self.config.quorum_wait_s
 
     def _kill_everything(self) -> None:
         self._workers.stopping = True

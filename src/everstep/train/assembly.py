@@ -21,12 +21,12 @@ from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
 
 
-def set_up_torch(config: Config) -> torch.device:
-    """Threads, determinism and seeds of this process; returns the device."""
+def prepare_torch(config: Config) -> torch.device:
+    """Threads and determinism of this process; returns the device."""
     torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
-    seed_all(build_seed(config.seed))
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return resolve_device(config.device)
 
 
@@ -67,7 +67,8 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     Raises: TaskError naming the method that raised; ConfigError for what cannot work.
     """
     config = link.config
-    device = set_up_torch(config)
+    device = prepare_torch(config)
+    seed_all(build_seed(config.seed))
     task.config = config
     model = calling(task, "build_model").to(device)
     units = calling(task, "units", model)

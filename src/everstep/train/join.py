@@ -5,6 +5,8 @@ Under `everstep run` the script is one of many workers; by itself it is a job of
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from torch.utils.data import default_collate
 
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
-from everstep.train.assembly import assemble, set_up_torch
+from everstep.exact.seeding import seed_all
+from everstep.runtime.address import DATASET_FILE, write_atomically
+from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
-from everstep.train.precision import resolve_device
 from everstep.train.replica import Parts
 from everstep.train.run import Run
 
+_FRESH_SEED = 67280421310721
+"""What torch's generator starts from in a new process: a script builds the same model with and without a launcher."""
 _launched: LaunchedLink | None = None
 _called = False
 
@@ -29,7 +34,7 @@ def launched_with(link: LaunchedLink) -> None:
     """Told by the worker before it runs a script: `join` belongs to this job."""
     global _launched, _called
     _launched, _called = link, False
-    set_up_torch(link.config)
+    seed_all(_FRESH_SEED)
 
 
 def was_called() -> bool:
@@ -72,9 +77,21 @@ def join(
         link.config = _merge(link, given)
     else:
         link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
-    device = set_up_torch(link.config) if _launched is None else resolve_device(link.config.device)
+    device = prepare_torch(link.config)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
+    _tell_ledger(link, dataset)
     return assemble(link, parts, dataset, collate, device)
+
+
+def _tell_ledger(link: Link, dataset: Any) -> None:
+    """Write down what only the script knew: without it nobody could check the ledger."""
+    if link.run_dir is None or not hasattr(dataset, "__len__"):
+        return
+    config = link.config
+    facts = {"size": len(dataset), "micro_batch": config.micro_batch, "steps": config.steps, "epochs": config.epochs}
+    with contextlib.suppress(OSError):  # a full disk does not stop training; `everstep ledger` will say what it lacks
+        link.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(link.run_dir / DATASET_FILE, json.dumps(facts) + "\n")
 
 
 def _alone(given: Mapping[str, Any]) -> Config:

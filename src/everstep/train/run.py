@@ -111,10 +111,11 @@ class Run:
         """Run `fn(batch) -> {name: tensor([sum, count])}` over the dataset, shared among the workers.
 
         The model is in eval mode and no gradients are kept. The result, sum / count by name, is the same everywhere
-        and for any number of workers.
+        and for any number of workers. After the last step each worker evaluates by itself.
         """
         session = self._session
-        session.phase("evaluate", session.engine.position.step, session.engine.plan)
+        if session.engine.ended is None:
+            session.phase("evaluate", session.engine.position.step, session.engine.plan)
         chunks = -(-len(dataset) // batch_size)
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")

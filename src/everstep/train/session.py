@@ -16,7 +16,7 @@ from everstep.base.config import Config
 from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, JobFailed
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Reduced
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, to_device
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
@@ -110,10 +110,10 @@ class Session:
 
     def finish(self) -> None:
         """After the last step: nobody leaves before all have committed it and the leader has written final/."""
+        self.phase("finish", self.engine.position.step, self.engine.plan)
+        self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
         while True:
             self.phase("finish", self.engine.position.step, self.engine.plan)
-            if self.engine.ended is None:
-                self.engine.gather(b"")
             written = False
             if self.is_main and self.link.run_dir is not None:
                 write_final(self.link.run_dir, self.replica.parts.model, self.replica.state, self.engine.position.step)
@@ -164,7 +164,7 @@ class Session:
             if samples:
                 self.phase("forward", number, self.engine.plan)
                 self.replica.enter_lane(number, lane)
-                return lane, batch, len(samples), use_digest(samples)
+                return lane, to_device(batch, self.replica.device), len(samples), use_digest(samples)
             self.replica.empty_lane(lane)
             self.engine.lane_done(number, lane)
         return None
@@ -203,12 +203,14 @@ class Session:
     # ---- gathers
 
     def gather(self, data: bytes) -> dict[int, bytes]:
-        """All members' data, the same at every member."""
+        """All members' data, the same at every member. Once the job has ended everybody is alone."""
+        if self.engine.ended is not None:
+            return {self.link.me.worker_id: data}
         return gathered(self.engine.gather(data))
 
     def members(self) -> tuple[int, tuple[int, ...]]:
-        plan = self.engine.plan
-        return self.link.me.worker_id, plan.worker_ids if plan is not None else (self.link.me.worker_id,)
+        plan, me = self.engine.plan, self.link.me.worker_id
+        return me, plan.worker_ids if plan is not None and self.engine.ended is None else (me,)
 
     # ---- what the engine has done here (Hands)
 
