@@ -17,15 +17,13 @@ from torch.utils.data import default_collate
 
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
-from everstep.exact.seeding import seed_all
+from everstep.exact.seeding import build_seed, seed_all
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
 from everstep.train.replica import Parts
 from everstep.train.run import Run
 
-_FRESH_SEED = 67280421310721
-"""What torch's generator starts from in a new process: a script builds the same model with and without a launcher."""
 _launched: LaunchedLink | None = None
 _called = False
 
@@ -34,7 +32,7 @@ def launched_with(link: LaunchedLink) -> None:
     """Told by the worker before it runs a script: `join` belongs to this job."""
     global _launched, _called
     _launched, _called = link, False
-    seed_all(_FRESH_SEED)
+    seed_all(build_seed(link.config.seed))
 
 
 def was_called() -> bool:
@@ -63,6 +61,9 @@ def join(
     saved, by name: objects with state_dict and load_state_dict. `units`: the finest cuts of the model, in order.
     `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
     given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere.
+
+    Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
+    launcher seeds every worker alike before it runs the script.
 
     Raises: ConfigError for what cannot work, in one line.
     """
