@@ -187,6 +187,8 @@ class Coordinator:
             self._from_worker(name, connection.worker, message)
         elif connection.agent_id is not None:
             self._from_agent(connection.agent_id, message)
+        elif isinstance(message, m.WorkerFailed):
+            health.failed_early(state, message)
         else:
             state.close(name, f"expected a hello before {type(message).__name__}")
 

@@ -218,6 +218,13 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
     evict(state, worker, message.reason, kill=False)
 
 
+def failed_early(state: State, message: WorkerFailed) -> None:
+    """The last words of a worker that never said hello: its task cannot even be built."""
+    worker = state.alive(WorkerKey(message.worker_id, message.incarnation))
+    if worker is not None:
+        worker_failed(state, worker, message)
+
+
 # ---- heartbeats and hangs
 
 
@@ -354,8 +361,9 @@ def _hold_all_state(state: State, workers: list[Worker]) -> bool:
     """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
     coordinator that is cut off, and they go on training; to give them up would mean to start over.
     """
-    survivors = state.survivors()
-    return bool(survivors) and all(w in workers for w in survivors)
+    new = set(state.plan.joining) - state.entered if state.plan is not None else set()
+    holders = [w for w in state.survivors() if w.key.worker_id not in new]
+    return bool(holders) and all(w in workers for w in holders)
 
 
 def check_gone(state: State, worker_id: int) -> None:

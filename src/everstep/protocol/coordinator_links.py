@@ -27,13 +27,25 @@ Link = tuple[int, int]
 def peer_fault(state: State, worker: Worker, message: PeerFault) -> None:
     """A member of the current plan could not transfer. An older generation's complaint is void."""
     plan = state.plan
-    if plan is None or message.generation != plan.generation or not plan.has(worker.key) or state.broken:
+    if plan is None or not plan.has(worker.key) or state.broken:
+        return
+    if message.generation != plan.generation:
+        if plan.prepared and worker.key.worker_id not in state.entered:
+            left_behind(state, [worker.key.worker_id], message.reason)
         return
     if not state.accusations:
         state.alarms.set("links", state.now + WINDOW_NS)
     state.accusations.setdefault(worker.key.worker_id, set()).update(message.accused)
     if message.reason not in state.accusation_reasons:
         state.accusation_reasons.append(message.reason)
+
+
+def left_behind(state: State, worker_ids: list[int], reason: str) -> None:
+    """Members lost their peers just when these switched to a prepared plan: nobody will bring them there."""
+    text = f"worker {listed(worker_ids)} could not follow to the switch: {reason}"
+    state.broken.append(text)
+    state.dirty = True
+    recovery.begin(state, text)
 
 
 def close_window(state: State) -> None:

@@ -120,7 +120,10 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     seats = state.place(
         ids, state.config.lanes, stages=state.config.stages, previous=old.seats if old is not None and repaired else ()
     )
-    newcomers = [] if old is None or fresh else [w.key.worker_id for w in members if not old.has(w.key)]
+    newcomers = []
+    if old is not None and not fresh:
+        still_new = set(old.joining) - state.entered
+        newcomers = [w.key.worker_id for w in members if not old.has(w.key) or w.key.worker_id in still_new]
     plan = Plan(
         generation=state.generation + 1,
         reason=reason,
@@ -261,6 +264,10 @@ def _switch(state: State) -> None:
         return
     state.persist("entered", generation=plan.generation)
     state.plan, state.prepared, state.entered = plan, None, set()
+    behind = [i for i in sorted(state.accusations) if i in plan.worker_ids]
+    if behind:
+        # They lost a peer before they had decided the switch; in the new generation the others wait for them.
+        state.broken.append(f"worker {listed(behind)} could not follow to the switch: {state.accusation_reasons[0]}")
     state.accusations, state.accusation_reasons = {}, []
     state.dirty = True
     for worker_id in plan.joining:

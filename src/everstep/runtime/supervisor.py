@@ -47,7 +47,10 @@ class CoordinatorProcess:
         command = [sys.executable, "-m", MODULE, str(self._run_dir), "--host", self._host, "--port", str(port)]
         command += ["--parent", str(os.getpid()), "--down-since", str(self._down_since_unix_ns)]
         with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # A session of its own: what is sent to the launcher's process group is for the launcher to act upon.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         self._started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self._process.pid)
         self.restart_at_s = None

@@ -35,6 +35,7 @@ class ZygoteClient:
                 stderr=log,
                 pass_fds=(theirs.fileno(), board_fd),
                 env=pinned_environment(threads),
+                start_new_session=True,
             )
         self._sock = ours
         self._buffer = b""

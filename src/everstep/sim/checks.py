@@ -142,10 +142,9 @@ class Checks:
         )
         self.lost_everything += 1
 
-    def evicted(self, who: WorkerKey) -> None:
-        """A worker was given up. That is no loss while somebody else is as far as anything that was released."""
-        floor = max(self.effects, default=0)
-        if any(at >= floor for key, at in self.holders().items() if key != who and key not in self.given_up):
+    def evicted(self, who: WorkerKey, others: bool) -> None:
+        """A worker was given up; `others`: members are left, as far as the coordinator can know. Then it is no loss."""
+        if others:
             self.given_up.add(who)
 
     # ---- the end

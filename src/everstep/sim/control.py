@@ -340,7 +340,9 @@ class Site:
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         self.reports[kind] = self.reports.get(kind, 0) + 1
         if kind == "worker_evicted":
-            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]))
+            status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
+            believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
+            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]), bool(believed))
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed":

@@ -135,10 +135,9 @@ class Session:
             raise JobFailed(ended.reason)
 
     def close(self) -> None:
-        """Give back processes, sockets and memory."""
+        """Give back processes and memory. The link is its owner's: last words may have to be said."""
         self.loader.close()
         self.transport.close()
-        self.link.close()
 
     @property
     def is_main(self) -> bool:
