@@ -180,6 +180,9 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     agent.lives.discard(key)
     agent.killed_ns.pop(key, None)
     state.retiring.discard(key.worker_id)
+    if state.slot_wanted(key.worker_id):
+        # It may have left as once asked, and its slot be wanted again by now: say so anew.
+        agent.sent_slots = None
     state.dirty = True
     worker = state.alive(key)
     if worker is not None:
