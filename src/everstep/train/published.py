@@ -11,10 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.train.record import Outcome
+
+
+_Held = tuple[Outcome, int, dict[str, Any]]
+_UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
 
 
 class Publisher:
@@ -28,7 +32,8 @@ class Publisher:
         self.log_every = log_every
         self.run_dir = run_dir
         self.events: EventLog | None = None
-        self._pending: dict[int, tuple[Outcome, Plan, dict[str, Any]]] = {}
+        self._pending: dict[int, _Held] = {}
+        self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
         self._ledger: int | None = None
         self._leading = False
@@ -42,9 +47,9 @@ class Publisher:
             self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.failed_writes = 0
 
-    def hold(self, outcome: Outcome, plan: Plan, extra: dict[str, Any]) -> None:
-        """A step has been committed here, reduced under this plan; `extra` goes into its event."""
-        self._pending[outcome.step] = (outcome, plan, extra)
+    def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
+        """A step has been committed, reduced in this generation; `extra` goes into its event."""
+        self._pending[outcome.step] = (outcome, generation, extra)
 
     def committed(self, step: int, unix_ns: int) -> None:
         """When the first worker committed the step."""
@@ -52,25 +57,37 @@ class Publisher:
             self._committed_ns[step] = unix_ns
 
     def release(self, step: int, leads: bool) -> None:
-        """Write everything up to this step; the leader also tells the world."""
-        self._leading = self._leading and leads
+        """Write everything up to this step; the leader also tells the world, of what others have left untold as well."""
         for number in sorted(n for n in self._pending if n <= step):
-            outcome, plan, extra = self._pending.pop(number)
-            self._write_ledger(outcome, plan)
-            if leads:
-                self._report(outcome, plan, extra)
-        self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > step}
+            held = self._untold[number] = self._pending.pop(number)
+            self._write_ledger(*held[:2])
+        if leads:
+            self._report_untold()
+        for number in sorted(self._untold)[: -_UNTOLD or None]:
+            del self._untold[number]
+            self._committed_ns.pop(number, None)
+        self._leading = leads
+
+    def _report_untold(self) -> None:
+        if not self._leading and self.run_dir is not None:
+            self._reported_through = last_committed_step(self.run_dir / "events.jsonl")
+        for number in sorted(self._untold):
+            if number > self._reported_through:
+                self._report(*self._untold[number])
+        self._reported_through = max(self._reported_through, max(self._untold, default=0))
+        self._untold.clear()
+        self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > self._reported_through}
 
     def emit(self, kind: str, **fields: Any) -> None:
         """An event of this worker's."""
         if self.events is not None:
             self.events.write(kind, **fields)
 
-    def _write_ledger(self, outcome: Outcome, plan: Plan) -> None:
+    def _write_ledger(self, outcome: Outcome, generation: int) -> None:
         if self._ledger is None:
             return
         uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
-        row = encode_row(LedgerRow(outcome.step, plan.generation, uses))
+        row = encode_row(LedgerRow(outcome.step, generation, uses))
         try:
             os.write(self._ledger, row if isinstance(row, bytes) else (row + "\n").encode())
         except OSError as error:
@@ -78,19 +95,13 @@ class Publisher:
             if self.failed_writes == 1:
                 self.emit("warning", step=outcome.step, reason=f"ledger row not written: {error}; free some space")
 
-    def _report(self, outcome: Outcome, plan: Plan, extra: dict[str, Any]) -> None:
+    def _report(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
         if self.events is None:
             return
-        if not self._leading:
-            self._leading = True
-            self._reported_through = last_committed_step(self.run_dir / "events.jsonl")  # type: ignore[operator]
-        if outcome.step <= self._reported_through:
-            return
-        self._reported_through = outcome.step
         self.events.write(
             "step_committed",
             time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),
-            generation=plan.generation,
+            generation=generation,
             step=outcome.step,
             loss=outcome.loss,
             samples=outcome.samples,

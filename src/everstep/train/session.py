@@ -77,7 +77,7 @@ class Session:
         self.outcome: Outcome | None = None
         self.learned: dict[str, Any] = {}
         self._reduced: dict[int, Reduced] = {}
-        self._plans: dict[int, Plan] = {}
+        self._generations: dict[int, int] = {}
         self._committed_ns = 0
         self._samples = 0
         self._step_began_ns = 0
@@ -114,6 +114,7 @@ class Session:
         self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
         while True:
             self.phase("finish", self.engine.position.step, self.engine.plan)
+            self.release(self.engine.position.step)  # proven by the gather
             written = False
             if self.is_main and self.link.run_dir is not None:
                 write_final(self.link.run_dir, self.replica.parts.model, self.replica.state, self.engine.position.step)
@@ -229,7 +230,7 @@ class Session:
     def reduce(self, number: int, plan: Plan) -> bytes:
         lanes = plan.lanes_of(self.link.me.worker_id)
         self._reduced[number] = self.transport.reduce(number, self.replica.presence(number, lanes))
-        self._plans[number] = plan
+        self._generations[number] = plan.generation
         every = self.config.verify_every
         digest = self.replica.digest(number - 1) if every and number % every == 0 else ""
         payload = self.replica.agree_payload(self._reduced[number], lanes, digest, self._committed_ns)
@@ -242,10 +243,10 @@ class Session:
     def update(self, number: int, records: Mapping[int, Record]) -> None:
         committed = time.time_ns()
         self.decided(Key(number, 0), records)
-        self._apply(number, records, self._reduced[number])
+        self._apply(number, records, self._reduced[number], self._generations[number])
         self._committed_ns = committed
 
-    def _apply(self, number: int, records: Mapping[int, Record], reduced: Reduced) -> None:
+    def _apply(self, number: int, records: Mapping[int, Record], reduced: Reduced, generation: int) -> None:
         outcome = conclude(number, self.config.lanes, records)
         self._compare_digests(outcome)
         self.donor.feed(
@@ -258,9 +259,8 @@ class Session:
         self.outcome = outcome
         self.link.log.step = number
         self._reduced = {n: r for n, r in self._reduced.items() if n >= number}
-        plan = self._plans.pop(number, None)
-        if plan is not None:
-            self.publisher.hold(outcome, plan, extra)
+        self._generations = {n: g for n, g in self._generations.items() if n > number}
+        self.publisher.hold(outcome, generation, extra)
 
     def _compare_digests(self, outcome: Outcome) -> None:
         found = sorted(set(outcome.digests.values()))
@@ -276,9 +276,10 @@ class Session:
         return encode_payload(GatherPayload(data, self._committed_ns))
 
     def release(self, number: int) -> None:
-        self.publisher.release(number, self.is_main)
+        leads = self.is_main and self.engine.machine.settled  # before that, the leader of before may still tell
+        self.publisher.release(number, leads)
         now = time.monotonic_ns()
-        if self.is_main and now - self._progress_ns > 200_000_000:
+        if leads and now - self._progress_ns > 200_000_000:
             self._tell_progress(number, now)
 
     def _tell_progress(self, number: int, now: int) -> None:
@@ -343,6 +344,7 @@ class Session:
         self.engine.gathered = dict(offer.gathers)
         if offer.position.step and offer.position.seq == 0:
             self.outcome = conclude(offer.position.step, self.config.lanes, offer.records)
+            self.publisher.hold(self.outcome, self.engine.machine.generation, {})  # who gave it may be gone by then
 
     def _follow(self, ticket: wire.Heal) -> None:
         """Copy a snapshot and apply what follows, until the switch to a plan with this worker."""
@@ -391,7 +393,7 @@ class Session:
             if isinstance(item, heal.FollowedStep):
                 self.phase("heal", item.step, ticket.plan)
                 heal.unpack_state(self.replica.application, item.application)
-                self._apply(item.step, item.records, item.reduced)
+                self._apply(item.step, item.records, item.reduced, ticket.plan.generation)
                 self.engine.handle(step.Followed(Key(item.step, 0), item.records))
             elif not said:
                 said = True
