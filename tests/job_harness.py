@@ -24,6 +24,11 @@ HERE = Path(__file__).parent
 Event = dict[str, Any]
 
 
+def healed(worker_id: int, count: int = 1) -> Event:
+    """A pace: take time until this worker has healed so often."""
+    return {"kind": "worker_healed", "worker_id": worker_id, "count": count}
+
+
 class Job:
     """One `everstep run` that is under way, or over."""
 
@@ -155,18 +160,26 @@ class Jobs:
         for key, value in {**(numerics or {}), **(settings or {})}.items():
             argv += ["--set", f"{key}={value}"]
         argv += ["--chaos", chaos] if chaos else []
-        argv += options
+        argv += list(options)
         paced = {"events": str(run_dir / "events.jsonl"), "until": list(pace), "lane_s": lane_s}
+        return self._request(run_dir, argv, {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {})
+
+    def plainly(self, script: str, *argv: str) -> Job:
+        """Run a script by itself; it is given a run directory as its last argument."""
+        run_dir = self.base / f"{next(self._names):02d}-{Path(script).stem}-plainly"
+        return self._request(run_dir, [script, *argv, str(run_dir)], {})
+
+    def _request(self, run_dir: Path, argv: list[str], environment: dict[str, str]) -> Job:
         request = {
             "argv": argv,
             "cwd": str(self.base),
-            "environment": {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {},
+            "environment": environment,
             **{name: str(run_dir.with_suffix(f".{name}")) for name in ("out", "err", "code")},
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        what = f"everstep {' '.join(repr(a) if ' ' in a else a for a in argv)}"
+        what = f"{' '.join(repr(a) if ' ' in a else a for a in argv)}"
         job = Job(run_dir, what, self._reply()["pid"])
         self._jobs.append(job)
         return job

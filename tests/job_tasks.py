@@ -6,8 +6,10 @@ neither long jobs nor luck: what it waits for is in the environment, and changes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -56,7 +58,7 @@ class Pace:
 class _Task(Task):
     """What these tasks share."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 24, "backoff.initial_s": 0.05}
+    defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 30, "backoff.initial_s": 0.05}
 
     def __init__(self) -> None:
         self.pace = Pace(os.environ.get(PACE, ""))
@@ -127,6 +129,12 @@ class PicturesOneCycle(Pictures):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
 
 
+class PicturesEpochs(PicturesOneCycle):
+    """Ends in the middle of a global batch: the last step lacks samples, and some lanes have none."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**_Task.defaults, "steps": None, "epochs": 5}
+
+
 class PicturesAdafactor(Pictures):
     """State whose shapes are not those of the parameters."""
 
@@ -193,7 +201,7 @@ class Text(_Task):
 
     def build_model(self) -> nn.Module:
         embed = _Embed()
-        return nn.Sequential(embed, _Block(), _Block(), _Head(embed))
+        return nn.Sequential(embed, _Block(), _Head(embed))
 
     def build_dataset(self, split: str) -> Dataset[Any]:
         return Sentences()
@@ -226,6 +234,18 @@ class Sparse(Pictures):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(_Branches())
+
+
+class FatalEvaluation(PicturesOneCycle):
+    """One worker dies in the first evaluation."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        claim = self.pace.path.parent / "died-in-metrics"
+        if self.pace.until and self.config.workers > 1 and not claim.exists():
+            with contextlib.suppress(FileExistsError):
+                claim.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().metrics(model, batch)
 
 
 class MuonText(Text):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -134,7 +135,7 @@ def probe_in_fork(task: str, request: Any, *, units: bool = False) -> Any:
 
 
 def run_job(request: dict[str, Any]) -> None:
-    """In a fork: `everstep ARGV`, with its output in files and its exit code in another one. Never returns."""
+    """In a fork: `everstep ARGV`, or `python ARGV`, with its output in files and its exit code in another one. Never returns."""
     from everstep.cli import main, run
 
     code = 1
@@ -147,6 +148,10 @@ def run_job(request: dict[str, Any]) -> None:
         for number, path in ((1, request["out"]), (2, request["err"])):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if request["argv"][0].endswith(".py"):
+            sys.argv = request["argv"]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            sys.exit(0)
         WarmZygote.egg = Egg()
         launcher.ZygoteClient = WarmZygote  # type: ignore[misc]
         run.probe_task = probe_in_fork

@@ -16,7 +16,6 @@ from everstep.observe.events import EventLog, last_committed_step
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.train.record import Outcome
 
-
 _Held = tuple[Outcome, int, dict[str, Any]]
 _UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
 
@@ -57,7 +56,7 @@ class Publisher:
             self._committed_ns[step] = unix_ns
 
     def release(self, step: int, leads: bool) -> None:
-        """Write everything up to this step; the leader also tells the world, of what others have left untold as well."""
+        """Write everything up to this step. The leader tells the world too, also of what its predecessor left untold."""
         for number in sorted(n for n in self._pending if n <= step):
             held = self._untold[number] = self._pending.pop(number)
             self._write_ledger(*held[:2])
