@@ -76,6 +76,29 @@ SCENARIOS = {
         Job(12, 6, 9),
         (Fault("kill", 40, pick=2), *(Fault("link", 60, "updating", n, 0, pick=n) for n in range(3, 16))),
     ),
+    # A member lost a record just when all others switched: it waited in the old generation, they in the new one.
+    "a link breaks at the switch": Setup(
+        5,
+        0,
+        1,
+        1,
+        "replace",
+        Job(12, 6, 9),
+        (
+            Fault("kill", 29, pick=95),
+            *(Fault("link", 80, "agreeing", n, 0, pick=n, same=True) for n in range(1, 40, 3)),
+        ),
+    ),
+    # A worker left as asked, its slot was wanted again at once, and the agent was told nothing new.
+    "scaled down and up again": Setup(
+        5,
+        0,
+        3,
+        1,
+        "wait",
+        Job(7, 5, 3),
+        (Fault("scale", 65, pick=0), Fault("scale", 70, "updating", 2, pick=2), Fault("scale", 173, pick=1)),
+    ),
     # A host lost power; of the broken links the reachable end was given up, and with it the state.
     "the reachable end is not to blame": Setup(
         3, 0, 2, 1, "shrink", Job(8, 5, 3), (Fault("host", 205, pick=0, for_ms=521),)
