@@ -135,7 +135,7 @@ def probe_in_fork(task: str, request: Any, *, units: bool = False) -> Any:
 
 
 def run_job(request: dict[str, Any]) -> None:
-    """In a fork: `everstep ARGV`, or `python ARGV`, with its output in files and its exit code in another one. Never returns."""
+    """In a fork: `everstep ARGV` or `python ARGV`, output and exit code into files. Never returns."""
     from everstep.cli import main, run
 
     code = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from job_harness import Jobs, healed
 
 STEPS = {"steps": 30}

@@ -56,7 +56,7 @@ class Publisher:
             self._committed_ns[step] = unix_ns
 
     def release(self, step: int, leads: bool) -> None:
-        """Write everything up to this step. The leader tells the world too, also of what its predecessor left untold."""
+        """Write everything up to this step. The leader tells the world, also of what the one before left."""
         for number in sorted(n for n in self._pending if n <= step):
             held = self._untold[number] = self._pending.pop(number)
             self._write_ledger(*held[:2])
