@@ -66,7 +66,7 @@ def _regroup(state: State) -> None:
     survivors = state.survivors()
     to_come = {m.key for p in (state.plan, state.prepared) if p is not None for m in p.members}
     if state.in_grace and any(w.key in to_come and not w.greeted for w in state.workers.values()):
-        # Who has not come back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
+        # Who is not back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
         return
     if not survivors:
         _fall_back(state)
