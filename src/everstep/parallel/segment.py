@@ -18,12 +18,15 @@ it sees a checksum that does not fit.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import select
+import stat
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,8 +190,8 @@ class OwnSegment(_Mapping):
 class PeerSegment(_Mapping):
     """A peer's segment, mapped read-only, and a watch on the peer's life.
 
-    Raises: ProcessLookupError or FileNotFoundError if the process or its segment is gone; MembershipError if what is
-    there is something else.
+    Raises: ProcessLookupError or FileNotFoundError if the process or its segment is gone (a dying process may have
+    something else behind that descriptor already); MembershipError if the segment is of another model or job.
     """
 
     def __init__(self, name: str, key: WorkerKey, geometry: Geometry) -> None:
@@ -196,11 +199,8 @@ class PeerSegment(_Mapping):
         self.pid = pid
         self._pidfd = _pidfd(pid)
         try:
-            super().__init__(geometry, _map_readonly(f"/proc/{pid}/fd/{fd}", geometry.size_bytes))
-            found = _HEADER.unpack_from(self.memory, 0)
             expected = (_MAGIC, nonce, *_facts(key, geometry))
-            if found != expected:
-                raise MembershipError(f"segment {name} of worker {key}: expected header {expected}, found {found}")
+            super().__init__(geometry, _map_readonly(f"/proc/{pid}/fd/{fd}", geometry.size_bytes, expected))
         except BaseException:
             self.close()
             raise
@@ -251,14 +251,20 @@ def _pidfd(pid: int) -> int | None:
         return None
 
 
-def _map_readonly(path: str, size_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap.mmap:
     try:
-        found = os.fstat(fd).st_size
-        if found != size_bytes:
-            raise MembershipError(
-                f"segment {path}: expected {size_bytes} bytes, found {found}; another model or lanes?"
-            )
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket is behind it by now
+            raise FileNotFoundError(f"segment {path} is gone") from None
+        raise
+    try:
+        header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        found = _HEADER.unpack(header) if len(header) == _HEADER.size else ()
+        if found[:2] != expected[:2]:
+            raise FileNotFoundError(f"segment {path} is gone: something else is behind that descriptor")
+        if found != expected:
+            raise MembershipError(f"segment {path}: expected header {expected}, found {found}; another model or lanes?")
         return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)

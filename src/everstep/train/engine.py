@@ -237,13 +237,15 @@ class Engine:
     # ---- effects
 
     def _execute(self, effect: step.StepEffect) -> None:
+        generation = self.machine.generation
         try:
             self._perform(effect)
         except CollectiveAborted as fault:
-            self._aborted(fault)
+            if self.machine.generation == generation:
+                self._aborted(fault)
 
     def _aborted(self, fault: CollectiveAborted) -> None:
-        """A transfer was left: somebody decides, and a plan comes. Tell who is accused, once."""
+        """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
         if fault.accused:
             self.tell(
                 wire.PeerFault(

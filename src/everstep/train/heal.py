@@ -110,6 +110,11 @@ class Donor:
             self._settled = {generation: offer}
             self._settled_changed.notify_all()
 
+    def forget_settled(self) -> None:
+        """A decision was taken since: whoever had to fetch the state has it."""
+        with self._lock:
+            self._settled = {}
+
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:

@@ -329,9 +329,16 @@ class Session:
         try:
             connection = heal.connect_first([plan.member(d) for d in donors], self.link.token, request)
             try:
+                while not heal.readable(connection, 0.005):
+                    self.tick()
+                    self.engine.news()
+                    if self.engine.machine.generation != plan.generation:
+                        raise CollectiveAborted("a newer plan has come")
                 offer = heal.receive_offer(connection, self.tick)
             finally:
                 connection.close()
+        except CollectiveAborted:
+            raise
         except (EverstepError, OSError) as error:
             raise CollectiveAborted(f"the state could not be copied: {error}", donors[:1]) from error
         self._load(offer)

@@ -1,0 +1,41 @@
+"""What a peer finds behind a descriptor of a process that is dying, or of another job."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from everstep.base.errors import MembershipError
+from everstep.base.plan import WorkerKey
+from everstep.parallel.segment import Geometry, OwnSegment, PeerSegment
+
+ME, SMALL, OTHER = WorkerKey(0, 0), Geometry(65536, 1, 2, 4096), Geometry(131072, 1, 2, 4096)
+
+
+def test_a_descriptor_that_was_closed_and_taken_by_a_file_is_a_dead_peer(tmp_path: Path) -> None:
+    own = OwnSegment(ME, SMALL)
+    kind, pid, fd, nonce = own.name.split(":")
+    own.close()
+    with open(tmp_path / "words", "w+") as file:
+        file.write("something else entirely, long enough to hold a header" * 4)
+        file.flush()
+        with pytest.raises(FileNotFoundError):
+            PeerSegment(f"{kind}:{pid}:{file.fileno()}:{nonce}", ME, SMALL)
+
+
+def test_a_descriptor_that_was_taken_by_a_socket_is_a_dead_peer() -> None:
+    with socket.socket() as taken, pytest.raises(FileNotFoundError):
+        PeerSegment(f"memfd:{os.getpid()}:{taken.fileno()}:{'0' * 16}", ME, SMALL)
+
+
+def test_a_segment_of_another_model_is_refused() -> None:
+    own = OwnSegment(ME, SMALL)
+    try:
+        with pytest.raises(MembershipError, match="another model"):
+            PeerSegment(own.name, ME, OTHER)
+        PeerSegment(own.name, ME, SMALL).close()
+    finally:
+        own.close()
