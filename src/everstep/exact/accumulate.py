@@ -303,13 +303,18 @@ def _path(top: Node, lane: int) -> list[Node]:
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
     """left + right, in the memory of `left` (of whichever is there, where one is absent)."""
-    if None not in left and None not in right:
+    if _whole(left) and _whole(right):
         torch._foreach_add_(left, right)  # type: ignore[arg-type]
         return left
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [a if a is not None else b for a, b in zip(left, right, strict=True)]
+
+
+def _whole(leaf: Leaf) -> bool:
+    """Whether nothing is absent. Not `None in leaf`: that asks each tensor for equality, about 50 us apiece."""
+    return all(gradient is not None for gradient in leaf)
 
 
 def _add_into(views: list[Tensor], left: Leaf, right: Leaf) -> None:
