@@ -18,6 +18,7 @@ from typing import Any
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.spec import AnyFault, Fault, RandomFaults, choose
+from everstep.runtime.process import OUTLIVES_WORKERS
 
 Report = Callable[..., Any]
 
@@ -143,9 +144,13 @@ class Injector:
 
 
 def continue_later(pid: int, after_s: float) -> None:
-    """Send SIGCONT to `pid` after so many seconds, from a process of its own that outlives the caller."""
+    """Send SIGCONT to `pid` after so many seconds, from a process of its own that outlives the caller.
+
+    Its name tells the fork server, which ends what dead workers leave running, to let this one be.
+    """
     subprocess.run(
-        ["/bin/sh", "-c", f"(sleep {after_s:.3f}; kill -CONT {pid}) >/dev/null 2>&1 &"],
+        [OUTLIVES_WORKERS, "-c", f"(sleep {after_s:.3f}; kill -CONT {pid}) >/dev/null 2>&1 &"],
+        executable="/bin/sh",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 
+OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -39,6 +40,15 @@ def children() -> list[int]:
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
             found += [int(pid) for pid in file.read().split()]
     return found
+
+
+def outlives_workers(pid: int) -> bool:
+    """Whether this process is called `OUTLIVES_WORKERS`."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().split(b"\0", 1)[0] == OUTLIVES_WORKERS.encode()
+    except OSError:
+        return False
 
 
 def thread_count() -> int:

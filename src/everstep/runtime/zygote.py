@@ -31,7 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent, thread_count
+from everstep.runtime.process import (
+    adopt_orphans,
+    children,
+    close_descriptors,
+    die_with_parent,
+    outlives_workers,
+    thread_count,
+)
 
 DEFAULT_PRELOAD = (
     "numpy",
@@ -144,7 +151,7 @@ class Zygote:
 
     def _end_orphans(self) -> None:
         for pid in children():
-            if pid not in self._children:
+            if pid not in self._children and not outlives_workers(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
