@@ -29,6 +29,7 @@ from everstep.placement.tree import cover
 from everstep.train.lr_policy import LrPolicy
 from everstep.train.precision import LossScaler, autocast
 from everstep.train.record import AgreePayload, LaneReport, Outcome
+from everstep.train.update_probe import UpdateProbe
 
 _UPDATE_SEED = 1 << 33
 
@@ -47,7 +48,8 @@ class Parts:
 class Replica:
     """Model, optimizer and the rest of the state, with the bookkeeping of one step.
 
-    `total` steps are of no interest here; the caller decides when to stop.
+    `update_proven`: the optimizer is known to be deterministic (its first update is made twice), or the state comes
+    from somebody who knows.
     """
 
     def __init__(self, parts: Parts, config: Config, device: torch.device) -> None:
@@ -69,6 +71,7 @@ class Replica:
         self.state = ModelState(parts.model, parts.optimizer, parts.scheduler, extras, parts.units)
         self.application = ModelState(nn.Module(), extras=parts.extras)
         self.needs_norms = config.clip_norm is not None or self.scaler.enabled
+        self.update_proven = False
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
         self._autocast: Any = None
@@ -83,8 +86,17 @@ class Replica:
         if step != self._step:
             self._step, self._reports = step, {}
             self.guard.begin_step(step)
+        mine = set(lanes)
+        for node in [n for n in self.accumulator.presence if 0 < len(mine.intersection(range(*n))) < n.hi - n.lo]:
+            self.accumulator.drop(node)  # its sum has lanes that are another worker's now
         held = {lane for node in self.accumulator.presence for lane in range(*node)}
         self.accumulator.begin(step, cover([x for x in lanes if x not in held], self.n_lanes), buffer)
+
+    def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
+        """Lanes that must be computed here before exactly these can be offered to the reduction."""
+        mine = set(lanes)
+        whole = {lane for node in self.accumulator.presence if mine.issuperset(range(*node)) for lane in range(*node)}
+        return tuple(sorted(mine - whole))
 
     def enter_lane(self, step: int, lane: int) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run."""
@@ -181,7 +193,7 @@ class Replica:
         if outcome.step != self._step:
             self.begin(outcome.step, (), _no_buffer)
         scale = 1.0 / (outcome.weight * self.scaler.scale) if outcome.weight else 0.0
-        told: dict[str, Any] = {"lr": [group["lr"] for group in self.parts.optimizer.param_groups]}
+        told: dict[str, Any] = {"lr": _rates(self.parts.optimizer)}
         sumsq = outcome.sumsq
         if self.needs_norms:
             sumsq += tied_sumsq(self.layout, reduced)
@@ -192,25 +204,34 @@ class Replica:
         told["applied"] = applied
         if applied:
             self.handover.hand_over(reduced, scale * clip_factor(sumsq, scale, self.config.clip_norm))
-            self._step_optimizer(outcome.step, workers)
+            told["lr"] = self._step_optimizer(outcome.step, workers)
             self.handover.clear()
         return told
 
-    def _step_optimizer(self, step: int, workers: int) -> None:
-        seed_all(derive(self.config.seed, step, _UPDATE_SEED))
+    def _step_optimizer(self, step: int, workers: int) -> list[float | None]:
+        """Update and move the schedule on; returns the learning rates that were used."""
         optimizer = self.parts.optimizer
+        scheduled = [group.get("lr") for group in optimizer.param_groups]
         if self.config.batch == "per_worker":
             factor = self.lr_policy.advance(workers)
-            scheduled = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-            optimizer.step()
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
-                group["lr"] = lr
-        else:
-            optimizer.step()
+                if lr is not None:
+                    group["lr"] = lr * factor
+        used = _rates(optimizer)
+        seed = derive(self.config.seed, step, _UPDATE_SEED)
+        probe = None if self.update_proven else UpdateProbe(optimizer, seed)
+        seed_all(seed)
+        optimizer.step()
+        if probe is not None:
+            probe.compare(step)
+            self.update_proven = True
+        if self.config.batch == "per_worker":
+            for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+                if lr is not None:
+                    group["lr"] = lr
         if self.parts.scheduler is not None:
             self.parts.scheduler.step()
+        return used
 
     def discard(self) -> None:
         """The step is over: its lane results are of no more use."""
@@ -238,6 +259,12 @@ def _range(reduced: Reduced, first: int, last: int) -> torch.Tensor:
         if piece.start < stop and start < piece.stop
     ]
     return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+
+def _rates(optimizer: Optimizer) -> list[float | None]:
+    """The learning rate of each group, None where it has none of its own."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [None if rate is None else float(rate) for rate in rates]
 
 
 def _no_buffer(node: Node) -> torch.Tensor:

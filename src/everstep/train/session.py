@@ -72,10 +72,11 @@ class Session:
         self.publisher = Publisher(link.run_dir, link.me, self.config.log_every)
         self.rendezvous = Rendezvous(link.tell)
         self.transport = open_transport(link, replica.layout, self.tick, self.rendezvous, replica.device)
-        self.engine = Engine(link.me, self.transport, self, link.tell, self.tick)
+        self.engine = Engine(link.me, self.transport, self, self._tell, self.tick)
         self.donor = heal.Donor()
         self.outcome: Outcome | None = None
         self.learned: dict[str, Any] = {}
+        self._standing: dict[type, wire.AnyMessage] = {}
         self._reduced: dict[int, Reduced] = {}
         self._generations: dict[int, int] = {}
         self._committed_ns = 0
@@ -94,7 +95,7 @@ class Session:
             me.worker_id, me.incarnation, self.link.host, os.getpid(), address, self.transport.segment
         )
         self.link.row.set(phase="idle")
-        self.link.connect(self._hello, self._deliver, self.rendezvous.repeat)
+        self.link.connect(self._hello, self._deliver, self._reconnected)
         while not self.engine.settled:
             if self.engine.heal is not None:
                 ticket, self.engine.heal = self.engine.heal, None
@@ -103,6 +104,19 @@ class Session:
 
     def _hello(self) -> wire.AnyMessage:
         return wire.WorkerHello(member=self._member, step=self.engine.position.step, plan=self.engine.plan)
+
+    def _tell(self, message: wire.AnyMessage) -> None:
+        """Send, and remember what a coordinator that missed it would have to hear again."""
+        if isinstance(message, wire.GenerationEntered):
+            self._standing = {}
+        self._standing[type(message)] = message
+        self.link.tell(message)
+
+    def _reconnected(self) -> None:
+        """What was handed to a connection that then broke may be lost: say it again."""
+        self.rendezvous.repeat()
+        for message in list(self._standing.values()):
+            self.link.tell(message)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         self.rendezvous.observe(message)
@@ -120,7 +134,7 @@ class Session:
                 write_final(self.link.run_dir, self.replica.parts.model, self.replica.state, self.engine.position.step)
                 written = True
             me = self.link.me
-            self.link.tell(
+            self._tell(
                 wire.WorkerDone(
                     worker_id=me.worker_id,
                     incarnation=me.incarnation,
@@ -222,10 +236,13 @@ class Session:
         if plan is not None:
             self.link.faults(number, name, plan)
 
-    def prepare(self, number: int, lanes: tuple[int, ...], plan: Plan) -> None:
+    def prepare(self, number: int, plan: Plan) -> tuple[int, ...]:
         mine = plan.lanes_of(self.link.me.worker_id)
-        self.loader.schedule(number, mine)
         self.replica.begin(number, mine, lambda node: self.transport.node(number, node))
+        lacking = self.replica.lacking(mine)
+        if lacking:
+            self.loader.schedule(number, mine)
+        return tuple(lane for lane in lacking if lane in self.replica.accumulator.missing)
 
     def reduce(self, number: int, plan: Plan) -> bytes:
         lanes = plan.lanes_of(self.link.me.worker_id)
@@ -257,6 +274,7 @@ class Session:
         if isinstance(self.order, ElasticOrder):
             self.order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.outcome = outcome
+        self.engine.gathered = {Key(number, 0): records}
         self.link.log.step = number
         self._reduced = {n: r for n, r in self._reduced.items() if n >= number}
         self._generations = {n: g for n, g in self._generations.items() if n > number}
@@ -302,7 +320,7 @@ class Session:
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
-        self.link.tell(
+        self._tell(
             wire.GenerationEntered(
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
@@ -348,15 +366,18 @@ class Session:
     def _load(self, offer: heal.Received) -> None:
         self.replica.discard()
         self.replica.state.load(offer.manifest, lambda i: offer.blocks[i])
+        self.replica.update_proven = True
         self.engine.gathered = dict(offer.gathers)
-        if offer.position.step and offer.position.seq == 0:
-            self.outcome = conclude(offer.position.step, self.config.lanes, offer.records)
+        agreed = offer.gathers.get(Key(offer.position.step, 0))
+        if agreed:
+            self.outcome = conclude(offer.position.step, self.config.lanes, agreed)
             self.publisher.hold(self.outcome, self.engine.machine.generation, {})  # who gave it may be gone by then
 
     def _follow(self, ticket: wire.Heal) -> None:
         """Copy a snapshot and apply what follows, until the switch to a plan with this worker."""
         me = self.link.me
         self.phase("heal", self.engine.position.step, ticket.plan)
+        self._standing = {}
         try:
             connection = heal.connect_first(ticket.donors, self.link.token, {"kind": "heal", "worker": str(me)})
             try:
@@ -372,7 +393,7 @@ class Session:
             if isinstance(error, JobFailed) or self.engine.ended is not None:
                 raise
             reason = f"healing stopped: {error}"
-            self.link.tell(
+            self._tell(
                 wire.HealFailed(worker_id=me.worker_id, incarnation=me.incarnation, ticket=ticket.ticket, reason=reason)
             )
 
@@ -405,7 +426,7 @@ class Session:
             elif not said:
                 said = True
                 me = self.link.me
-                self.link.tell(
+                self._tell(
                     wire.WorkerHealed(
                         worker_id=me.worker_id,
                         incarnation=me.incarnation,
