@@ -99,6 +99,12 @@ class LaneAccumulator:
         with torch.no_grad():
             self._fold(lane, [None] * (len(self._params) + len(self._statistics.regions)))
 
+    def drop(self, node: Node) -> None:
+        """Forget a complete node, because some of its lanes went to another worker: they count as not added."""
+        del self.presence[node]
+        for lane in range(*node):
+            del self._node_of_lane[lane]
+
     @property
     def missing(self) -> tuple[int, ...]:
         """Lanes of the step's nodes that have not been added yet, ascending."""

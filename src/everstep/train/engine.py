@@ -34,8 +34,8 @@ class Hands(Protocol):
         """A phase begins (progress board, scripted faults)."""
         ...
 
-    def prepare(self, step: int, lanes: tuple[int, ...], plan: Plan) -> None:
-        """These lanes of the step will be asked for."""
+    def prepare(self, step: int, plan: Plan) -> tuple[int, ...]:
+        """The plan's lanes of the step are wanted from here; returns those that are still to be computed."""
         ...
 
     def reduce(self, step: int, plan: Plan) -> bytes:
@@ -97,6 +97,7 @@ class Engine:
         self.heal: wire.Heal | None = None
         self._inbox: queue.SimpleQueue[wire.AnyMessage] = queue.SimpleQueue()
         self._effects: deque[step.StepEffect] = deque()
+        self._after_lanes: step.Reduce | None = None
         self._arrived_ns = 0
         self._phases_ms: dict[str, float] = {}
         self._asked_gather = Key(0, 0)
@@ -136,7 +137,11 @@ class Engine:
                 return None
             if self.lanes and self.lanes_step == number:
                 return self.lanes.popleft()
-            self._wait_news()
+            if self._after_lanes is not None:
+                self._effects.append(self._after_lanes)
+                self._after_lanes = None
+            else:
+                self._wait_news()
 
     def lane_done(self, number: int, lane: int) -> None:
         self.handle(step.LaneDone(number, lane))
@@ -232,6 +237,7 @@ class Engine:
     def _drop_transfers(self) -> None:
         """What has been decided is still carried out; everything that needs the old generation is not."""
         self._effects = deque(e for e in self._effects if isinstance(e, _DECIDED))
+        self._after_lanes = None
         self.lanes.clear()
 
     # ---- effects
@@ -247,15 +253,14 @@ class Engine:
     def _aborted(self, fault: CollectiveAborted) -> None:
         """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
         if fault.accused:
-            self.tell(
-                wire.PeerFault(
-                    worker_id=self.me.worker_id,
-                    incarnation=self.me.incarnation,
-                    generation=self.machine.generation,
-                    accused=sorted(fault.accused),
-                    reason=str(fault),
-                )
+            accusation = wire.PeerFault(
+                worker_id=self.me.worker_id,
+                incarnation=self.me.incarnation,
+                generation=self.machine.generation,
+                accused=sorted(fault.accused),
+                reason=str(fault),
             )
+            self.tell(accusation)
         self._drop_transfers()
 
     def _perform(self, effect: step.StepEffect) -> None:  # one line per effect: the table of what each one means
@@ -268,13 +273,9 @@ class Engine:
             case step.SendHolding():
                 self._settle(effect)
             case step.Compute():
-                check(plan is not None, "lanes without a plan")
-                self.lanes, self.lanes_step = deque(effect.lanes), effect.step
-                self.hands.prepare(effect.step, effect.lanes, plan)  # type: ignore[arg-type]
+                self._want_lanes(effect.step)
             case step.Reduce():
-                self.hands.phase("reduce", effect.step, plan)
-                payload = self.hands.reduce(effect.step, plan)  # type: ignore[arg-type]
-                self.handle(step.GradientReduced(effect.generation, effect.step, payload))
+                self._reduce(effect)
             case step.SendRecord():
                 self._decide(effect)
             case step.Update():
@@ -300,6 +301,22 @@ class Engine:
                 self._phases_ms = {}
             case step.LeftPlan():
                 raise Evicted("the plan goes on without this worker", drained=True)
+
+    def _want_lanes(self, number: int) -> None:
+        plan = self.machine.plan
+        check(plan is not None, "lanes without a plan")
+        self.lanes, self.lanes_step = deque(self.hands.prepare(number, plan)), number  # type: ignore[arg-type]
+
+    def _reduce(self, effect: step.Reduce) -> None:
+        """Offer the lanes, unless a sum has to be made anew first because a plan took some of its lanes away."""
+        plan = self.machine.plan
+        self._want_lanes(effect.step)
+        if self.lanes:
+            self._after_lanes = effect
+            return
+        self.hands.phase("reduce", effect.step, plan)
+        payload = self.hands.reduce(effect.step, plan)  # type: ignore[arg-type]
+        self.handle(step.GradientReduced(effect.generation, effect.step, payload))
 
     def _open(self, plan: Plan) -> None:
         now = time.monotonic_ns()
