@@ -30,6 +30,7 @@ COMMANDS = {
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
+    "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
 }
 
 

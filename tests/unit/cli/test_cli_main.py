@@ -25,7 +25,7 @@ def test_help_does_not_import_torch() -> None:
         assert f"  {name} " in done.stdout
 
 
-@pytest.mark.parametrize("name", ["run", "demo", "status", "verify", "ledger", "scale", "drain", "eval"])
+@pytest.mark.parametrize("name", ["run", "demo", "status", "verify", "ledger", "scale", "drain", "eval", "schedule"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([name, "--help"]) == 0
     assert "Usage:" in capsys.readouterr().out
