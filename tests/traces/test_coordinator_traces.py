@@ -79,6 +79,7 @@ class Script:
     hello 1.0               a worker connects (with the plan it was last given)
     exited 2.0 REASON       its agent saw it die
     entered 0.0 2 5         it entered generation 2 and computes step 5
+    progress 0.0 2 5        it leads generation 2, and step 5 was committed
     healed 2.1              it follows closely enough
     fault 0.0 1: 2 3        in generation 1 it could not transfer with workers 2 and 3
     pulse 1.0 forward 12    it has stood still for 12 s in this phase
@@ -135,6 +136,11 @@ class Script:
             self.world.follows[f"w{worker}"] = self.world.prepared
         self.world.now += 10 * MS
         self.world.entered(worker_id, int(generation), int(step), incarnation, settle=2.0)
+
+    def do_progress(self, worker: str, generation: str, step: str) -> None:
+        worker_id, incarnation = life(worker)
+        self.world.now += 10 * MS
+        self.world.progress(worker_id, int(generation), int(step), 0.0, incarnation)
 
     def do_healed(self, worker: str) -> None:
         self.world.healed(*life(worker))

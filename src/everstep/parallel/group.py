@@ -2,21 +2,19 @@
 
 Nodes go point to point: everybody sends each block owner its part of every node, owners finish the tree, and send their
 result to everybody. Who sends what is settled before by an exchange of the nodes offered, because gloo kills a process
-that receives another size than it expects. Records always go over gloo; gradients over NCCL where that is asked for.
+that receives another size than it expects. Records go over sockets of their own (`peers`), gradients over gloo or NCCL.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import xxhash
 from torch._C._distributed_c10d import Store
 
-from everstep.base.errors import CollectiveAborted, ConfigError, InvariantViolation, check
+from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
@@ -25,6 +23,7 @@ from everstep.parallel.fence import Fence
 from everstep.parallel.flats import Flats
 from everstep.parallel.mesh import GlooMesh, Transfer
 from everstep.parallel.nccl import NcclLinks
+from everstep.parallel.peers import PeerSockets
 from everstep.parallel.reaper import Reaper
 from everstep.parallel.reduction import Finished, decode_offers, encode_offers, zero_absent
 from everstep.parallel.segment import record_key
@@ -32,9 +31,7 @@ from everstep.placement.owners import owners
 
 _LOOPBACK = "127.0.0.1"
 _TICK_S = 0.01
-_INLINE_BYTES = 4096
-_RECORD = struct.Struct("<QQ40s")
-_TAG_RECORD, _TAG_REST, _TAG_RESULT, _TAG_NODE = 2, 3, 4, 16
+_TAG_RESULT, _TAG_NODE = 2, 16
 
 Offers = dict[int, list[tuple[Node, bytes]]]
 
@@ -69,10 +66,11 @@ class GroupTransport:
         self._bind_host = bind_host
         self._fence = Fence()
         self._lock = threading.Lock()
-        self._mesh: GlooMesh | None = None
-        self._nccl: NcclLinks | None = None
-        self._old: list[GlooMesh | NcclLinks] = []
+        self._records: PeerSockets | None = None
+        self._links: GlooMesh | NcclLinks | None = None
+        self._old: list[PeerSockets | GlooMesh | NcclLinks] = []
         self._reaper = Reaper()
+        self._tick = tick
         self._ticker = _Ticker(tick, lambda: self._fence.down)
         self._owned: dict[int, tuple[int, int]] = {}
         self._flats = Flats(layout.numel, self._device)
@@ -93,21 +91,21 @@ class GroupTransport:
         self._retire_old()
         with self._lock:
             self._fence.enter(plan.generation)
-            self._old = [group for group in (self._nccl, self._mesh) if group is not None]
+            self._old += [group for group in (self._links, self._records) if group is not None]
             host = self._bind_host or _own_host(plan, self._me)
-            mesh = self._mesh = GlooMesh(plan.worker_ids, self._me.worker_id, self._store, host, self._fence)
-            self._nccl = (
-                NcclLinks(plan.worker_ids, self._me.worker_id, self._store, self._device, self._fence)
+            common = (plan.worker_ids, self._me.worker_id, self._store)
+            records = self._records = PeerSockets(*common, host, self._fence, self._tick)
+            links = self._links = (
+                NcclLinks(*common, self._device, self._fence)
                 if self._device.type == "cuda"
-                else None
+                else GlooMesh(*common, host, self._fence)
             )
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
             self._fence.check()
             if len(plan.members) > 1:
-                mesh.connect()
-                if self._nccl is not None:
-                    self._nccl.connect()
+                records.connect()
+                links.connect()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] on the transport's device."""
@@ -116,8 +114,7 @@ class GroupTransport:
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
         self._fence.check()
-        with self._ticker.ticking():
-            found = self._gather(tag, payload)
+        found = self._gather(tag, payload)
         self._retire_old()
         return found
 
@@ -150,18 +147,17 @@ class GroupTransport:
             self._fence.abort(generation)
             if not self._fence.down:
                 return
-            for group in (self._nccl, self._mesh):
-                if group is not None:
-                    group.cut()
+            if self._links is not None:
+                self._links.cut()
 
     def close(self) -> None:
         """Leave the group and free everything but what was handed out."""
         self.abort(1 << 62)
         self._retire_old()
-        for group in (self._nccl, self._mesh):
+        for group in (self._links, self._records):
             if group is not None:
                 self._reaper.take(group)
-        self._mesh = self._nccl = None
+        self._links = self._records = None
         self._reaper.close()
         self._ticker.close()
 
@@ -180,51 +176,20 @@ class GroupTransport:
         return first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
 
     def _gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
-        """A slot of fixed size first, which says how much more will come; then the rest, where there is any."""
-        others = self._others()
-        found = {self._me.worker_id: payload}
-        if not others:
-            return found
-        mesh = self._mesh
-        if mesh is None:
+        """Records of all. Whoever wrote one has received all that was sent to him before."""
+        records, links = self._records, self._links
+        if records is None:
             raise InvariantViolation("an exchange before the transport was opened")
-        key = record_key(self._fence.generation, tag)
-        slot = bytearray(_INLINE_BYTES)
-        _RECORD.pack_into(slot, 0, xxhash.xxh3_64_intdigest(key + payload), len(payload), key)
-        head = payload[: _INLINE_BYTES - _RECORD.size]
-        slot[_RECORD.size : _RECORD.size + len(head)] = head
-        mine = torch.frombuffer(slot, dtype=torch.uint8)
-        theirs = {w: torch.empty(_INLINE_BYTES, dtype=torch.uint8) for w in others}
-        sent = mesh.mark()
-        mesh.transfer([(mine, w, _TAG_RECORD) for w in others], [(theirs[w], w, _TAG_RECORD) for w in others])
-        mesh.settled(sent)
-        slots = {w: theirs[w].numpy().tobytes() for w in others}
-        lengths = {w: self._length(slots[w], w, key) for w in others}
-        rests = {w: torch.empty(n, dtype=torch.uint8) for w, n in lengths.items() if n > 0}
-        tail = torch.frombuffer(bytearray(payload[len(head) :] or b"-"), dtype=torch.uint8)
-        receivers = others if len(payload) > len(head) else []
-        mesh.transfer([(tail, w, _TAG_REST) for w in receivers], [(rest, w, _TAG_REST) for w, rest in rests.items()])
-        for w in others:
-            found[w] = self._whole(slots[w], rests.get(w), w, key)
-        return dict(sorted(found.items()))
+        found = records.gather(record_key(self._fence.generation, tag), payload)
+        if links is not None:
+            links.settled()
+        return found
 
-    def _length(self, slot: bytes, worker_id: int, key: bytes) -> int:
-        """Bytes of the payload that are not in the slot; negative if it does not fill the slot."""
-        _, length, bears = _RECORD.unpack_from(slot)
-        if bears != key:
-            raise InvariantViolation(f"expected record {key!r} of worker {worker_id}, got {bears!r}")
-        return int(length) - (_INLINE_BYTES - _RECORD.size)
-
-    def _whole(self, slot: bytes, rest: torch.Tensor | None, worker_id: int, key: bytes) -> bytes:
-        digest, length, _ = _RECORD.unpack_from(slot)
-        payload = slot[_RECORD.size :][:length] + (rest.numpy().tobytes() if rest is not None else b"")
-        if xxhash.xxh3_64_intdigest(key + payload) != digest:
-            raise CollectiveAborted(f"a record of worker {worker_id} came damaged", [worker_id])
-        return payload
-
-    def _links(self) -> GlooMesh | NcclLinks | _Nobody:
-        links = self._mesh if self._nccl is None else self._nccl
-        return links if links is not None and self._others() else _Nobody()
+    def _transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
+        if self._links is not None and self._others():
+            self._links.transfer(sends, recvs)
+        else:
+            check(not sends and not recvs, "transfers without peers")
 
     def _collect(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> list[NodePart]:
         """Everybody's nodes over the own range; sends the own ones to the other owners."""
@@ -241,7 +206,7 @@ class GroupTransport:
             lo, hi = self._range(w)
             if hi > lo:
                 sends += [(own[node][lo:hi], w, _TAG_NODE + k) for k, node in enumerate(own)]
-        self._links().transfer(sends, recvs)
+        self._transfer(sends, recvs)
         parts.sort(key=lambda part: part.node)
         return parts
 
@@ -260,7 +225,7 @@ class GroupTransport:
         recvs = [(result[lo:hi], w, _TAG_RESULT) for w, (lo, hi) in ranges.items() if hi > lo and w in self._others()]
         lo, hi = self._range(self._me.worker_id)
         sends = [(result[lo:hi], w, _TAG_RESULT) for w in self._others()] if hi > lo else []
-        self._links().transfer(sends, recvs)
+        self._transfer(sends, recvs)
         self._done[step % 2].mark(0, self._layout.n_blocks)
 
     def _result(self, step: int) -> torch.Tensor:
@@ -274,13 +239,6 @@ class GroupTransport:
         if self._flats.begin_reduction(step):
             for done in self._done:
                 done.begin(-1)
-
-
-class _Nobody:
-    """The links of a worker that is alone."""
-
-    def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        check(not sends and not recvs, "transfers without peers")
 
 
 class _Ticker:

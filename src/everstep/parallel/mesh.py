@@ -64,8 +64,8 @@ class GlooMesh:
             rank = self.worker_ids.index(self.me)
             self._addresses = frozenset([own])
             self._store.set(f"listens{rank}", f"{own[0]} {own[1]}")
-            met = [self._store.get(f"listens{r}").decode().split() for r in range(len(self.worker_ids))]
-            self._addresses = frozenset((host, int(port)) for host, port in met)
+            met = self._store.multi_get([f"listens{r}" for r in range(len(self.worker_ids))])
+            self._addresses = frozenset((host, int(port)) for host, port in (m.decode().split() for m in met))
             self._fence.check()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = _FOREVER
@@ -83,7 +83,7 @@ class GlooMesh:
     def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
         """Send and receive contiguous tensors; returns when all that is to be received here has come.
 
-        What is sent must not change until `settled` may be called. Who receives another size than what is sent is
+        What is sent must not change until a later exchange: whoever wrote a record has received all. Who receives another size than what is sent is
         killed by gloo. Transfers between two members that bear the same tag keep their order.
 
         Raises: CollectiveAborted. Afterwards nothing writes to the receive buffers any more.
@@ -107,13 +107,9 @@ class GlooMesh:
             works.clear()
             markers.clear()
 
-    def settled(self, before: int) -> None:
-        """All members are known to have received what was sent here before `mark` returned `before`."""
-        del self._sent[:before]
-
-    def mark(self) -> int:
-        """See `settled`."""
-        return len(self._sent)
+    def settled(self) -> None:
+        """All members are known to have received all that was sent here."""
+        self._sent.clear()
 
     def _wait(self, worker_id: int, marker: Any) -> None:
         try:

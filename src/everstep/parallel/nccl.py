@@ -1,4 +1,4 @@
-"""One generation's NCCL group, for gradients on CUDA devices. Records go over gloo beside it.
+"""One generation's NCCL group, for gradients on CUDA devices. Records go over sockets beside it.
 
 Apart from the mesh because NCCL orders transfers by stream and needs them grouped, and because it has an `abort` that
 works.
@@ -64,6 +64,9 @@ class NcclLinks:
         except RuntimeError as error:
             self._fence.check()
             raise CollectiveAborted(f"generation {self._generation}: {str(error).splitlines()[0]}") from None
+
+    def settled(self) -> None:
+        """All members have received all: so it is after each transfer."""
 
     def cut(self) -> None:
         """Thread-safe. Pending transfers end."""

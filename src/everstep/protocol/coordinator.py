@@ -315,6 +315,7 @@ def _done(state: State, worker: Worker, message: m.WorkerDone) -> None:
     plan = state.plan
     if message.final_written and plan is not None and plan.has(worker.key):
         state.step = max(state.step, message.step)
+        recovery.complete(state)
         state.end("completed", f"step {message.step} was the last", 0)
 
 

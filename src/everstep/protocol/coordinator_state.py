@@ -119,6 +119,7 @@ class Recovery:
     key: WorkerKey | None
     died_unix_ns: int | None
     decided_ns: int | None = None
+    settled_ns: int | None = None
     generation: int = 0
     phases_ms: dict[str, float] = field(default_factory=dict)
 

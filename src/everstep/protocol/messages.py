@@ -130,7 +130,10 @@ class GenerationEntered(Message, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """From the leader, a few times per second at most: the newest step whose effects left the process."""
+    """From the leader, a few times per second at most: the newest step whose effects left the process.
+
+    Once more, with step_ms 0, right at the first commit of a generation: with it a recovery is complete.
+    """
 
     worker_id: int
     incarnation: int

@@ -23,6 +23,7 @@ from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.coordinator_recovery import noticed
 from everstep.protocol.coordinator_types import (
     Close,
     Connected,
@@ -84,6 +85,8 @@ class ControlServer:
                     if connection is not None:
                         connection.end(reason)
                 case Report(kind, fields):
+                    if kind == "recovery_completed":
+                        fields = noticed(fields, time.time_ns())
                     self.events.write(kind, **fields)
         self._arm()
 

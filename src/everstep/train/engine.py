@@ -219,6 +219,12 @@ class Engine:
         elif isinstance(message, wire.PlanPrepared):
             self.handle(step.PreparedArrived(message.plan))
         elif isinstance(message, wire.Heal):
+            plan = self.machine.plan
+            if plan is not None and message.plan.generation > plan.generation:
+                raise Evicted(
+                    f"it followed a switch to generation {plan.generation}, but the others went on without it as "
+                    f"generation {message.plan.generation}; it has to start anew"
+                )
             self.heal = message
         elif isinstance(message, wire.Dismissed):
             raise Evicted(message.reason, message.drained)

@@ -83,6 +83,7 @@ class Session:
         self._samples = 0
         self._step_began_ns = 0
         self._progress_ns = 0
+        self._entered_generation = 0
         self._probed = False
 
     # ---- joining and leaving
@@ -256,6 +257,10 @@ class Session:
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
         if key.seq == 1 or key.seq == 0:
             self.publisher.committed(key.step if key.seq else key.step - 1, committed_unix_ns(records, key.seq == 0))
+        if self._entered_generation == self.engine.machine.generation:
+            self._entered_generation = 0
+            if self.is_main:
+                self._tell_progress(key.step, 0.0)  # now, for it ends a recovery
 
     def update(self, number: int, records: Mapping[int, Record]) -> None:
         committed = time.time_ns()
@@ -298,10 +303,10 @@ class Session:
         self.publisher.release(number, leads)
         now = time.monotonic_ns()
         if leads and now - self._progress_ns > 200_000_000:
-            self._tell_progress(number, now)
+            self._progress_ns = now
+            self._tell_progress(number, (now - self._step_began_ns) / 1e6)
 
-    def _tell_progress(self, number: int, now: int) -> None:
-        self._progress_ns = now
+    def _tell_progress(self, number: int, step_ms: float) -> None:
         me = self.link.me
         self.link.tell(
             wire.Progress(
@@ -309,7 +314,7 @@ class Session:
                 incarnation=me.incarnation,
                 generation=self.engine.machine.generation,
                 step=number,
-                step_ms=(now - self._step_began_ns) / 1e6,
+                step_ms=step_ms,
             )
         )
 
@@ -320,6 +325,7 @@ class Session:
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
+        self._entered_generation = plan.generation
         self._tell(
             wire.GenerationEntered(
                 worker_id=me.worker_id,
@@ -342,6 +348,7 @@ class Session:
         self.donor.offer_settled(plan.generation, self._offer())
 
     def fetch(self, plan: Plan, position: Key, donors: tuple[int, ...]) -> Mapping[int, Record]:
+        """Raises: CollectiveAborted if a newer plan comes first, or no donor gives the state."""
         begin = time.monotonic_ns()
         request = {"kind": "settle", "generation": plan.generation}
         try:

@@ -7,6 +7,7 @@ from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_links import smallest_cover
+from everstep.protocol.coordinator_recovery import noticed
 from everstep.protocol.coordinator_types import Tick
 
 # ---- start
@@ -131,10 +132,36 @@ def test_two_deaths_are_two_generations_with_one_recovery():
     assert "recovery_completed" not in world.kinds()
     world.now += 50 * MS
     world.entered(1, 3, 7, settle=10.0, unblock=2.0)
+    assert "recovery_completed" not in world.kinds()
+    world.now += 20 * MS
+    world.progress(0, 3, 7)
     done = world.report("recovery_completed")
     assert world.kinds().count("recovery_completed") == 1
     assert done["phases_s"]["settle"] == 0.03 and done["phases_s"]["unblock"] == 0.002
-    assert done["duration_s"] == pytest.approx(0.05) and done["step"] == 6
+    assert done["phases_s"]["redo"] == pytest.approx(0.02)
+    assert done["duration_s"] == pytest.approx(0.07) and done["step"] == 7
+
+
+def test_the_time_of_death_tells_the_notice():
+    fields = {"died_unix_ns": 10 * S, "duration_s": 0.5, "phases_s": {"notice": 0.0, "decide": 0.1}}
+    told = noticed(fields, 10 * S + 700 * MS)
+    assert told["duration_s"] == pytest.approx(0.7)
+    assert told["phases_s"] == {"notice": pytest.approx(0.2), "decide": 0.1}
+    assert noticed(fields, 9 * S)["phases_s"]["notice"] == 0.0, "clocks may be set back"
+    hang = {**fields, "died_unix_ns": None}
+    assert noticed(hang, 20 * S) == hang
+
+
+def test_a_recovery_ends_with_the_job_at_the_latest():
+    world = running()
+    world.exited(2)
+    world.entered(0, 2, 9)
+    world.entered(1, 2, 9)
+    world.say("w0.0", m.WorkerDone(worker_id=0, incarnation=0, generation=2, step=8, final_written=True))
+    assert [k for k in world.kinds() if k in ("recovery_completed", "job_completed")] == [
+        "recovery_completed",
+        "job_completed",
+    ]
 
 
 def test_progress_of_the_leader_completes_a_recovery_too():
