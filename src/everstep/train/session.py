@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.base.config import Config
-from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, JobFailed
+from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, Evicted, JobFailed
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Reduced
 from everstep.data.loader import LaneLoader, to_device
@@ -397,7 +397,7 @@ class Session:
             finally:
                 connection.close()
         except (EverstepError, OSError) as error:
-            if isinstance(error, JobFailed) or self.engine.ended is not None:
+            if isinstance(error, JobFailed | Evicted) or self.engine.ended is not None:
                 raise
             reason = f"healing stopped: {error}"
             self._tell(
