@@ -83,8 +83,9 @@ class GlooMesh:
     def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
         """Send and receive contiguous tensors; returns when all that is to be received here has come.
 
-        What is sent must not change until a later exchange: whoever wrote a record has received all. Who receives another size than what is sent is
-        killed by gloo. Transfers between two members that bear the same tag keep their order.
+        What is sent must not change until a later exchange: whoever wrote a record has received all. Who receives
+        another size than what is sent is killed by gloo. Transfers between two members that bear the same tag keep
+        their order.
 
         Raises: CollectiveAborted. Afterwards nothing writes to the receive buffers any more.
         """
