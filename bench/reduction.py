@@ -3,8 +3,10 @@
     python bench/reduction.py [--out FILE] [--repeats N] [--workers 2,4] [--sizes 25000000,11000000]
 
 Every worker is a process with one thread on this host. An iteration is timed from a common start until the slowest
-worker has its result; medians and quartiles over the iterations, in milliseconds. Our results lie in the owners'
-memory (shared) or in one's own (group), complete and readable in both cases, as all_reduce's are.
+worker has its result; medians and quartiles over the iterations, in milliseconds. The ratios are those of neighbours in
+time (ours to the mean of the all_reduce before it and the one after it), median and quartiles; `cpu` is processor time
+of all workers together; `others_busy` the mean number of processors that other programs took meanwhile. Our results lie
+in the owners' memory (shared) or in one's own (group), complete and readable in both cases, as all_reduce's are.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,29 +50,37 @@ def plan_for(members: list[Member]) -> Plan:
     return Plan(1, "bench", tuple(members), seats, LANES)
 
 
-def timed_reduce(transport: Transport, plan: Plan, me: int, step: int) -> float:
+class Sample(NamedTuple):
+    """One iteration of one worker, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+def timed(call: Callable[[], object]) -> Sample:
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    call()
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def timed_reduce(transport: Transport, plan: Plan, me: int, step: int) -> Sample:
     presence = {}
     for node in cover(plan.lanes_of(me), LANES):
         transport.node(step, node).fill_(float(node.lo + step))
         presence[node] = b"\x01"
-    dist.barrier()
-    begin = time.perf_counter()
-    transport.reduce(step, presence)
-    return time.perf_counter() - begin
+    return timed(lambda: transport.reduce(step, presence))
 
 
-def timed_all_reduce(flat: torch.Tensor, step: int) -> float:
+def timed_all_reduce(flat: torch.Tensor, step: int) -> Sample:
     flat.fill_(float(step))
-    dist.barrier()
-    begin = time.perf_counter()
-    dist.all_reduce(flat)
-    return time.perf_counter() - begin
+    return timed(lambda: dist.all_reduce(flat))
 
 
-def timed_exchange(transport: Transport, number: int) -> float:
+def timed_exchange(transport: Transport, number: int) -> Sample:
     begin = time.perf_counter()
     transport.exchange(Tag("decide", number, 0), b"r" * 300)
-    return time.perf_counter() - begin
+    return Sample(time.perf_counter() - begin, 0.0)
 
 
 def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Connection) -> None:
@@ -84,22 +95,46 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
     }
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shared_memory"].segment))
     plan = plan_for(connection.recv())
+    whole = time.process_time()
     for transport in transports.values():
         transport.open(plan)
-    times: dict[str, list[float]] = {name: [] for name in ("all_reduce", *transports)}
+    times: dict[str, list[Sample]] = {name: [] for name in ("all_reduce", *transports)}
     flat = torch.empty(shape.numel)
     for step in range(1, WARM_UP + repeats + 1):
-        times["all_reduce"].append(timed_all_reduce(flat, step))
         for name, transport in transports.items():
+            times["all_reduce"].append(timed_all_reduce(flat, step))
             times[name].append(timed_reduce(transport, plan, me, step))
-    found = {name: values[WARM_UP:] for name, values in times.items()}
+    times["all_reduce"].append(timed_all_reduce(flat, step))
+    found = {
+        name: values[WARM_UP * (len(transports) if name == "all_reduce" else 1) :] for name, values in times.items()
+    }
     for name, transport in transports.items():
         dist.barrier()
         found[f"exchange_{name}"] = [timed_exchange(transport, k) for k in range(EXCHANGES)]
+    found["whole"] = [Sample(0.0, time.process_time() - whole)]
     connection.send(found)
     dist.barrier()
     for transport in transports.values():
         transport.close()
+
+
+def ratios(figures: dict[str, list[float]], name: str, k: int) -> list[float]:
+    """Ours to the all_reduces just before and just after; `k`: the transport's place in the alternation."""
+    base = figures["all_reduce"]
+    n = len(TARGETS)
+    return [2 * ours / (base[i * n + k] + base[i * n + k + 1]) for i, ours in enumerate(figures[name])]
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+
+
+def busy_s() -> float:
+    """Processor seconds that all programs of this machine have taken so far."""
+    with open("/proc/stat") as lines:
+        fields = [int(field) for field in lines.readline().split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(n: int, numel: int, repeats: int) -> dict[str, Any]:
@@ -115,17 +150,25 @@ def measure(n: int, numel: int, repeats: int) -> dict[str, Any]:
         members = [ours.recv() for ours, _ in ends]
         for ours, _ in ends:
             ours.send(members)
+        all_programs, begin = busy_s(), time.monotonic()
         found = [ours.recv() for ours, _ in ends]
+        own = sum(sample.cpu for f in found for sample in f.pop("whole"))
+        others = (busy_s() - all_programs - own) / (time.monotonic() - begin)
         for worker in workers:
             worker.join()
     report: dict[str, Any] = {"workers": n, "float32_elements": numel, "repeats": repeats}
-    for name in found[0]:
-        slowest = [1e3 * max(of) for of in zip(*(f[name] for f in found), strict=True)]
-        low, middle, high = statistics.quantiles(slowest, n=4)
-        report[name + "_ms"] = {"median": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
-    base = report["all_reduce_ms"]["median"]
-    for name, target in TARGETS.items():
-        report[f"{name}_to_all_reduce"] = round(report[f"{name}_ms"]["median"] / base, 3)
+    report["others_busy"] = round(others, 2)
+    wall = {
+        name: [1e3 * max(s.wall for s in of) for of in zip(*(f[name] for f in found), strict=True)] for name in found[0]
+    }
+    cpu = {
+        name: [1e3 * sum(s.cpu for s in of) for of in zip(*(f[name] for f in found), strict=True)] for name in found[0]
+    }
+    for name, values in wall.items():
+        report[name + "_ms"] = spread(values)
+    for k, (name, target) in enumerate(TARGETS.items()):
+        report[f"{name}_to_all_reduce"] = spread(ratios(wall, name, k))
+        report[f"{name}_to_all_reduce_cpu"] = spread(ratios(cpu, name, k))
         report[f"{name}_target"] = target
     return report
 
