@@ -106,7 +106,7 @@ class Job:
 
     @staticmethod
     def _tail(path: Path) -> str:
-        return path.read_text(errors="replace")[-2500:] if path.exists() else ""
+        return path.read_text(errors="replace")[-1200:] if path.exists() else ""
 
     def close(self) -> None:
         """End it if it still runs."""

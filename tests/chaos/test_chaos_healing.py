@@ -29,12 +29,13 @@ def test_the_donor_dies_while_a_joiner_heals(jobs: Jobs) -> None:
     job.wait_for("fault_injected", phase="heal")
     os.kill(job.pid_of(2), signal.SIGKILL)  # donors are backups: not the leader, worker 0
     jobs.check(job, "Pictures", STEPS)
+    assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {1, 2}, job.account()
 
 
 def test_everyone_else_dies_while_a_joiner_heals(jobs: Jobs) -> None:
     """Whoever is left holds no state, or has just got it."""
     chaos = "kill:target=worker:1,at=4; stop:target=worker:1,at=1,phase=heal,for=0.3"
-    job = jobs.start("Text", chaos=chaos, numerics=STEPS, pace=[healed(1)])
+    job = jobs.start("Text", chaos=chaos, numerics=STEPS)
     job.wait_for("fault_injected", phase="heal")
     for worker_id in (0, 2):
         os.kill(job.pid_of(worker_id), signal.SIGKILL)

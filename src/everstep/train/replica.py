@@ -136,10 +136,10 @@ class Replica:
         self.guard.end_lane()
         self._reports[lane] = LaneReport(lane, self._loss, self._weight, count, use)
 
-    def empty_lane(self, lane: int) -> None:
+    def empty_lane(self, lane: int, use: int) -> None:
         """A lane beyond the end of the data: it weighs nothing."""
         self.accumulator.add_empty(lane)
-        self._reports[lane] = LaneReport(lane, 0.0, 0.0, 0, 0)
+        self._reports[lane] = LaneReport(lane, 0.0, 0.0, 0, use)
 
     def lane_digest(self) -> str:
         """Of the gradients and buffers that a lane has left, and its loss; two computations of it must agree."""

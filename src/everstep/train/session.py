@@ -180,7 +180,7 @@ class Session:
                 self.phase("forward", number, self.engine.plan)
                 self.replica.enter_lane(number, lane)
                 return lane, to_device(batch, self.replica.device), len(samples), use_digest(samples)
-            self.replica.empty_lane(lane)
+            self.replica.empty_lane(lane, use_digest(samples))
             self.engine.lane_done(number, lane)
         return None
 
