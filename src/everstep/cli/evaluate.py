@@ -57,7 +57,8 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     """
     import torch
 
-    from everstep.train.assembly import calling, prepare_torch
+    from everstep.train.assembly import prepare_torch
+    from everstep.train.calling import calling
     from everstep.train.evaluation import evaluate
 
     spec = parse_task(text)

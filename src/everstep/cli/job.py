@@ -85,6 +85,10 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
         raise ConfigError(f"stages: expected 1, got {config.stages}: this version does not split models")
     if config.steps is None and config.epochs is None and not script:
         raise ConfigError("the job has no end: give --steps or --epochs")
+    if config.early_stop.metric is not None and not config.eval_every and not script:
+        raise ConfigError(
+            f"early_stop.metric is {config.early_stop.metric!r}, but nothing is evaluated: give --set eval_every=STEPS"
+        )
     return config
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.order.cursor import SampleOrder
+from everstep.train.calling import calling
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.link import Link
 from everstep.train.precision import resolve_device
@@ -78,16 +79,3 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     early_stop = make_early_stop(config)
     parts = Parts(model, optimizer, scheduler, units, {"everstep.early_stop": early_stop})
     return assemble(link, parts, dataset, task.collate, device), early_stop
-
-
-def calling(task: Task, method: str, *arguments: Any) -> Any:
-    """Call one of the task's methods.
-
-    Raises: TaskError from whatever it raised, naming the method.
-    """
-    try:
-        return getattr(task, method)(*arguments)
-    except EverstepError:
-        raise
-    except Exception as error:
-        raise TaskError(f"{type(task).__name__}.{method} raised {type(error).__name__}: {error}") from error

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from everstep.base.config import Config
+from everstep.base.errors import ConfigError
+from everstep.train.calling import calling
 from everstep.train.run import Run
 from everstep.train.task import Task
 
@@ -26,9 +28,16 @@ class EarlyStop:
         self.stale = 0
 
     def observe(self, metrics: dict[str, float]) -> str | None:
-        """Take in an evaluation; returns why to stop, or None."""
-        if self.metric is None or self.metric not in metrics:
+        """Take in an evaluation; returns why to stop, or None.
+
+        Raises: ConfigError if it lacks the metric.
+        """
+        if self.metric is None:
             return None
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"early_stop.metric: expected one of the task's metrics ({', '.join(metrics)}), got {self.metric!r}"
+            )
         value = self.sign * metrics[self.metric]
         if self.target is not None and value >= self.sign * self.target:
             return f"{self.metric} {metrics[self.metric]:.4f} has reached the target {self.target}"
@@ -57,16 +66,16 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
     """Train the task to its end."""
     config: Config = task.config
     model = run.model
-    test = task.build_dataset("test") if config.eval_every else None
+    test = calling(task, "build_dataset", "test") if config.eval_every else None
     for step in run:
         for batch in step:
-            loss = task.loss(model, batch)
+            loss = calling(task, "loss", model, batch)
             if isinstance(loss, tuple):
                 step.backward(loss[0], weight=loss[1])
             else:
                 step.backward(loss)
         if test is not None and (step.number % config.eval_every == 0 or step.number == run.total_steps):
-            metrics = run.evaluate(lambda batch: task.metrics(model, batch), test, collate=task.collate)
+            metrics = run.evaluate(lambda batch: calling(task, "metrics", model, batch), test, collate=task.collate)
             run.report("evaluated", step=step.number, metrics=metrics)
             reason = early_stop.observe(metrics)
             if reason is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import runpy
 import sys
 import traceback
@@ -24,6 +23,7 @@ from everstep.protocol import messages as wire
 from everstep.runtime.context import WorkerContext
 from everstep.train import join
 from everstep.train.assembly import assemble_task
+from everstep.train.calling import where
 from everstep.train.link import Faults, LaunchedLink
 from everstep.train.task import Task
 from everstep.train.trainer import train
@@ -100,6 +100,4 @@ def describe(error: Exception) -> str:
         return text
     if isinstance(error, InvariantViolation):
         return f"a bug in Everstep: {text}"
-    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    where = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
-    return f"{type(error).__name__}: {text}{where}"
+    return f"{type(error).__name__}: {text}{where(error)}"
