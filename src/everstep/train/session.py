@@ -41,6 +41,11 @@ from everstep.train.rendezvous import Rendezvous
 from everstep.train.replica import Replica
 from everstep.train.transports import open_transport
 
+_NOT_EXACT = (
+    "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
+    "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
+)
+
 
 class Session:
     """Everything between the user's loop and the rest of the job.
@@ -102,6 +107,8 @@ class Session:
                 ticket, self.engine.heal = self.engine.heal, None
                 self._follow(ticket)
             self.engine.turn()
+        if isinstance(self.order, ElasticOrder) and self.is_main and not self.engine.position.step:
+            self.publisher.emit("warning", step=0, reason=_NOT_EXACT)
 
     def _hello(self) -> wire.AnyMessage:
         return wire.WorkerHello(member=self._member, step=self.engine.position.step, plan=self.engine.plan)
