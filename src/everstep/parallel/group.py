@@ -8,7 +8,7 @@ that receives another size than it expects. Records go over sockets of their own
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,7 @@ from everstep.parallel.mesh import GlooMesh, Transfer
 from everstep.parallel.nccl import NcclLinks
 from everstep.parallel.peers import PeerSockets
 from everstep.parallel.reaper import Reaper
-from everstep.parallel.reduction import Finished, decode_offers, encode_offers, zero_absent
+from everstep.parallel.reduction import Finished, batches, decode_offers, encode_offers, zero_absent
 from everstep.parallel.segment import record_key
 from everstep.placement.owners import owners
 
@@ -137,8 +137,7 @@ class GroupTransport:
                 self._flats.keep_result(step, alone)
             else:
                 result = self._result(step)
-                self._finish_own(step, self._collect(own, offers), result)
-                self._spread(step, result)
+                self._move(step, own, offers, result)
         return Reduced(step, (Piece(0, self._layout.numel, result),), present, self._owned[self._me.worker_id])
 
     def abort(self, generation: int) -> None:
@@ -169,11 +168,13 @@ class GroupTransport:
             self._reaper.take(self._old.pop())
 
     def _others(self) -> list[int]:
-        return [worker_id for worker_id in self._owned if worker_id != self._me.worker_id]
+        """Beginning with the next one, so that not everybody begins with the same one."""
+        ids = list(self._owned)
+        at = ids.index(self._me.worker_id)
+        return ids[at + 1 :] + ids[:at]
 
-    def _range(self, worker_id: int) -> tuple[int, int]:
-        first, last = self._owned[worker_id]
-        return first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
+    def _start(self, worker_id: int) -> int:
+        return self._owned[worker_id][0] * BLOCK_ELEMENTS
 
     def _gather(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """Records of all. Whoever wrote one has received all that was sent to him before."""
@@ -185,48 +186,75 @@ class GroupTransport:
             links.settled()
         return found
 
-    def _transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        if self._links is not None and self._others():
-            self._links.transfer(sends, recvs)
-        else:
-            check(not sends and not recvs, "transfers without peers")
+    def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
+        """Nodes to their owners, the tree finished by these, and their results to everybody."""
+        done = self._done[step % 2]
+        done.begin(step)
+        if isinstance(self._links, GlooMesh):
+            try:
+                self._overlapped(self._links, done, own, offers, result)
+            finally:
+                self._links.forget()
+        elif self._links is not None:
+            self._phased(self._links, done, own, offers, result)
+        done.mark(0, self._layout.n_blocks)
 
-    def _collect(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> list[NodePart]:
-        """Everybody's nodes over the own range; sends the own ones to the other owners."""
-        start, stop = self._range(self._me.worker_id)
-        parts = [NodePart(node, own[node], row) for node, row in offers[self._me.worker_id]]
-        sends: list[Transfer] = []
+    def _overlapped(
+        self, mesh: GlooMesh, done: Finished, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
+    ) -> None:
+        """In batches: while one comes, the one before is finished and its result is on its way."""
+        me = self._me.worker_id
+        others = self._others()
+        mine = batches(*self._owned[me])
+        parts, recvs = self._parts(own, offers)
+        coming = [mesh.receive([_cut(t, self._start(me), run) for t in recvs]) for run in mine]
+        for w in others:
+            for run in batches(*self._owned[w]):
+                coming.append(mesh.receive([_cut((result, w, _TAG_RESULT), 0, run)]))
+        theirs = {w: batches(*self._owned[w]) for w in others}
+        for k in range(max(map(len, theirs.values()), default=0)):
+            for w in (w for w in others if k < len(theirs[w])):
+                mesh.send([_cut((flat, w, _TAG_NODE + i), 0, theirs[w][k]) for i, flat in enumerate(own.values())])
+        for run, batch in zip(mine, coming, strict=False):
+            mesh.wait(batch)
+            self._finish(done, run, parts, result)
+            mesh.send([_cut((result, w, _TAG_RESULT), 0, run) for w in others])
+        for batch in coming[len(mine) :]:
+            mesh.wait(batch)
+
+    def _phased(
+        self, links: NcclLinks, done: Finished, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
+    ) -> None:
+        """One after the other: a group of NCCL begins and ends as a whole."""
+        others = [w for w in self._others() if self._owned[w][0] < self._owned[w][1]]
+        parts, recvs = self._parts(own, offers)
+        sends = [_cut((t, w, _TAG_NODE + k), 0, self._owned[w]) for w in others for k, t in enumerate(own.values())]
+        links.transfer(sends, recvs)
+        run = self._owned[self._me.worker_id]
+        self._finish(done, run, parts, result)
+        sends = [_cut((result, w, _TAG_RESULT), 0, run) for w in self._others()] if run[0] < run[1] else []
+        links.transfer(sends, [_cut((result, w, _TAG_RESULT), 0, self._owned[w]) for w in others])
+
+    def _parts(self, own: Mapping[Node, torch.Tensor], offers: Offers) -> tuple[list[NodePart], list[Transfer]]:
+        """Everybody's nodes over the own range, and what of them is to be received before they can be used."""
+        me = self._me.worker_id
+        start, stop = (block * BLOCK_ELEMENTS for block in self._owned[me])
+        parts = [NodePart(node, own[node], row) for node, row in offers[me]]
         recvs: list[Transfer] = []
         for w in self._others() if stop > start else ():
             for k, (node, row) in enumerate(offers[w]):
                 part = self._flats.scratch(len(recvs), stop - start)
                 recvs.append((part, w, _TAG_NODE + k))
                 parts.append(NodePart(node, part, row, start))
-        for w in self._others():
-            lo, hi = self._range(w)
-            if hi > lo:
-                sends += [(own[node][lo:hi], w, _TAG_NODE + k) for k, node in enumerate(own)]
-        self._transfer(sends, recvs)
         parts.sort(key=lambda part: part.node)
-        return parts
+        return parts, recvs
 
-    def _finish_own(self, step: int, parts: list[NodePart], out: torch.Tensor) -> None:
-        done = self._done[step % 2]
-        done.begin(step)
-        for lo, hi in done.missing(*self._owned[self._me.worker_id]):
+    def _finish(self, done: Finished, run: tuple[int, int], parts: list[NodePart], out: torch.Tensor) -> None:
+        for lo, hi in done.missing(*run):
             self._fence.check()
             start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
             finish(self._layout, self._n_lanes, parts, start, stop, out[start:stop])
             done.mark(lo, hi)
-
-    def _spread(self, step: int, result: torch.Tensor) -> None:
-        """Everybody's results to everybody. Blocks that were here before from another generation get the same bits."""
-        ranges = {w: self._range(w) for w in self._owned}
-        recvs = [(result[lo:hi], w, _TAG_RESULT) for w, (lo, hi) in ranges.items() if hi > lo and w in self._others()]
-        lo, hi = self._range(self._me.worker_id)
-        sends = [(result[lo:hi], w, _TAG_RESULT) for w in self._others()] if hi > lo else []
-        self._transfer(sends, recvs)
-        self._done[step % 2].mark(0, self._layout.n_blocks)
 
     def _result(self, step: int) -> torch.Tensor:
         found = self._results[step % 2]
@@ -275,6 +303,13 @@ class _Ticker:
             if not self._overdue():
                 self._tick()
             pause.wait(_TICK_S)
+
+
+def _cut(transfer: Transfer, origin: int, run: tuple[int, int]) -> Transfer:
+    """The part of a transfer that lies in the blocks `run`; `origin`: the element at which its tensor begins."""
+    tensor, worker_id, tag = transfer
+    first, last = (block * BLOCK_ELEMENTS - origin for block in run)
+    return tensor[first:last], worker_id, tag
 
 
 def _own_host(plan: Plan, me: WorkerKey) -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
@@ -32,9 +32,18 @@ _GRACE_S = 0.1
 _DEVICE_LOCK = threading.Lock()
 _DEVICE_ATTEMPTS = 5
 _MARKER = 1
+_DEVICES = 2
+"""gloo moves all bytes of a device in one thread; with two, sending and receiving go on at the same time."""
 
 Transfer = tuple[torch.Tensor, int, int]
 """(contiguous tensor, worker id of the other side, tag of 2 or more)."""
+
+
+class Batch(NamedTuple):
+    """Receives that are waited for together: the works, and (sender, work) of the markers behind them."""
+
+    works: list[Any]
+    markers: list[tuple[int, Any]]
 
 
 class GlooMesh:
@@ -52,6 +61,8 @@ class GlooMesh:
         self._group: Any = None
         self._opening = False
         self._sent: list[Any] = []
+        self._posted: list[Batch] = []
+        self._empty = torch.empty(0)
         self._store = PrefixStore(f"generation{fence.generation}", store)
         self._host = host
 
@@ -60,17 +71,18 @@ class GlooMesh:
         self._opening = True
         try:
             self._fence.check()
-            device, own = _listening_device(self._host)
+            own = [_listening_device(self._host) for _ in range(_DEVICES)]
             rank = self.worker_ids.index(self.me)
-            self._addresses = frozenset([own])
-            self._store.set(f"listens{rank}", f"{own[0]} {own[1]}")
+            self._addresses = frozenset(address for _, address in own)
+            self._store.set(f"listens{rank}", "\n".join(f"{host} {port}" for _, (host, port) in own))
             met = self._store.multi_get([f"listens{r}" for r in range(len(self.worker_ids))])
-            self._addresses = frozenset((host, int(port)) for host, port in (m.decode().split() for m in met))
+            lines = [line.split() for text in met for line in text.decode().splitlines()]
+            self._addresses = frozenset((host, int(port)) for host, port in lines)
             self._fence.check()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = _FOREVER
             options._threads = 1
-            options._devices = [device]
+            options._devices = [device for device, _ in own]
             self._group = ProcessGroupGloo(self._store, rank, len(self.worker_ids), options)
         except StaleGeneration as error:
             raise CollectiveAborted(str(error)) from None
@@ -80,43 +92,69 @@ class GlooMesh:
         finally:
             self._opening = False
 
-    def transfer(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> None:
-        """Send and receive contiguous tensors; returns when all that is to be received here has come.
+    def receive(self, transfers: Sequence[Transfer]) -> Batch:
+        """Begin to receive contiguous tensors; `wait` says when they are there.
 
-        What is sent must not change until a later exchange: whoever wrote a record has received all. Who receives
-        another size than what is sent is killed by gloo. Transfers between two members that bear the same tag keep
-        their order.
+        Batches between two members must be received in the order in which they are sent, and so must transfers of one
+        batch that bear the same tag. Who receives another size than what is sent is killed by gloo.
 
-        Raises: CollectiveAborted. Afterwards nothing writes to the receive buffers any more.
+        Raises: CollectiveAborted.
         """
-        empty = torch.empty(0)
-        works: list[Any] = []
-        markers: list[tuple[int, Any]] = []
+        batch = Batch([], [])
+        self._posted.append(batch)
         try:
-            works += [self._group.recv([t], self._rank(w), tag) for t, w, tag in recvs]
-            markers += [(w, self._group.recv([empty], self._rank(w), _MARKER)) for w in _workers(recvs)]
-            self._sent += [self._group.send([t], self._rank(w), tag) for t, w, tag in sends]
-            self._sent += [self._group.send([empty], self._rank(w), _MARKER) for w in _workers(sends)]
-            for w, marker in markers:
-                self._wait(w, marker)
-            for work in works:
-                work.wait()
+            for tensor, w, tag in transfers:
+                batch.works.append(self._group.recv([tensor], self._rank(w), self._wire_tag(tag, w, self.me)))
+            for w in _workers(transfers):
+                marker = self._group.recv([self._empty], self._rank(w), self._wire_tag(_MARKER, w, self.me))
+                batch.markers.append((w, marker))
         except RuntimeError as error:
             self._failed(None, error)
-        finally:
-            # A traceback keeps this frame alive; gloo leaves the memory of a transfer alone once its work is gone.
-            works.clear()
-            markers.clear()
+        return batch
+
+    def send(self, transfers: Sequence[Transfer]) -> None:
+        """Begin to send contiguous tensors, as one batch for each receiver.
+
+        They must not change until a later exchange: whoever wrote a record has received all.
+
+        Raises: CollectiveAborted.
+        """
+        try:
+            for tensor, w, tag in transfers:
+                self._sent.append(self._group.send([tensor], self._rank(w), self._wire_tag(tag, self.me, w)))
+            for w in _workers(transfers):
+                self._sent.append(self._group.send([self._empty], self._rank(w), self._wire_tag(_MARKER, self.me, w)))
+        except RuntimeError as error:
+            self._failed(None, error)
+
+    def wait(self, batch: Batch) -> None:
+        """Until all of the batch has come.
+
+        Raises: CollectiveAborted.
+        """
+        accused: int | None = None
+        try:
+            for worker_id, marker in batch.markers:
+                accused = worker_id
+                marker.wait()
+            for work in batch.works:
+                work.wait()
+        except RuntimeError as error:
+            self._failed(accused, error)
+
+    def forget(self) -> None:
+        """Afterwards nothing writes to receive buffers any more, whether or not the batches have come.
+
+        A traceback keeps frames alive; gloo leaves the memory of a transfer alone once its work is gone.
+        """
+        for batch in self._posted:
+            batch.works.clear()
+            batch.markers.clear()
+        self._posted.clear()
 
     def settled(self) -> None:
         """All members are known to have received all that was sent here."""
         self._sent.clear()
-
-    def _wait(self, worker_id: int, marker: Any) -> None:
-        try:
-            marker.wait()
-        except RuntimeError as error:
-            self._failed(worker_id, error)
 
     def _failed(self, worker_id: int | None, error: RuntimeError) -> None:
         """Leave the group for good, and say whose fault it was unless the generation has ended anyway.
@@ -142,12 +180,17 @@ class GlooMesh:
     def retire(self) -> None:
         """Give the group back; takes 10 to 500 ms, so call it from a thread of no importance."""
         self._sent.clear()
+        self.forget()
         if self._group is not None:
             self._group.shutdown()
             self._group = None
 
     def _rank(self, worker_id: int) -> int:
         return self.worker_ids.index(worker_id)
+
+    def _wire_tag(self, tag: int, sender: int, receiver: int) -> int:
+        """torch takes the device by the tag's remainder: one for the way up the ranks, one for the way down."""
+        return _DEVICES * tag + (sender < receiver)
 
     def _keep_cutting(self) -> None:
         while self._opening:
