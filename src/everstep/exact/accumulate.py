@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.base.ports import Node
 from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
+from everstep.exact.lending import Loan, Watch
 from everstep.exact.memory import keep_freed_memory
 from everstep.placement.tree import children
 
@@ -41,6 +42,9 @@ class LaneAccumulator:
         self._bytes = [p.numel() * 4 for p in self._params]
         self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
         self._statistics = _Statistics(layout, model)
+        self._watch: Watch | None = Watch(self._params)
+        self._apart = set(self._narrow)
+        self._loan: Loan | None = None
         self._all = bytes([1]) * len(layout.entries)
         self._none = bytes(len(layout.entries))
         self._step = 0
@@ -73,6 +77,9 @@ class LaneAccumulator:
             self._open, self._pending, self._node_of_lane = [], {}, {}
             self.presence = {}
             self._statistics.begin_step()
+        if self._loan is not None:  # its lane was left in the middle
+            del self._pending[self._loan.sibling]
+            self._loan = None
         self._buffer = buffer
         for parameter in self._params:
             parameter.grad = None
@@ -85,19 +92,50 @@ class LaneAccumulator:
         if wanted and self._pending:
             self._replan()
 
+    def enter(self, lane: int) -> None:
+        """The lane's forward and backward pass come next. May be left out, or called again for the same lane.
+
+        Where the lane's left sibling is waiting, autograd is given that sum to add the lane's gradients to, while they
+        are in the processor's cache: the same addition, with a third of the memory traffic. Until `add`, `.grad` then
+        holds both, and nobody else may write to it.
+        """
+        if self._watch is not None:
+            self._watch.clear()
+            return
+        check(self._loan is None, "the lane before was entered and never added")
+        path = _path(self._node_of_lane[lane], lane)
+        sibling = children(path[-2])[0] if len(path) > 1 else path[0]
+        if sibling in self._pending:
+            leaf = self._pending[sibling]
+            lent = [None if i in self._apart else leaf[i] for i in range(len(self._params))]
+            self._loan = Loan.make(sibling, path[-2], leaf, lent)
+            for parameter, gradient in zip(self._params, lent, strict=True):
+                parameter.grad = gradient
+
     def add(self, lane: int) -> None:
         """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics.
 
-        Raises: ConfigError naming a parameter with a sparse gradient.
+        Raises: ConfigError naming a parameter with a sparse gradient; TaskError naming one whose `.grad` was written
+        by others than the lane's backward pass.
         """
+        if self._watch is not None:
+            self._apart |= self._watch.end()
+            self._watch = None
+        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
         with torch.no_grad():
-            leaf: Leaf = [*self._take_gradients(), *self._statistics.take()]
-            self._fold(lane, leaf)
+            loan, self._loan = self._loan, None
+            if loan is None:
+                self._fold(Node(lane, lane + 1), [*self._take_gradients(), *self._statistics.take()])
+            else:
+                check(lane == loan.parent.hi - 1, f"lane {lane} was added while another one was computed")
+                del self._pending[loan.sibling]
+                self._fold(loan.parent, self._take_back(loan))
 
     def add_empty(self, lane: int) -> None:
         """The lane has no samples: it is the identity of the sum."""
+        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
         with torch.no_grad():
-            self._fold(lane, [None] * (len(self._params) + len(self._statistics.regions)))
+            self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
 
     def drop(self, node: Node) -> None:
         """Forget a complete node, because some of its lanes went to another worker: they count as not added."""
@@ -114,7 +152,7 @@ class LaneAccumulator:
     def forget(self) -> None:
         """Lets go of the step and of all shared memory (call it before that is unmapped)."""
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
-        self._step, self._buffer = 0, None
+        self._step, self._buffer, self._loan = 0, None, None
         self._views.clear()
 
     # ---- leaves
@@ -123,6 +161,19 @@ class LaneAccumulator:
         leaf: Leaf = [p.grad for p in self._params]
         for parameter in self._params:
             parameter.grad = None
+        return self._own(leaf)
+
+    def _take_back(self, loan: Loan) -> Leaf:
+        """The sum of the loan's parent."""
+        gradients: Leaf = [p.grad for p in self._params]
+        for parameter in self._params:
+            parameter.grad = None
+        loan.check_returned(gradients, lambda i: self._entries[i].name)
+        fresh = self._own([g if lent is None else None for g, lent in zip(gradients, loan.lent, strict=True)])
+        return _add_in_place(loan.leaf, [*fresh, *self._statistics.take()])
+
+    def _own(self, leaf: Leaf) -> Leaf:
+        """The gradients as dense float32 tensors in the parameters' strides, each in memory of its own."""
         for i, gradient in enumerate(leaf):
             if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != self._strides[i]):
                 leaf[i] = _dense(gradient, self._entries[i])
@@ -163,10 +214,10 @@ class LaneAccumulator:
                 with torch.no_grad():
                     self._finish(subtree, self._pending.pop(subtree), None)
 
-    def _fold(self, lane: int, leaf: Leaf) -> None:
-        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
-        path = _path(self._node_of_lane[lane], lane)
-        node = path.pop()
+    def _fold(self, node: Node, leaf: Leaf) -> None:
+        """Takes in the sum of a node, and climbs as far as siblings are there."""
+        path = _path(self._node_of_lane[node.lo], node.lo)
+        del path[path.index(node) :]
         while path:
             parent = path.pop()
             left, right = children(parent)

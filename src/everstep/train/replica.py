@@ -101,6 +101,7 @@ class Replica:
     def enter_lane(self, step: int, lane: int) -> None:
         """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run."""
         self.guard.begin_lane()
+        self.accumulator.enter(lane)
         self.seeder.begin_lane(step, lane)
         self._loss = self._weight = 0.0
         self._spoke = False
