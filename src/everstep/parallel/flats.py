@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from everstep.base.errors import check
 from everstep.base.ports import Node
+
+_HUGE_BYTES = 8 << 20
+
+
+def new_flat(numel: int, device: torch.device) -> torch.Tensor:
+    """float32 [numel], at least 64-byte aligned; on the CPU in huge pages where the kernel gives them."""
+    if device.type != "cpu" or numel * 4 < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(numel, device=device)
+    memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without them
+    return torch.frombuffer(memory, dtype=torch.float32)
 
 
 class Flats:
@@ -31,7 +47,7 @@ class Flats:
             self._spare += [t for t in self._nodes.values() if id(t) not in kept]
             self._nodes.clear()
         if node not in self._nodes:
-            self._nodes[node] = self._spare.pop() if self._spare else torch.empty(self._numel, device=self._device)
+            self._nodes[node] = self._spare.pop() if self._spare else new_flat(self._numel, self._device)
         return self._nodes[node]
 
     def held(self, step: int, node: Node) -> torch.Tensor:
@@ -57,5 +73,5 @@ class Flats:
         """The receive buffer `number`, free again after the reduction; float32 [numel]."""
         found = self._scratch.get(number)
         if found is None or found.numel() < numel:
-            found = self._scratch[number] = torch.empty(numel, device=self._device)
+            found = self._scratch[number] = new_flat(numel, self._device)
         return found[:numel]

@@ -20,7 +20,7 @@ from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.parallel.fence import Fence
-from everstep.parallel.flats import Flats
+from everstep.parallel.flats import Flats, new_flat
 from everstep.parallel.mesh import GlooMesh, Transfer
 from everstep.parallel.nccl import NcclLinks
 from everstep.parallel.peers import PeerSockets
@@ -259,7 +259,7 @@ class GroupTransport:
     def _result(self, step: int) -> torch.Tensor:
         found = self._results[step % 2]
         if found is None:
-            found = self._results[step % 2] = torch.empty(self._layout.numel, device=self._device)
+            found = self._results[step % 2] = new_flat(self._layout.numel, self._device)
         return found
 
     def _forget(self, step: int) -> None:
