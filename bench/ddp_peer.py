@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import MODELS
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
+
+from models import MODELS
 
 
 def main() -> None:

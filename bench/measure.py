@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -93,7 +94,7 @@ def committed(events: Iterable[Event]) -> list[tuple[int, int]]:
 def step_times(events: Iterable[Event], after_step: int = 0) -> list[float]:
     """Seconds from each committed step after `after_step` to the next."""
     times = [t for step, t in committed(events) if step >= after_step]
-    return [(b - a) / 1e9 for a, b in zip(times, times[1:], strict=False)]
+    return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
 def descendants(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ ME, SMALL, OTHER = WorkerKey(0, 0), Geometry(65536, 1, 2, 4096), Geometry(131072
 
 def test_a_descriptor_that_was_closed_and_taken_by_a_file_is_a_dead_peer(tmp_path: Path) -> None:
     own = OwnSegment(ME, SMALL)
-    kind, pid, fd, nonce = own.name.split(":")
+    kind, pid, _fd, nonce = own.name.split(":")
     own.close()
     with open(tmp_path / "words", "w+") as file:
         file.write("something else entirely, long enough to hold a header" * 4)

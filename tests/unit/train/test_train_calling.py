@@ -47,5 +47,5 @@ def test_early_stop_stops_at_the_target_or_for_lack_of_progress() -> None:
 
 
 def test_early_stop_wants_its_metric() -> None:
-    with pytest.raises(ConfigError, match="accuracy, loss.*'acc'"):
+    with pytest.raises(ConfigError, match=r"accuracy, loss.*'acc'"):
         EarlyStop("acc", "max", 3, 0.0, None).observe({"accuracy": 1.0, "loss": 1.0})
