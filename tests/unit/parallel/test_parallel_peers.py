@@ -25,7 +25,9 @@ def store() -> HashStore:
 
 @pytest.fixture
 def pair(store: HashStore) -> Iterator[list[PeerSockets]]:
-    found = [PeerSockets((3, 7), me, store, "127.0.0.1", Fence(), lambda: None) for me in (3, 7)]
+    fence = Fence()
+    fence.enter(1)
+    found = [PeerSockets((3, 7), me, store, "127.0.0.1", fence, lambda: None) for me in (3, 7)]
     yield found
     for peer in found:
         peer.retire()
@@ -36,7 +38,7 @@ def test_a_stranger_is_not_taken_for_a_member(pair: list[PeerSockets], store: Ha
     called = threading.Event()
 
     def stranger() -> None:
-        host, port, _ = store.get("generation0/records/3").decode().split()
+        host, port, _ = store.get("generation1/records/3").decode().split()
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall((7).to_bytes(8, "little") + bytes(16))
             called.set()
@@ -47,7 +49,7 @@ def test_a_stranger_is_not_taken_for_a_member(pair: list[PeerSockets], store: Ha
         pair[1].connect()
 
     # The door of 7 must be known before 3 waits for calls.
-    store.set("generation0/records/7", "127.0.0.1 1 " + bytes(16).hex())
+    store.set("generation1/records/7", "127.0.0.1 1 " + bytes(16).hex())
     assert together(pair[0].connect, stranger, member) == [None] * 3
     found = together(lambda: pair[0].gather(KEY, b"three"), lambda: pair[1].gather(KEY, b"seven"))
     assert found == [{3: b"three", 7: b"seven"}] * 2
