@@ -107,6 +107,8 @@ class Session:
                 ticket, self.engine.heal = self.engine.heal, None
                 self._follow(ticket)
             self.engine.turn()
+            if self.engine.ended is not None and not self.engine.settled:
+                raise Evicted("the job is over, and this worker was not needed", drained=True)
         if isinstance(self.order, ElasticOrder) and self.is_main and not self.engine.position.step:
             self.publisher.emit("warning", step=0, reason=_NOT_EXACT)
 
@@ -404,8 +406,10 @@ class Session:
             finally:
                 connection.close()
         except (EverstepError, OSError) as error:
-            if isinstance(error, JobFailed | Evicted) or self.engine.ended is not None:
+            if isinstance(error, JobFailed | Evicted):
                 raise
+            if self.engine.ended is not None:
+                return
             reason = f"healing stopped: {error}"
             self._tell(
                 wire.HealFailed(worker_id=me.worker_id, incarnation=me.incarnation, ticket=ticket.ticket, reason=reason)
@@ -417,7 +421,7 @@ class Session:
         self.engine.news()
         while self.engine.plan is None and self.engine.busy:
             self.engine.turn()
-        return self.engine.plan is None and self.engine.heal is None
+        return self.engine.plan is None and self.engine.heal is None and self.engine.ended is None
 
     def _await_offer(self, connection: PeerConnection) -> bool:
         """Wait for the donor's next step boundary; False if something else has come instead."""
