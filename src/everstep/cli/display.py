@@ -258,7 +258,9 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", str(summary["steps"])),
         ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
     ]
-    rows += [(name, f"{value:.4f}") for name, value in (summary["metrics"] or {}).items() if value is not None]
+    rows += [
+        (f"test {name}", f"{value:.4f}") for name, value in (summary["metrics"] or {}).items() if value is not None
+    ]
     rows += [
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),

@@ -10,7 +10,8 @@ import importlib
 import os
 import signal
 import sys
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
@@ -83,7 +84,15 @@ def complain(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs a command, turns what it raises into a line and an exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
     sys.exit(run_command(argv))
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    """Whatever is being done ends, and what was opened is closed. A running job has a handler of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    complain("interrupted by SIGTERM")
+    sys.exit(128 + number)
 
 
 def run_command(argv: list[str] | None = None) -> int:

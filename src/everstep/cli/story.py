@@ -11,6 +11,7 @@ from typing import Any
 Event = Mapping[str, Any]
 
 _NOTICED = ("worker_evicted", "coordinator_restarted")
+_MEMBERS = ("leader", "active", "standby")
 _WINDOW = 20
 
 
@@ -28,14 +29,15 @@ class WorkerLine:
 class Story:
     """Takes in events in file order and knows the state of the job.
 
-    total_steps: None while unknown. `recoveries_s`: durations of all recoveries. `steps_lost`: committed steps that a
-    fallback had to give up.
+    total_steps: None while unknown. wanted: with how many workers the job was started, 0 while unknown. `recoveries_s`:
+    durations of all recoveries. `steps_lost`: committed steps that a fallback had to give up.
     """
 
     total_steps: int | None = None
     step: int = 0
     loss: float | None = None
     generation: int = 0
+    wanted: int = 0
     workers: dict[int, WorkerLine] = field(default_factory=dict)
     recoveries_s: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -59,7 +61,9 @@ class Story:
         self.began_ns = self.began_ns or time_ns
         self.ended_ns = max(self.ended_ns, time_ns)
         self.generation = max(self.generation, int(event.get("generation") or 0))
-        if kind == "step_committed":
+        if kind == "job_started":
+            self.wanted = int(event.get("workers") or 0)
+        elif kind == "step_committed":
             self._step(event, time_ns)
         elif kind == "generation_started":
             self._plan(event)
@@ -102,7 +106,7 @@ class Story:
         known = self.workers
         self.workers = {i: w for i, w in known.items() if str(i) not in lanes}
         for worker in self.workers.values():
-            worker.role, worker.lanes = ("joining" if worker.role == "joining" else "spare"), ()
+            worker.role, worker.lanes = self._outside(len(lanes)), ()
         for text, taken in lanes.items():
             i = int(text)
             role = "leader" if i == leader else "active" if taken else "standby"
@@ -112,8 +116,13 @@ class Story:
     def _joined(self, event: Event) -> None:
         i = int(event["worker_id"])
         incarnation = int(event.get("incarnation") or 0)
+        members = sum(w.role in _MEMBERS for w in self.workers.values())
         if i not in self.workers or self.workers[i].incarnation != incarnation:
-            self.workers[i] = WorkerLine(i, incarnation, "joining" if self.generation else "spare")
+            self.workers[i] = WorkerLine(i, incarnation, self._outside(members))
+
+    def _outside(self, members: int) -> str:
+        """The role of a worker that is in no plan: it is on its way in if somebody is missing."""
+        return "joining" if self.generation and (not self.wanted or members < self.wanted) else "spare"
 
     @property
     def samples_per_s(self) -> float | None:
@@ -194,6 +203,6 @@ def sentence(event: Event) -> str | None:
         "warning": f"warning{why}",
         "fallback": f"fallback{why}",
         "job_completed": f"completed{why}",
-        "job_failed": f"failed{why}",
+        "job_failed": reason if event.get("state") == "interrupted" else f"failed{why}",
     }
     return words.get(kind)

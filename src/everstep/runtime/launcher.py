@@ -349,7 +349,7 @@ class Launcher:
             self._agent.close(0.0)
         if self._zygote is not None:
             self._workers.kill_all()
-            self._zygote.close(timeout_s=5.0)
+            self._zygote.close(timeout_s=5.0 if self._zygote.ready else 0.0)  # while it imports it hears nothing
             self._workers.zygote_died()
         self._coordinator.end()
         with contextlib.suppress(OSError):

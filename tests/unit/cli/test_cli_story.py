@@ -90,7 +90,7 @@ def test_the_summary_at_the_end() -> None:
     rows = dict(summary_lines(result))
     assert rows["faults survived"] == "2"
     assert rows["recoveries"] == "2, median 250 ms, worst 400 ms"
-    assert rows["accuracy"] == "0.5000"
+    assert rows["test accuracy"] == "0.5000"
 
 
 def test_a_fallback_loses_steps_and_says_so() -> None:
@@ -113,6 +113,22 @@ def test_sentences_name_the_reason() -> None:
     assert sentence(JOB[9]) == "recovered in 400 ms: killed by SIGKILL"
     assert sentence(event("waiting", reason="2 of 3 workers")) == "waiting: 2 of 3 workers"
     assert sentence(commit(1, 1)) is None
+
+
+def test_an_interrupted_job_has_not_failed() -> None:
+    assert sentence(event("job_failed", state="interrupted", reason="interrupted by SIGINT")) == "interrupted by SIGINT"
+    assert sentence(event("job_failed", state="failed", reason="out of luck")) == "failed: out of luck"
+
+
+def test_a_worker_that_is_not_needed_is_a_spare() -> None:
+    story = Story()
+    first = plan(1, {"0": [0, 1], "1": [2, 3]}, leader=0)
+    for one in (event("job_started", workers=2), first, event("worker_joined", worker_id=2, incarnation=0)):
+        story.take(one)
+    assert [w.role for w in story.workers.values()] == ["leader", "active", "spare"]
+    story.take(plan(2, {"0": [0, 1, 2, 3]}, leader=0))
+    story.take(event("worker_joined", worker_id=1, incarnation=1))
+    assert {i: w.role for i, w in story.workers.items()} == {0: "leader", 1: "joining", 2: "joining"}
 
 
 def test_plain_lines() -> None:
