@@ -95,8 +95,12 @@ def command(
         config, probe = _prepare(invocation, units=True)
         print_placement(config, probe, as_json=as_json)
         return 0
+    if not invocation.run_dir.exists():  # what cannot work leaves nothing behind
+        prepared = _prepare(invocation)
+        with run_lock(invocation.run_dir):
+            return _run(invocation, *prepared)
     with run_lock(invocation.run_dir):
-        return _run(invocation)
+        return _run(invocation, *_prepare(invocation))
 
 
 def _request(
@@ -140,9 +144,8 @@ def canonical(spec: TaskSpec) -> str:
     return f"{spec.where}:{spec.what}" if spec.what else spec.where
 
 
-def _run(invocation: Invocation) -> int:
+def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     """With the directory locked."""
-    config, probe = _prepare(invocation)
     run_dir = invocation.run_dir
     job = make_job(canonical(invocation.spec), invocation.argv, config, probe.dataset_size, invocation.request)
     aside = set_aside(run_dir) if invocation.fresh else None

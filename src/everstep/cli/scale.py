@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
@@ -10,6 +11,8 @@ from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import read_digest
 from everstep.runtime import commands
+
+_PATIENCE_S = 10.0
 
 
 @click.command()
@@ -29,13 +32,19 @@ def command(run_dir: Path, workers: int) -> int:
 
 
 def ask_running(run_dir: Path, name: str, args: dict[str, int]) -> dict[str, object]:
-    """Ask the job that runs in this directory.
+    """Ask the job that runs in this directory; a coordinator that is being restarted gets some time.
 
-    Raises: ConfigError if none runs there; EverstepError if it refuses.
+    Raises: ConfigError if none runs there, or if it refuses; NoAnswer if its coordinator is silent.
     """
     read_job(run_dir)
-    try:
-        return commands.ask(run_dir, name, args)
-    except commands.NoJobRunning as error:
-        ended = "; it has finished" if read_digest(run_dir) is not None else ""
-        raise ConfigError(f"{error}{ended}") from None
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return commands.ask(run_dir, name, args)
+        except commands.NoJobRunning as error:
+            if not commands.is_locked(run_dir):
+                ended = "; it has finished" if read_digest(run_dir) is not None else ""
+                raise ConfigError(f"{error}{ended}") from None
+            if time.monotonic() > end:
+                raise commands.NoAnswer(f"the coordinator of {run_dir} is not there at the moment: try again") from None
+        time.sleep(0.1)

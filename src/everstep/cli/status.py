@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from everstep.cli.story import Event, tell
 from everstep.observe.events import read_events
 from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
+
+_PATIENCE_S = 5.0
 
 
 @click.command()
@@ -40,9 +41,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no run directory {run_dir}")
     job = read_job(run_dir)
     try:
-        live = commands.ask(run_dir, "status")
+        live = commands.ask(run_dir, "status", timeout_s=_PATIENCE_S)
         live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
-    except (commands.NoJobRunning, FileNotFoundError):
+    except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
         live = _from_files(run_dir)
     return {**live, "task": job.task}
 
@@ -52,7 +53,7 @@ def _from_files(run_dir: Path) -> dict[str, Any]:
     events = last_run(read_events(run_dir / EVENTS_FILE))
     story = tell(events)
     digest = read_digest(run_dir)
-    running = _is_locked(run_dir)
+    running = commands.is_locked(run_dir)
     if running:
         state = "starting" if not story.step else "recovering"
     elif digest is not None:
@@ -75,18 +76,6 @@ def last_run(events: list[Event] | list[dict[str, Any]]) -> list[Event]:
     """The events since the job was last started."""
     starts = [i for i, event in enumerate(events) if event["kind"] == "job_started"]
     return list(events[starts[-1] :]) if starts else list(events)
-
-
-def _is_locked(run_dir: Path) -> bool:
-    """Whether a launcher holds the directory."""
-    try:
-        with open(run_dir / commands.LOCK_FILE, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _print(run_dir: Path, status: dict[str, Any]) -> None:

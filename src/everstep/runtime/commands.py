@@ -22,10 +22,15 @@ class NoJobRunning(EverstepError):
     """Nobody answers for this run directory."""
 
 
+class NoAnswer(EverstepError):
+    """A job runs there, but its coordinator is silent: stopped, starved, or being restarted."""
+
+
 def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Ask the coordinator of the job that runs in `run_dir`; returns the reply's result.
 
-    Raises: NoJobRunning if none runs there; EverstepError with the coordinator's one line if it refuses.
+    Raises: NoJobRunning if none runs there; NoAnswer if its coordinator is silent; ConfigError with the coordinator's
+    one line if it refuses.
     """
     try:
         address = read_address(run_dir / COORDINATOR_FILE)
@@ -46,12 +51,24 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except ProtocolError as error:
         raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
     except TimeoutError:
-        raise EverstepError(f"the coordinator of {run_dir} did not answer within {timeout_s:g} s: try again") from None
+        raise NoAnswer(f"the coordinator of {run_dir} did not answer within {timeout_s:g} s: try again") from None
     except OSError as error:
         raise NoJobRunning(f"no job is running in {run_dir} ({error.strerror or error})") from None
     if not reply.ok:
-        raise EverstepError(reply.error)
+        raise ConfigError(reply.error)
     return reply.result
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher holds the directory: a job is running there."""
+    try:
+        with open(run_dir / LOCK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextlib.contextmanager
