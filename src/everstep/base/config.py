@@ -248,14 +248,22 @@ def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
     Raises: ConfigError for an unknown key (naming the source and the nearest known one), a value of the wrong type or
     range, or values that contradict each other. One line.
     """
+    config: Config = _build(Config, read_layers(layers), ())
+    _check_together(config)
+    return config
+
+
+def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The values of these layers by dotted key, each right in itself; together with others they may still not be.
+
+    Raises: ConfigError, one line, for an unknown key, and a value of the wrong type or range.
+    """
     values: dict[str, Any] = {}
     for source, layer in layers:
         for name, value in _flatten(source, layer):
             leaf = _LEAVES.get(name)
             values[name] = free(value) if leaf is None else convert(source, name, leaf.kind, value, leaf.default)
-    config: Config = _build(Config, values, ())
-    _check_together(config)
-    return config
+    return values
 
 
 def _flatten(source: str, layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

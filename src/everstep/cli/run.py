@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from everstep.base.config import Config, parse_set
+from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
 from everstep.cli.display import Watcher, choose_display, print_summary
@@ -127,8 +127,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     if spec.kind == "script":
         probe = Probe()
     else:
-        for _, layer in request.layers:
-            parse(str(layer.get("chaos", "")))  # found before anything is imported
+        parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
     if probe.dataset_size is not None:
