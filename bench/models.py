@@ -98,8 +98,16 @@ class Transformer25M(SmallTransformer):
     shape = TransformerConfig(vocabulary=256, layers=8, width=512, heads=8, context=64, dropout=0.0)
 
 
+class TinyTransformer(SmallTransformer):
+    """A causal transformer, 0.1M parameters: what is measured with it are fixed costs."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 200, "verify_every": 0}
+    shape = TransformerConfig(vocabulary=256, layers=2, width=64, heads=2, context=32, dropout=0.0)
+
+
 MODELS: dict[str, type[everstep.Task]] = {
     "resnet18": ResNet18,
     "transformer-small": SmallTransformer,
     "transformer-25m": Transformer25M,
+    "transformer-tiny": TinyTransformer,
 }

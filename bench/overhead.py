@@ -130,7 +130,7 @@ def measure(model: str, workers: int, baseline: str, options: argparse.Namespace
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="resnet18,transformer-small,transformer-25m")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--baselines", default="micro,large")
     parser.add_argument("--pairs", type=int, default=5)

@@ -25,7 +25,7 @@ _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=12), default=48, show_default=True, help="Updates of both runs.")
+@click.option("--steps", type=click.IntRange(min=12), default=36, show_default=True, help="Updates of both runs.")
 @click.option(
     "--workers", type=click.IntRange(min=3), default=4, show_default=True, help="Workers of the run with faults."
 )
