@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ LIMIT_S = 180.0
 COMMAND = [sys.executable, "-m", "everstep"]
 
 TASK_FILE = '''
-"""A small task whose lanes can be slowed down (task.lane_s), so that tests have time to interfere."""
+"""A small task that gives tests time to interfere: a lane takes task.lane_s seconds longer. With E2E_EVENTS (a file)
+it does so only while a worker that was evicted has not been replaced, so that no two faults meet."""
+import os
 import time
 import torch
 from torch import nn
@@ -50,8 +53,18 @@ class Small(everstep.Task):
         return torch.optim.AdamW(params, lr=0.01)
 
     def loss(self, model, batch):
-        time.sleep(float(self.config.task.get("lane_s", 0)))
+        end = time.monotonic() + float(self.config.task.get("lane_s", 0))
+        while time.monotonic() < end and not self.complete():
+            time.sleep(0.01)
         return nn.functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+    def complete(self):
+        path = os.environ.get("E2E_EVENTS")
+        if path is None:
+            return False
+        with open(path) as file:
+            text = file.read()
+        return text.count('"worker_healed"') >= text.count('"worker_evicted"')
 '''
 
 
@@ -59,6 +72,12 @@ def everstep(*argv: str | Path, cwd: Path | None = None) -> subprocess.Completed
     """Run a command to its end."""
     command = [*COMMAND, *(str(a) for a in argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=cwd, env=environment())
+
+
+def together(*commands: Sequence[str | Path], cwd: Path | None = None) -> list[subprocess.CompletedProcess[str]]:
+    """Run several commands at the same time, each to its end: most of a short one is the import of torch."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(lambda argv: everstep(*argv, cwd=cwd), commands))
 
 
 def environment() -> dict[str, str]:
