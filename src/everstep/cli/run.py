@@ -31,7 +31,7 @@ from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.story import Story, summary, tell
 from everstep.cli.task_loading import TaskSpec, parse_task
-from everstep.cli.worker import ENTRY
+from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.commands import run_lock
@@ -183,7 +183,15 @@ def _launch(invocation: Invocation, job: Job, opening: list[str]) -> int:
 
     run_dir, config = invocation.run_dir, job.config
     begin_ns = time.time_ns()
-    launcher = Launcher(run_dir, config, job.task, list(job.argv), ENTRY, lambda event: watcher.launcher_event(event))
+    launcher = Launcher(
+        run_dir,
+        config,
+        job.task,
+        list(job.argv),
+        ENTRY,
+        lambda event: watcher.launcher_event(event),
+        preload=PRELOAD,
+    )
     display = choose_display(as_json=invocation.as_json, log_every=config.log_every)(launcher.board)
     watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display, Story(total_steps(config, job.dataset_size)))
     for line in opening:
