@@ -23,7 +23,12 @@ Event = dict[str, Any]
 def environment(**more: str) -> dict[str, str]:
     """One intra-op thread per worker, loopback, and nothing inherited that would make torch's launchers differ."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "EVERSTEP_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(BENCH), **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(_paths()), **more}
+
+
+def _paths() -> list[str]:
+    """Where processes look for modules: here, and where this one was told to look (another version of Everstep, say)."""
+    return [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 class EverstepJob:

@@ -43,6 +43,7 @@ class LaneLoader:
     dataset: map-style. order: which samples a lane has. seed: the job's. collate: list of samples -> batch, torch's
     default_collate by default. workers: loader processes (0: load when asked). prefetch: how many steps beyond the
     current one they prepare. pin_memory: batches in pinned memory, where there is CUDA.
+    preserve_generators: leave the caller's generators as they were; off for a caller who seeds them next.
     The loader processes end with the thread that first asked for a batch or a schedule.
     """
 
@@ -56,11 +57,13 @@ class LaneLoader:
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
+        preserve_generators: bool = True,
     ) -> None:
         self._recipe = Recipe(dataset, order, collate or default_collate, seed)
         self._workers = workers
         self._prefetch = prefetch
         self._pin = pin_memory
+        self._preserve = preserve_generators
         self._slots: list[_Slot] = []
         self._ready: dict[Key, Any] = {}
         self._taken: set[Key] = set()
@@ -102,7 +105,7 @@ class LaneLoader:
         self._taken.add(key)
         batch = self._prepared(key)
         if batch is None:
-            batch = fetch(self._recipe, step, lane)[0]
+            batch = fetch(self._recipe, step, lane, preserve=self._preserve)[0]
         self._ask()
         if isinstance(batch, Failure):
             raise batch.error()

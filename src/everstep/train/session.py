@@ -73,6 +73,7 @@ class Session:
             workers=self.config.loader.workers,
             prefetch=self.config.loader.prefetch,
             pin_memory=self.config.loader.pin_memory,
+            preserve_generators=False,  # entering a lane seeds them all
         )
         self.publisher = Publisher(link.run_dir, link.me, self.config.log_every)
         self.rendezvous = Rendezvous(link.tell)
