@@ -18,8 +18,8 @@ LIMIT_S = 180.0
 COMMAND = [sys.executable, "-m", "everstep"]
 
 TASK_FILE = '''
-"""A small task that gives tests time to interfere: a lane takes task.lane_s seconds longer. With E2E_EVENTS (a file)
-it does so only while a worker that was evicted has not been replaced, so that no two faults meet."""
+"""A small task that gives tests time to interfere: a lane takes E2E_LANE_S seconds longer; with E2E_EVENTS (a file)
+only while a worker that was evicted has not been replaced, so that no two faults meet."""
 import os
 import time
 import torch
@@ -53,7 +53,7 @@ class Small(everstep.Task):
         return torch.optim.AdamW(params, lr=0.01)
 
     def loss(self, model, batch):
-        end = time.monotonic() + float(self.config.task.get("lane_s", 0))
+        end = time.monotonic() + float(os.environ.get("E2E_LANE_S", 0))
         while time.monotonic() < end and not self.complete():
             time.sleep(0.01)
         return nn.functional.mse_loss(model(batch[0])[:, 0], batch[1])
@@ -68,10 +68,12 @@ class Small(everstep.Task):
 '''
 
 
-def everstep(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def everstep(*argv: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     command = [*COMMAND, *(str(a) for a in argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=cwd, env=environment())
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=cwd, env=environment(**variables)
+    )
 
 
 def together(*commands: Sequence[str | Path], cwd: Path | None = None) -> list[subprocess.CompletedProcess[str]]:
@@ -80,9 +82,9 @@ def together(*commands: Sequence[str | Path], cwd: Path | None = None) -> list[s
         return list(pool.map(lambda argv: everstep(*argv, cwd=cwd), commands))
 
 
-def environment() -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     """No terminal width, no colours: as in a pipe."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", **variables}
 
 
 def one_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -107,14 +109,14 @@ def digest_of(run_dir: Path) -> dict[str, Any]:
 class Running:
     """`everstep run --json` in the background. `wait_for` returns the first event, seen or coming, that satisfies."""
 
-    def __init__(self, *argv: str | Path, cwd: Path | None = None) -> None:
+    def __init__(self, *argv: str | Path, cwd: Path | None = None, **variables: str) -> None:
         self.process = subprocess.Popen(
             [*COMMAND, "run", *(str(a) for a in argv), "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env=environment(),
+            env=environment(**variables),
             start_new_session=True,
         )
         self.events: list[dict[str, Any]] = []

@@ -2,61 +2,90 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
-import time
+import subprocess
 from pathlib import Path
 
-import pytest
-from e2e_cli import Running, events_of, everstep
+from e2e_cli import COMMAND, Running, environment, events_of, everstep
 
-SLOW = ("--workers", "2", "--steps", "500", "--set", "task.lane_s=0.05")
+SLOW = ("--workers", "2", "--steps", "500")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_job_in_order(run_dir: Path, small_task: str, number: int, code: int) -> None:
-    with Running(small_task, *SLOW, "--run-dir", run_dir) as job:
+def test_interrupted_in_order_and_started_again(run_dir: Path, small_task: str) -> None:
+    """Without checkpoints a job goes on from step 0, in the same directory, and says so."""
+    options = ("--workers", "2", "--steps", "40", "--run-dir", run_dir)
+    with Running(small_task, *options, E2E_LANE_S="0.1") as job:
         job.wait_for_step(2)
-        job.signal(number)
-        ended, printed, errors = job.end()
-    assert ended == code, errors
-    assert "Traceback" not in errors
-    assert (printed[-1]["kind"], printed[-1]["state"], printed[-1]["exit_code"]) == ("summary", "interrupted", code)
+        job.signal(signal.SIGINT)
+        code, printed, errors = job.end()
+    assert (code, "Traceback" in errors) == (130, False), errors
+    assert "interrupted by SIGINT" in errors
+    assert (printed[-1]["kind"], printed[-1]["state"], printed[-1]["exit_code"]) == ("summary", "interrupted", 130)
     assert json.loads(everstep("status", run_dir, "--json").stdout)["state"] == "interrupted"
-
-
-def test_a_second_one_ends_it_at_once(run_dir: Path, small_task: str) -> None:
-    with Running(small_task, *SLOW, "--run-dir", run_dir) as job:
-        job.wait_for_step(1)
-        job.signal(signal.SIGINT)
-        job.signal(signal.SIGINT)
-        begin = time.monotonic()
-        ended, _, errors = job.end()
-    assert ended == 130
-    assert "Traceback" not in errors
-    assert time.monotonic() - begin < 30, "generously; in order it may take its grace"
-
-
-def test_before_the_first_step(run_dir: Path, small_task: str) -> None:
-    with Running(small_task, *SLOW, "--run-dir", run_dir) as job:
-        job.wait_for(lambda e: e["kind"] == "job_started")
-        job.signal(signal.SIGINT)
-        ended, _, errors = job.end()
-    assert ended == 130, errors
-    assert "Traceback" not in errors
-
-
-def test_an_interrupted_job_starts_again(run_dir: Path, small_task: str) -> None:
-    """Without checkpoints: from step 0, in the same directory, and it says so."""
-    options = ("--workers", "2", "--steps", "8", "--set", "task.lane_s=0.2", "--run-dir", run_dir)
-    with Running(small_task, *options) as job:
-        job.wait_for_step(2)
-        job.signal(signal.SIGINT)
-        job.end()
     before = len(events_of(run_dir))
     again = everstep("run", small_task, *options)
     assert again.returncode == 0, again.stderr
     assert "starts again from step 0" in again.stdout
     events = events_of(run_dir)[before:]
-    assert [e["step"] for e in events if e["kind"] == "step_committed"] == list(range(1, 9))
+    assert [e["step"] for e in events if e["kind"] == "step_committed"] == list(range(1, 41))
     assert everstep("ledger", run_dir).returncode == 0
+
+
+def test_other_signals_and_other_moments(tmp_path: Path, small_task: str) -> None:
+    with (
+        Running(small_task, *SLOW, "--run-dir", tmp_path / "terminated", E2E_LANE_S="0.05") as terminated,
+        Running(small_task, *SLOW, "--run-dir", tmp_path / "twice", E2E_LANE_S="0.05") as twice,
+        Running(small_task, *SLOW, "--run-dir", tmp_path / "early", E2E_LANE_S="0.05") as early,
+    ):
+        early.wait_for(lambda e: e["kind"] == "job_started")
+        early.signal(signal.SIGINT)
+        twice.wait_for_step(1)
+        twice.signal(signal.SIGINT)
+        twice.signal(signal.SIGINT)
+        terminated.wait_for_step(2)
+        terminated.signal(signal.SIGTERM)
+        for job, expected in ((early, 130), (twice, 130), (terminated, 143)):
+            code, _, errors = job.end()
+            assert (code, "Traceback" in errors, "error: interrupted" in errors) == (expected, False, True), errors
+    for name in ("terminated", "twice", "early"):
+        assert processes_of(tmp_path / name) == []
+
+
+def test_while_the_task_is_looked_at(tmp_path: Path, small_task: str) -> None:
+    """Before there is a launcher: Ctrl-C reaches the whole group, as a terminal sends it."""
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        run_dir = tmp_path / "run"
+        process = subprocess.Popen(
+            [*COMMAND, "run", small_task, "--run-dir", str(run_dir)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        while not children(process.pid):  # the first child looks at the task
+            assert process.poll() is None
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, "Traceback" in errors, "error: interrupted" in errors) == (code, False, True), (
+            errors
+        )
+        assert not run_dir.exists()
+
+
+def children(pid: int) -> list[str]:
+    """The ids of the processes that this one has started."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Command lines of living processes that have to do with this directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+            if str(run_dir) in line:
+                found.append(line)
+    return found

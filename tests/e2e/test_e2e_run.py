@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import shutil
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_cli import Running, digest_of, events_of, everstep, one_error
+from e2e_cli import COMMAND, Running, digest_of, events_of, everstep, one_error, together
+
+from everstep.base.errors import ProtocolError
+from everstep.observe.events import KINDS
+from everstep.runtime import wire
 
 CHAOS = (
     "kill:target=worker:2,at=3,phase=backward; kill:target=leader:0,at=5,phase=agree; kill:target=coordinator,at=7; "
@@ -15,21 +27,32 @@ CHAOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> Path:
-    run_dir = tmp_path_factory.mktemp("jobs") / "undisturbed"
-    done = everstep("run", small_task, "--run-dir", run_dir)
-    assert done.returncode == 0, done.stderr
-    return run_dir
+OTHER = "mlp-digits"
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Three workers are lost: of four one is left, even if nobody has healed by then."""
-    run_dir = tmp_path_factory.mktemp("jobs") / "disturbed"
-    done = everstep("run", small_task, "--workers", "4", "--run-dir", run_dir, "--chaos", CHAOS, "--json")
-    assert done.returncode == 0, done.stderr
-    return run_dir, [json.loads(line) for line in done.stdout.splitlines()]
+def both(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> tuple[Path, Path, list[dict[str, Any]]]:
+    """An undisturbed run, one with faults and a spare, and what the latter printed."""
+    base = tmp_path_factory.mktemp("jobs")
+    calm, harsh = base / "undisturbed", base / "disturbed"
+    options = ("--workers", "3", "--spares", "1", "--chaos", CHAOS, "--json")
+    variables = {"E2E_LANE_S": "1.0", "E2E_EVENTS": str(harsh / "events.jsonl")}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(everstep, "run", small_task, "--run-dir", calm)
+        second = everstep("run", small_task, "--run-dir", harsh, *options, **variables)
+        assert first.result().returncode == 0, first.result().stderr
+    assert second.returncode == 0, second.stderr
+    return calm, harsh, [json.loads(line) for line in second.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(both: tuple[Path, Path, list[dict[str, Any]]]) -> Path:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def disturbed(both: tuple[Path, Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, Any]]]:
+    return both[1], both[2]
 
 
 Disturbed = tuple[Path, list[dict[str, Any]]]
@@ -51,6 +74,8 @@ def test_json_is_the_events_and_last_a_summary(disturbed: Disturbed) -> None:
     assert last["digest"] == digest_of(run_dir)
     assert last["recoveries"] >= 3
     assert 0 < last["recovery_s"]["median"] <= last["recovery_s"]["max"]
+    logs = [path.read_text() for path in (run_dir / "logs").glob("worker-*.log")]
+    assert any("leaving: the job is over" in log for log in logs), "the spare left in order"
 
 
 def test_events_have_the_fields_of_the_interface(disturbed: Disturbed) -> None:
@@ -66,6 +91,15 @@ def test_events_have_the_fields_of_the_interface(disturbed: Disturbed) -> None:
     assert sorted(fault for fault, *_ in injected) == ["kill", "kill", "kill", "raise"]
     assert {"worker_evicted", "generation_started", "recovery_completed", "leader_changed"} <= set(kinds)
     assert "coordinator_restarted" in kinds
+    assert set(kinds) <= KINDS
+    for event in events:
+        if event["kind"] == "recovery_completed":
+            phases = event["phases_s"]
+            assert [*phases] == ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal"]
+            assert phases["redo"] > 0 and all(duration >= 0 for duration in phases.values())
+            assert max(phases.values()) <= event["duration_s"]
+    killed = [e for e in events if e["kind"] == "recovery_completed" and e["died_unix_ns"]]
+    assert killed and all(e["phases_s"]["notice"] > 0 for e in killed), "from the death, not from hearing of it"
 
 
 def test_every_sample_counted_once(undisturbed: Path, disturbed: Disturbed) -> None:
@@ -82,78 +116,94 @@ def test_status_of_a_finished_job(disturbed: Disturbed) -> None:
     assert (done.returncode, status["state"], status["step"], status["workers"]) == (0, "completed", 12, [])
 
 
-def test_a_finished_job_says_so(undisturbed: Path, small_task: str) -> None:
-    before = events_of(undisturbed)
-    done = everstep("run", small_task, "--run-dir", undisturbed)
-    assert done.returncode == 0
-    assert "has finished" in done.stdout
-    done = everstep("run", small_task, "--run-dir", undisturbed, "--json")
-    assert json.loads(done.stdout)["state"] == "completed"
-    assert events_of(undisturbed) == before
+def test_a_finished_job_says_so_and_belongs_to_its_job(undisturbed: Path, tmp_path: Path, small_task: str) -> None:
+    cases = (["run", small_task], ["run", small_task, "--json"], ["run", small_task, "--set", "seed=5"], ["run", OTHER])
+    dirs = [shutil.copytree(undisturbed, tmp_path / str(i)) for i in range(len(cases))]
+    runs = [[*argv, "--run-dir", str(where)] for argv, where in zip(cases, dirs, strict=True)]
+    plain, as_json, seed, task = together(*runs)
+    assert plain.returncode == 0 and "has finished" in plain.stdout
+    assert as_json.returncode == 0 and json.loads(as_json.stdout)["state"] == "completed"
+    assert (seed.returncode, "seed is 0 there, 5 here" in one_error(seed)) == (2, True)
+    assert (task.returncode, "task is" in one_error(task)) == (2, True)
+    assert all(events_of(where) == events_of(undisturbed) for where in dirs)
 
 
-def test_the_directory_of_another_job(undisturbed: Path, small_task: str) -> None:
-    done = everstep("run", small_task, "--run-dir", undisturbed, "--set", "seed=5")
-    assert done.returncode == 2
-    assert "seed is 0 there, 5 here" in one_error(done)
-    done = everstep("run", "mlp-digits", "--run-dir", undisturbed)
-    assert done.returncode == 2
-    assert "task is" in one_error(done)
-
-
-def test_fresh_runs_anew_and_keeps_the_old(tmp_path: Path, small_task: str) -> None:
+def test_fresh_with_a_simulated_failure(tmp_path: Path, small_task: str, undisturbed: Path) -> None:
     run_dir = tmp_path / "run"
-    for _ in range(2):
-        done = everstep("run", small_task, "--run-dir", run_dir, "--steps", "2", "--fresh")
-        assert done.returncode == 0, done.stderr
+    shutil.copytree(undisturbed, run_dir)
+    done = everstep("run", small_task, "--run-dir", run_dir, "--fresh", "--workers", "2", "--simulate-failure")
+    assert done.returncode == 0, done.stderr
+    assert [e["fault"] for e in events_of(run_dir) if e["kind"] == "fault_injected"] == ["kill"]
+    assert "\x1b" not in done.stdout and "step 12/12" in done.stdout
     assert everstep("verify", run_dir, run_dir / "previous-1").returncode == 0
 
 
-def test_eval_reports_the_metrics_of_the_weights(undisturbed: Path, small_task: str) -> None:
-    outputs = []
-    for source in (undisturbed, undisturbed / "final" / "model.safetensors"):
-        done = everstep("eval", small_task, "--from", source, "--json")
-        assert done.returncode == 0, done.stderr
-        outputs.append(json.loads(done.stdout))
-    assert outputs[0]["samples"] == 50
-    assert outputs[0]["metrics"] == outputs[1]["metrics"]
-    assert outputs[0]["metrics"]["loss"] > 0
-    assert "loss" in everstep("eval", small_task, "--from", undisturbed).stdout
-
-
-def test_dry_run_shows_the_placement_and_starts_nothing(run_dir: Path, small_task: str) -> None:
-    done = everstep("run", small_task, "--workers", "2", "--run-dir", run_dir, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "0:0-1  1:2-3" in done.stdout
+def test_eval_and_dry_run(undisturbed: Path, run_dir: Path, small_task: str) -> None:
+    weights = undisturbed / "final" / "model.safetensors"
+    dry = ["run", small_task, "--workers", "2", "--run-dir", str(run_dir), "--dry-run"]
+    done = together(["eval", small_task, "--from", undisturbed, "--json"], ["eval", small_task, "--from", weights], dry)
+    assert [d.returncode for d in done] == [0, 0, 0], [d.stderr for d in done]
+    told = json.loads(done[0].stdout)
+    assert told["samples"] == 50 and told["metrics"]["loss"] > 0
+    assert f"{told['metrics']['loss']:.4f}" in done[1].stdout
+    assert "0:0-1  1:2-3" in done[2].stdout
     assert not run_dir.exists()
 
 
-def test_simulate_failure_kills_one_worker_once(run_dir: Path, small_task: str, undisturbed: Path) -> None:
-    done = everstep("run", small_task, "--workers", "2", "--run-dir", run_dir, "--simulate-failure")
-    assert done.returncode == 0, done.stderr
-    assert [e["fault"] for e in events_of(run_dir) if e["kind"] == "fault_injected"] == ["kill"]
-    assert everstep("verify", undisturbed, run_dir).returncode == 0
-    assert "\x1b" not in done.stdout
-    assert "step 12/12" in done.stdout
-
-
-def test_scale_and_drain_while_it_runs(run_dir: Path, small_task: str, undisturbed: Path) -> None:
-    slow = ("--set", "task.lane_s=0.25")
-    with Running(small_task, "--workers", "2", "--run-dir", run_dir, *slow) as job:
+def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed: Path) -> None:
+    """Status, a second run in its directory, strangers at its port, scale, drain."""
+    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", E2E_LANE_S="0.1") as job:
         job.wait_for_step(1)
         live = json.loads(everstep("status", run_dir, "--json").stdout)
         assert live["state"] in ("running", "recovering")
         assert [w["worker_id"] for w in live["workers"]] == [0, 1]
         assert [w["role"] for w in live["workers"]] == ["leader", "active"]
         assert sorted(lane for w in live["workers"] for lane in w["lanes"]) == [0, 1, 2, 3]
+        fields = {"worker_id", "incarnation", "pid", "host", "stage", "role", "step", "lanes", "samples_per_s"}
+        assert all(fields <= w.keys() for w in live["workers"])
         assert live["coordinator"]["pid"] > 1
-        again = everstep("run", small_task, "--run-dir", run_dir, *slow)
-        assert (again.returncode, "still running" in one_error(again)) == (2, True)
+        strangers(run_dir)
         assert everstep("scale", run_dir, "--workers", "3").returncode == 0
         job.wait_for(lambda e: e["kind"] == "generation_started" and len(e["workers"]) == 3)
+        nobody = everstep("drain", run_dir, "7")
+        assert (nobody.returncode, "the workers are 0, 1, 2" in one_error(nobody)) == (2, True)
         assert everstep("drain", run_dir, "1").returncode == 0
         job.wait_for(lambda e: e["kind"] == "generation_started" and e["workers"] == [0, 2])
-        code, _, errors = job.end()
+        again = everstep("run", small_task, "--run-dir", run_dir, "--steps", "60")
+        assert (again.returncode, "still running" in one_error(again)) == (2, True)
+        code, events, errors = job.end()
     assert code == 0, errors
-    # the option only slows the lanes down, but it is the task's own, so the weights are what can be compared
-    assert digest_of(run_dir)["model"] == digest_of(undisturbed)["model"]
+    assert digest_of(run_dir)["step"] == 60
+    warnings = [str(e["reason"]) for e in events if e["kind"] == "warning"]
+    assert any("refused a connection" in reason for reason in warnings)
+    assert (events[-1]["faults_survived"], events[-1]["steps_lost"]) == (0, 0)
+
+
+def strangers(run_dir: Path) -> None:
+    """Garbage bytes and a wrong token at the coordinator's port are turned away."""
+    port = json.loads((run_dir / "coordinator.json").read_text())["port"]
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as garbage:
+        garbage.sendall(os.urandom(4096))
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        stranger.settimeout(30)
+        with pytest.raises(ProtocolError, match="token"):
+            wire.handshake_client(stranger, b"\x00" * 32, "client", "stranger")
+
+
+def test_a_terminal_shows_it_live(run_dir: Path, small_task: str) -> None:
+    """A task with evaluation and early stop, looked at on a terminal."""
+    settings = ("--set", "eval_every=2", "--set", "early_stop.metric=loss", "--set", "early_stop.mode=min")
+    target = ("--set", "early_stop.target=1000", "--run-dir", str(run_dir))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [*COMMAND, "run", small_task, *settings, *target], {**os.environ, "TERM": "xterm"})
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal is told
+        while data := os.read(terminal, 1 << 16):
+            shown += data
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    for words in ("step 2/12", "generation 1", "leader", "0,1,2,3", "evaluated after step 2", "test loss", "completed"):
+        assert words in text
+    assert digest_of(run_dir)["step"] == 2
+    assert any("has reached the target" in str(e["reason"]) for e in events_of(run_dir))
