@@ -36,7 +36,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> tuple[Pat
     base = tmp_path_factory.mktemp("jobs")
     calm, harsh = base / "undisturbed", base / "disturbed"
     options = ("--workers", "3", "--spares", "1", "--chaos", CHAOS, "--json")
-    variables = {"E2E_LANE_S": "1.0", "E2E_EVENTS": str(harsh / "events.jsonl")}
+    variables = {"E2E_LANE_S": "0.5", "E2E_EVENTS": str(harsh / "events.jsonl")}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(everstep, "run", small_task, "--run-dir", calm)
         second = everstep("run", small_task, "--run-dir", harsh, *options, **variables)

@@ -273,8 +273,7 @@ class Coordinator:
         plan, prepared = state.plan, state.prepared
         if plan is not None and plan.has(worker.key):
             if generation == plan.generation:
-                state.dirty = state.dirty or not state.entered
-                state.entered.add(worker.key.worker_id)
+                plans.back_in(state, worker)
             elif not state.broken:
                 plans.order(state, worker, m.PlanNow(plan=plan))
         if prepared is not None and (prepared.has(worker.key) or (plan is not None and plan.has(worker.key))):

@@ -246,6 +246,17 @@ def follow(state: State, generation: int) -> None:
         _switch(state)
 
 
+def back_in(state: State, worker: Worker) -> None:
+    """A member's hello shows that it has settled in the present plan."""
+    plan, worker_id = state.plan, worker.key.worker_id
+    if plan is None or worker_id in state.entered:
+        return
+    state.dirty = state.dirty or not state.entered
+    state.entered.add(worker_id)
+    if worker_id in plan.joining and plan.generation == state.switched:  # else it was told before a restart
+        _report_healed(state, worker, worker.step + 1)
+
+
 def _report_healed(state: State, worker: Worker, step: int) -> None:
     state.report(
         "worker_healed",
@@ -265,6 +276,7 @@ def _switch(state: State) -> None:
         return
     state.persist("entered", generation=plan.generation)
     state.plan, state.prepared, state.entered = plan, None, set()
+    state.switched = plan.generation
     behind = [i for i in sorted(state.accusations) if i in plan.worker_ids]
     if behind:
         # They lost a peer before they had decided the switch; in the new generation the others wait for them.

@@ -176,6 +176,7 @@ class State:
         self.prepared: Plan | None = None
         self.generation = 0  # the highest ever given out or heard of
         self.entered: set[int] = set()  # members that have settled in `plan`
+        self.switched = 0  # the prepared generation whose beginning this life of the coordinator has told
         self.broken: list[str] = []  # why the current plan cannot go on
         self.fallback = False  # all state is lost; the next plan starts at step 0
         self.step = 0

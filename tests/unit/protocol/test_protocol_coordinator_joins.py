@@ -447,3 +447,24 @@ def test_fences_tickets_and_targets_survive_a_restart():
     assert again.last(m.Dismissed, "w3.0") is not None
     assert again.coordinator.status()["target"] == 2
     assert WorkerKey(3, 0) not in [x.key for x in again.plan.members]
+
+
+def test_a_switch_while_the_coordinator_was_away_is_told_once():
+    world = running()
+    world.exited(2)
+    rejoined(world, 2, 1)
+    world.entered(0, 2, 4)
+    world.healed(2, 1)
+    plan = world.prepared
+    again = world.restart()
+    again.agent(0, 1, (2, 1))
+    for worker, incarnation in ((0, 0), (2, 1), (1, 0)):
+        again.hello(worker, incarnation, plan=plan, step=7)
+        again.entered(worker, plan.generation, 8, incarnation)
+    assert again.plan == plan
+    assert again.kinds().count("worker_healed") == 1 and again.report("worker_healed")["worker_id"] == 2
+    once_more = again.restart()
+    once_more.agent(0, 1, (2, 1))
+    for worker, incarnation in ((0, 0), (2, 1), (1, 0)):
+        once_more.hello(worker, incarnation, plan=plan, step=9)
+    assert "worker_healed" not in once_more.kinds()
