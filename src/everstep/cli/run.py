@@ -152,11 +152,13 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if found.state == "finished":
         return _already_finished(invocation, found)
     write_job(run_dir, job)
-    return _launch(invocation, job, _opening(run_dir, found, aside))
+    return _launch(invocation, job, _opening(run_dir, found, aside, invocation.spec.kind == "script"))
 
 
-def _opening(run_dir: Path, found: Found, aside: Path | None) -> list[str]:
+def _opening(run_dir: Path, found: Found, aside: Path | None, is_script: bool) -> list[str]:
     lines = [f"run directory {run_dir}"]
+    if is_script:
+        lines.append(f"what the script prints goes to {run_dir / 'logs'}/worker-*.log")
     if aside is not None:
         lines.append(f"what was there is now in {aside}")
     if found.state == "stopped":
