@@ -267,7 +267,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("generations", str(summary["generations"])),
     ]
     if summary["recoveries"]:
-        times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms"
+        times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms to the next step"
         rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
     rows += [
         ("digest of model", str(digest.get("model", "none"))),

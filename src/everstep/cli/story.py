@@ -184,7 +184,10 @@ def sentence(event: Event) -> str | None:
     reason = " ".join(str(event.get("reason") or "").split())
     why = f": {reason}" if reason else ""
     if kind == "recovery_completed":
-        return f"recovered in {1000 * float(event.get('duration_s') or 0):.0f} ms{why}"
+        whole_ms = 1000 * float(event.get("duration_s") or 0)
+        redo_ms = 1000 * float((event.get("phases_s") or {}).get("redo") or 0)
+        step = f", the next step is done after {whole_ms:.0f} ms" if redo_ms else ""
+        return f"recovered in {whole_ms - redo_ms:.0f} ms{step}{why}"
     if kind == "evaluated":
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in (event.get("metrics") or {}).items() if v is not None)
         return f"evaluated after step {event.get('step')}: {numbers}"
