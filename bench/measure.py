@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def _paths() -> list[str]:
-    """Where processes look for modules: here, and where this one was told to look (another version of Everstep, say)."""
+    """Where processes look for modules: here, and where this one was told to look (another version, say)."""
     return [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
