@@ -11,6 +11,9 @@ EverstepError
 ├── CollectiveAborted      a transfer was left because the generation ended or a peer died
 ├── ProtocolError          bytes on a connection that are not ours: bad frame, version or token
 ├── CheckpointCorrupt      stored state that does not match its hashes
+├── StoreError             a directory or object store could not be read or written
+│   ├── BlobMissing        it has nothing under that name
+│   └── BlobExists         it has something under a name that was to be new
 └── JobFailed              the job cannot go on; the message says why
 InvariantViolation         (not an EverstepError) a bug in Everstep
 """
@@ -70,6 +73,18 @@ class ProtocolError(EverstepError):
 
 class CheckpointCorrupt(EverstepError):
     """Stored state does not match its hashes."""
+
+
+class StoreError(EverstepError):
+    """A directory or object store could not be read or written."""
+
+
+class BlobMissing(StoreError):
+    """A store has nothing under that name."""
+
+
+class BlobExists(StoreError):
+    """A store has something under a name that was to be new."""
 
 
 class JobFailed(EverstepError):
