@@ -82,6 +82,10 @@ class ObjectTierConfig(TierConfig):
     """Checkpoints in an object store."""
 
     url: str | None = key(None, "str", "where, like s3://bucket/prefix; none: off", none=True)
+    endpoint: str | None = key(
+        None, "str", "address of an S3-compatible server, like https://host:9000; none: AWS_ENDPOINT_URL", none=True
+    )
+    region: str | None = key(None, "str", "region of the bucket; none: AWS_REGION", none=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,348 @@
+"""Checkpoint files in an S3-compatible object store, as a `BlobStore`.
+
+Apart from `store` because it alone needs the client (obstore, the extra `object`), and because everything that such a
+store answers is turned here into one line that says what to do. Credentials come from the environment and stay there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
+from everstep.checkpoint.store import Bytes
+
+PART_BYTES = 8 << 20
+"""Size of a part of a multipart upload, and of a range when a long read is split."""
+_STREAMS = 4
+_MAX_SINGLE_PUT_BYTES = 64 << 20
+_HASH = "everstep-xxh3"
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3})")
+
+_CREDENTIALS = frozenset(
+    {
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "TokenRefreshRequired",
+        "InvalidToken",
+        "AccessDenied",
+        "RequestTimeTooSkewed",
+        "AccountProblem",
+        "AllAccessDisabled",
+    }
+)
+_FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "XMinioStorageFull"})
+
+
+class StoreRefused(StoreError):
+    """The store will not do this until somebody changes something: the bucket, the credentials, its free space."""
+
+
+@dataclass(frozen=True)
+class ObjectOptions:
+    """How to reach a store. None: from AWS_ENDPOINT_URL(_S3), AWS_REGION or AWS_DEFAULT_REGION; times in seconds.
+
+    Keys are only ever taken from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or from the role of
+    the machine where these are not set.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    request_timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    retries: int = 3
+    retry_timeout_s: float = 30.0
+
+
+class ObjectStore:
+    """Names under `s3://bucket/prefix`. Thread-safe."""
+
+    def __init__(self, url: str, options: ObjectOptions | None = None) -> None:
+        """Raises: ConfigError if the URL is no S3 one, or the client is not installed. Asks the store nothing yet."""
+        self.url = url.rstrip("/")
+        self.bucket, self._prefix = parse_url(url)
+        self._options = options or ObjectOptions()
+        self._endpoint = self._options.endpoint or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        if self._endpoint and "@" in self._endpoint:
+            raise ConfigError("keys do not belong into an endpoint: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        self._obstore = _client()
+        self._store = self._connect()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def _connect(self) -> Any:
+        options = self._options
+        region = options.region or _environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+        where: dict[str, Any] = {"region": region}
+        if self._endpoint:
+            where |= {"endpoint": self._endpoint, "virtual_hosted_style_request": False}
+        try:
+            return self._obstore.store.S3Store(
+                self.bucket,
+                **where,
+                client_options={
+                    "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
+                    "timeout": timedelta(seconds=options.request_timeout_s),
+                    "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+                },
+                retry_config={
+                    "max_retries": options.retries,
+                    "retry_timeout": timedelta(seconds=options.retry_timeout_s),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=100),
+                        "max_backoff": timedelta(seconds=5),
+                        "base": 2,
+                    },
+                },
+            )
+        except Exception as error:
+            raise self._told(error, "") from None
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r})"
+
+    # ---- reading
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Names that begin with the prefix, sorted."""
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Name -> size in bytes of what begins with the prefix; one request per 1,000 names."""
+        folder = prefix.rpartition("/")[0]
+        where = self._key(folder) if folder else self._prefix
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        try:
+            found = {
+                meta["path"][cut:]: int(meta["size"])
+                for chunk in self._obstore.list(self._store, where or None)
+                for meta in chunk
+            }
+        except Exception as error:
+            raise self._told(error, prefix) from None
+        return {name: size for name, size in found.items() if name.startswith(prefix)}
+
+    def size(self, name: str) -> int:
+        """Raises: BlobMissing."""
+        try:
+            return int(self._obstore.head(self._store, self._key(name))["size"])
+        except Exception as error:
+            raise self._told(error, name) from None
+
+    def exists(self, name: str) -> bool:
+        """Whether the name is there."""
+        try:
+            self.size(name)
+        except BlobMissing:
+            return False
+        return True
+
+    def fingerprint(self, name: str) -> tuple[int, str]:
+        """Size in bytes and the hash (32 hex digits) that was stored with it, "" if none. Raises: BlobMissing."""
+        try:
+            answer = self._obstore.get(self._store, self._key(name), options={"head": True})
+            return int(answer.meta["size"]), str(answer.attributes.get(_HASH, ""))
+        except Exception as error:
+            raise self._told(error, name) from None
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> memoryview:
+        """Bytes of a name from `start`; long reads go by several ranges at once. May be shorter at the end.
+
+        Raises: BlobMissing; StoreError.
+        """
+        if length is None:
+            length = self.size(name) - start
+        if length <= 0:
+            return memoryview(b"")
+        if length <= PART_BYTES:
+            return memoryview(self._range(name, start, length))
+        out = bytearray(length)
+        jobs = [(at, min(PART_BYTES, length - at)) for at in range(0, length, PART_BYTES)]
+
+        def fetch(job: tuple[int, int]) -> int:
+            data = self._range(name, start + job[0], job[1])
+            out[job[0] : job[0] + len(data)] = data
+            return len(data)
+
+        got = sum(self._threads().map(fetch, jobs))
+        return memoryview(out)[:got]
+
+    def _range(self, name: str, start: int, length: int) -> bytes:
+        try:
+            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))
+        except Exception as error:
+            if "InvalidRange" in str(error):
+                return b""
+            raise self._told(error, name) from None
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2 * _STREAMS, thread_name_prefix="object-read")
+        return self._pool
+
+    # ---- writing
+
+    def write(
+        self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False, digest: str | None = None
+    ) -> None:
+        """Store the bytes of the chunks under a name, all or nothing; in parts, several at once, if it is large.
+
+        size: in bytes, of all chunks together. if_absent: exactly one of several writers wins (one request, so at most
+        64 MiB: S3 servers do not check conditions when a multipart upload is completed). digest: kept beside it, for
+        `fingerprint`.
+
+        Raises: BlobExists; StoreError.
+        """
+        single = if_absent or size <= PART_BYTES
+        if if_absent:
+            check(size <= _MAX_SINGLE_PUT_BYTES, f"{name} is too large ({size} bytes) to be written conditionally")
+        attributes: dict[str, str] = {_HASH: digest} if digest else {}
+        pieces = _copies(name, chunks, size)
+        data: Any = b"".join(pieces) if single else pieces
+        try:
+            self._obstore.put(
+                self._store,
+                self._key(name),
+                data,
+                attributes=attributes or None,
+                mode="create" if if_absent else None,
+                use_multipart=not single,
+                chunk_size=PART_BYTES,
+                max_concurrency=_STREAMS,
+            )
+        except Exception as error:
+            raise self._told(error, name) from None
+
+    def delete(self, name: str) -> None:
+        """Remove a name; one that is not there is no error."""
+        try:
+            self._obstore.delete(self._store, self._key(name))
+        except Exception as error:
+            told = self._told(error, name)
+            if not isinstance(told, BlobMissing):
+                raise told from None
+
+    def move(self, old: str, new: str) -> None:
+        """Raises: BlobMissing, BlobExists. The server copies; a reader may see both for a moment."""
+        if self.exists(new):
+            raise BlobExists(f"cannot move {self.url}/{old}: {new} is there already")
+        try:
+            self._obstore.copy(self._store, self._key(old), self._key(new))
+        except Exception as error:
+            raise self._told(error, old) from None
+        self.delete(old)
+
+    def close(self) -> None:
+        """End the reading threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+    # ---- words
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _told(self, error: Exception, name: str) -> Exception:
+        """What went wrong, in one line: expected, came, what to do."""
+        ours = isinstance(error, OSError) and error.errno is not None  # of the file that is being uploaded
+        if ours or not isinstance(error, self._client_errors()):
+            return error
+        text = str(error)
+        code = next(iter(_CODE.findall(text)), "")
+        status = next(iter(_STATUS.findall(text)), "")
+        where = f"{self.url}/{name}" if name else self.url
+        at = f" at {self._endpoint}" if self._endpoint else ""
+        if isinstance(error, self._obstore.exceptions.AlreadyExistsError) or code == "PreconditionFailed":
+            return BlobExists(f"{where} is there already")
+        if code in ("NoSuchBucket", "InvalidBucketName"):
+            return StoreRefused(f"there is no bucket {self.bucket!r}{at}: create it, or correct the URL")
+        if code in _FULL or status == "507":
+            return StoreRefused(f"cannot write {where}: the store is full ({code or status}): make room there")
+        if code in _CREDENTIALS or status in ("401", "403"):
+            return StoreRefused(
+                f"the store{at or ' of AWS'} refuses these credentials ({code or status}) for {where}: check "
+                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and whether they have expired"
+            )
+        if isinstance(error, FileNotFoundError) or code == "NoSuchKey" or status == "404":
+            return BlobMissing(f"there is no {where}")
+        return StoreError(f"cannot use {where}{at}: {_cause(text, code, status)}")
+
+    def _client_errors(self) -> tuple[type[Exception], ...]:
+        return (self._obstore.exceptions.BaseError, OSError, ValueError)
+
+
+def open_object_store(url: str, endpoint: str | None = None, region: str | None = None) -> ObjectStore:
+    """The store at an S3 URL. endpoint, region: None: from the environment. Raises: ConfigError."""
+    return ObjectStore(url, ObjectOptions(endpoint, region))
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of `s3://bucket/prefix`.
+
+    Raises: ConfigError.
+    """
+    scheme, separator, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not separator or not bucket or "?" in rest or "#" in rest:
+        raise ConfigError(f"expected a URL such as s3://bucket/prefix, got {url!r}")
+    if "@" in bucket:
+        raise ConfigError("keys do not belong into a URL: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+    return bucket, prefix.strip("/")
+
+
+def _client() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError:
+        raise ConfigError(
+            "object stores need the client obstore, which is not installed: pip install 'everstep[object]'"
+        ) from None
+    return obstore
+
+
+def _environment(*names: str) -> str | None:
+    return next((value for name in names if (value := os.environ.get(name))), None)
+
+
+def _copies(name: str, chunks: Iterable[Bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of at most a part, copied: the client holds on to them while it sends."""
+    seen = 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        seen += len(view)
+        for at in range(0, len(view), PART_BYTES):
+            yield bytes(view[at : at + PART_BYTES])
+    check(seen == size, f"{name} was to have {size} bytes and has {seen}")
+
+
+def _cause(text: str, code: str, status: str) -> str:
+    """The client's words, which are long, as a few."""
+    if code or status:
+        return f"it answered {' '.join(w for w in (status, code) if w)}"
+    lower = text.lower()
+    if "169.254.169.254" in text:
+        return "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    for sign, words in (
+        ("connectionrefused", "connection refused; is it running, and is the endpoint right?"),
+        ("dns error", "its host name is not known; is the endpoint right?"),
+        ("failed to lookup", "its host name is not known; is the endpoint right?"),
+        ("timedout", "it did not answer in time"),
+        ("timed out", "it did not answer in time"),
+        ("timeout,", "it did not answer in time"),
+        ("connectionreset", "the connection was cut"),
+        ("incompletemessage", "the connection was cut"),
+        ("unexpectedeof", "the connection was cut"),
+        ("connect", "no connection; is it running, and is the endpoint right?"),
+    ):
+        if sign in lower:
+            return words
+    return " ".join(text.split("Debug source")[0].split())[:200]
