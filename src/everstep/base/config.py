@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from everstep.base.config_checks import check_together, default_workers
 from everstep.base.config_fields import Kind, convert, free, key, shown
 from everstep.base.errors import ConfigError
+from everstep.base.pool_wish import PoolWish, make_wish, parse_map
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class CheckpointConfig:
     best_metric: str | None = key(None, "str", "evaluated metric by which checkpoints are compared", none=True)
     best_mode: str = key("max", "str", "whether more or less of it is better", choices=("max", "min"))
     grace_s: float = key(30.0, "float", "time for an emergency checkpoint after SIGTERM or SIGINT", low=0)
+    full_every: int = key(10, "int", "write all blocks anew in one of so many; between, refer to unchanged ones", low=1)
     allow_mismatch: bool = key(False, "bool", "load checkpoints of another model or config as far as they fit")
 
 
@@ -181,13 +184,26 @@ class Config:
     lr_warmup_steps: int = key(100, "int", "steps over which a changed learning rate is reached", low=0, numerics=True)
 
     stages: int = key(1, "int", "parts the model is split into", low=1)
+    pool: int | None = key(
+        None, "int", "workers per stage, all active; makes workers = stages x pool", low=1, none=True
+    )
+    redundancy: int | None = key(
+        None, "int", "standby backups per stage; makes workers = stages x (1 + redundancy)", low=0, none=True
+    )
     map: Any = key(None, "any", "which worker serves which stage; none: evenly, in order", none=True)  # noqa: RUF009
     schedule: str = key(
         "1f1b", "str", "order of forward and backward passes in a pipeline", choices=("gpipe", "1f1b", "interleaved")
     )
-    chunks: int = key(1, "int", "stages per worker in the interleaved schedule", low=1)
+    chunks: int = key(1, "int", "parts of the model per stage, in the interleaved schedule", low=1)
     recompute: bool = key(False, "bool", "compute activations again instead of keeping them")
+    meta_init: bool = key(
+        False,
+        "bool",
+        "initialise each module by itself, from a generator of its own, so that no worker builds the whole model",
+        numerics=True,
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume_from: str | None = key(None, "str", "checkpoint (path or URL) to begin with; none: the job's own", none=True)
 
     chaos: str = key("", "str", "faults to inject, as for --chaos")
     emulate_compute_ms: float = key(0.0, "float", "extra time per lane, to try placements without the hardware", low=0)
@@ -252,8 +268,10 @@ def load_config(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
     Raises: ConfigError for an unknown key (naming the source and the nearest known one), a value of the wrong type or
     range, or values that contradict each other. One line.
     """
-    config: Config = _build(Config, read_layers(layers), ())
-    _check_together(config)
+    values = read_layers(layers)
+    wanted = default_workers(values) if "workers" not in values else None
+    config: Config = _build(Config, values if wanted is None else {**values, "workers": wanted}, ())
+    check_together(config)
     return config
 
 
@@ -316,40 +334,17 @@ def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -
     return group(**made)
 
 
-def _check_together(config: Config) -> None:
-    """Raises: ConfigError if values that are fine alone contradict each other."""
-    most = config.lanes * config.stages
-    if config.workers > most:
-        raise ConfigError(
-            f"workers: expected at most {most} for {config.lanes} lanes, got {config.workers}: "
-            f"use fewer workers, or raise 'lanes' to {-(-config.workers // config.stages)}"
-        )
-    if config.workers < config.stages:
-        raise ConfigError(
-            f"workers: expected at least one per stage ({config.stages}), got {config.workers}: "
-            "raise it or lower 'stages'"
-        )
-    if config.min_workers > config.workers:
-        raise ConfigError(
-            f"min_workers: expected at most workers ({config.workers}), got {config.min_workers}: "
-            "lower it or raise 'workers'"
-        )
-    for low, high, least, most_s in (
-        ("heartbeat.floor_s", "heartbeat.ceiling_s", config.heartbeat.floor_s, config.heartbeat.ceiling_s),
-        ("backoff.initial_s", "backoff.max_s", config.backoff.initial_s, config.backoff.max_s),
-    ):
-        if least > most_s:
-            raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
-    if config.early_stop.target is not None and config.early_stop.metric is None:
-        raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
-
-
 # ---- other shapes
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested, JSON-able; `load_config([(name, to_dict(config))])` gives an equal config."""
     return dataclasses.asdict(config)
+
+
+def pool_wish(config: Config) -> PoolWish:
+    """Who is wanted in which stage, and how many of each pool are active."""
+    return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
 
 
 def parse_set(text: str) -> tuple[str, str]:

@@ -164,5 +164,5 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "float": _to_float,
     "bool": _to_bool,
     "str": _to_str,
-    "any": lambda value: value,
+    "any": free,
 }

@@ -63,7 +63,8 @@ class Plan:
     `members` ascend by worker_id. `speeds` (samples per second, by worker_id) and `previous` (generation whose seats
     were repaired, 0 if none) are the inputs placement was called with. `prepared`: members switch to this plan after
     the first agree in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that
-    were not members of the generation before.
+    were not members of the generation before. `leaders`: by stage, where the config names one that is a member; None or
+    nothing: the first in id order.
     """
 
     generation: int
@@ -76,6 +77,7 @@ class Plan:
     previous: int = 0
     prepared: bool = False
     joining: tuple[int, ...] = ()
+    leaders: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]
@@ -94,6 +96,24 @@ class Plan:
     def _by_place(self) -> dict[tuple[int, int], Seat]:
         return {(s.worker_id, s.stage): s for s in self.seats}
 
+    @cached_property
+    def _by_lane(self) -> dict[tuple[int, int], int]:
+        return {(s.stage, lane): s.worker_id for s in self.seats for lane in s.lanes}
+
+    @cached_property
+    def _pools(self) -> dict[int, tuple[Seat, ...]]:
+        pools: dict[int, list[Seat]] = {}
+        for seat in self.seats:
+            pools.setdefault(seat.stage, []).append(seat)
+        return {stage: tuple(sorted(pool, key=lambda s: s.worker_id)) for stage, pool in pools.items()}
+
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for seat in self.seats:
+            found.setdefault(seat.worker_id, []).append(seat.stage)
+        return {worker_id: tuple(sorted(stages)) for worker_id, stages in found.items()}
+
     def member(self, worker_id: int) -> Member:
         """Raises: KeyError if the worker is not a member."""
         return self._by_id[worker_id]
@@ -104,15 +124,29 @@ class Plan:
 
     def pool(self, stage: int) -> tuple[Seat, ...]:
         """The seats of one stage, in id order."""
-        return tuple(s for s in self.seats if s.stage == stage)
+        return self._pools.get(stage, ())
 
     def leader(self, stage: int) -> int:
-        """worker_id of the first member of the stage's pool."""
-        return self.pool(stage)[0].worker_id
+        """worker_id of the stage's leader: the one the config names, if it is a member, else the first in id order."""
+        named = self.leaders[stage] if stage < len(self.leaders) else None
+        return self.pool(stage)[0].worker_id if named is None else named
 
     def seat(self, worker_id: int, stage: int = 0) -> Seat:
         """Raises: KeyError if the worker has no seat there."""
         return self._by_place[worker_id, stage]
 
+    def stages_of(self, worker_id: int) -> tuple[int, ...]:
+        """The stages in which the worker has a seat, ascending; none for somebody who is not a member."""
+        return self._stages_of.get(worker_id, ())
+
+    def seats_of(self, worker_id: int) -> tuple[Seat, ...]:
+        """The worker's seats, by stage."""
+        return tuple(self.seat(worker_id, stage) for stage in self.stages_of(worker_id))
+
     def lanes_of(self, worker_id: int, stage: int = 0) -> tuple[int, ...]:
+        """The lanes that the worker computes in a stage, ascending. Raises: KeyError if it has no seat there."""
         return self.seat(worker_id, stage).lanes
+
+    def holder(self, stage: int, lane: int) -> int:
+        """worker_id of the one that computes the lane in the stage. Raises: KeyError if nobody does."""
+        return self._by_lane[stage, lane]

@@ -14,8 +14,11 @@ from itertools import pairwise
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Seat
-from everstep.placement.owners import owners
+from everstep.base.pool_wish import PoolWish
+from everstep.placement.pools import actives, seat_pools
 from everstep.placement.tree import run_nodes
+
+NO_WISH = PoolWish()
 
 
 def place(
@@ -26,32 +29,39 @@ def place(
     speeds: Mapping[int, float] | None = None,
     previous: Sequence[Seat] = (),
     standby: Collection[int] = (),
+    wish: PoolWish = NO_WISH,
+    anew: bool = False,
 ) -> tuple[Seat, ...]:
     """Seats for the workers, by stage and then by worker id; every lane is taken exactly once in every stage.
 
     Fresh (`previous` empty): one run of lanes each. Without speeds (or with equal ones) the sizes differ by at most
     one and the runs are those with the fewest tree nodes; with speeds the slowest finishes as early as possible.
-    Repair: survivors keep every lane; only lanes of workers that are gone (or now standby) move, to where the slowest
-    finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get lanes only from
-    the lost ones; those for whom none is left become standby.
+    Repair: survivors keep their stages and every lane; only lanes of workers that are gone (or now standby) move, to
+    where the slowest finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get
+    lanes only from the lost ones; those for whom none is left become standby.
 
     worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing,
-    zero or non-finite speed is unknown and counts as the mean of the others. standby: workers to be kept without lanes.
+    zero or non-finite speed is unknown and counts as the mean of the others. standby: workers to be kept without lanes
+    as long as others can have them. wish: who is wanted where, and how many of a pool active. anew: stages are kept as
+    in a repair, but the lanes are laid out afresh, and who sat in several stages leaves those that others hold too.
 
-    Raises: ConfigError if a stage has no active worker, or more of them than there are lanes.
+    Raises: ConfigError if there is no worker for lanes, or a stage has more active workers than there are lanes.
     """
     given = list(worker_ids)
     ids = sorted(set(given))
     check(len(ids) == len(given), f"worker ids must be distinct, got {sorted(given)}")
     if lanes < 1 or stages < 1:
         raise ConfigError(f"expected at least 1 lane and 1 stage, got {lanes} and {stages}: raise them")
-    pools = _pools(ids, stages, previous)
+    before: list[list[Seat]] = [[] for _ in range(stages)]
+    for seat in previous:
+        before[seat.stage].append(seat)
     seats: list[Seat] = []
-    for stage, pool in enumerate(pools):
-        active = [i for i in pool if i not in standby]
+    for stage, pool in enumerate(seat_pools(ids, stages, previous, wish, settle=anew)):
+        kept = [] if anew else before[stage]
+        active = actives(pool, stage, kept, wish, standby)
         _check_size(active, lanes, stage, stages)
         known = _speeds(active, speeds)
-        held = _held(active, lanes, [s for s in previous if s.stage == stage])
+        held = _held(active, lanes, kept)
         taken = _repair(active, lanes, known, held) if held else _fresh(active, lanes, known)
         for worker_id in pool:
             own = tuple(sorted(taken.get(worker_id, ())))
@@ -61,30 +71,11 @@ def place(
 
 def _check_size(active: list[int], lanes: int, stage: int, stages: int) -> None:
     where = "" if stages == 1 else f" in stage {stage}"
-    if not active:
-        raise ConfigError(f"expected at least 1 active worker{where}, got 0: start more workers, or fewer standby ones")
     if len(active) > lanes:
         raise ConfigError(
             f"expected at most as many active workers as lanes{where}, got {len(active)} for {lanes} lanes: "
             f"use fewer workers, raise 'lanes', or make {len(active) - lanes} of them standby"
         )
-
-
-def _pools(ids: list[int], stages: int, previous: Sequence[Seat]) -> list[list[int]]:
-    """The worker ids of every stage: where they sat before, newcomers into the smallest pools; else evenly in order."""
-    if stages == 1:
-        return [ids]
-    if len(ids) < stages and not previous:
-        raise ConfigError(f"expected at least one worker per stage, got {len(ids)} for {stages} stages")
-    if not previous:
-        return [ids[first:last] for first, last in owners(len(ids), range(stages)).values()]
-    pools = [
-        [i for i in ids if any(s.worker_id == i and s.stage == stage for s in previous)] for stage in range(stages)
-    ]
-    seated = {i for pool in pools for i in pool}
-    for newcomer in (i for i in ids if i not in seated):
-        min(pools, key=len).append(newcomer)
-    return [sorted(pool) for pool in pools]
 
 
 def _speeds(active: list[int], speeds: Mapping[int, float] | None) -> dict[int, float]:

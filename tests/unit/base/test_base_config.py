@@ -70,7 +70,8 @@ def test_a_config_is_frozen():
         ("quorum_wait_s", 0, 0.0),
         ("device", "cuda:1", "cuda:1"),
         ("lr_rule", "none", "none"),
-        ("map", {"0": [0, 1]}, {"0": [0, 1]}),
+        ("map", [{"units": [0, 1]}], [{"units": [0, 1]}]),
+        ("map", '[{"leader": 0}]', [{"leader": 0}]),
         ("chaos", "kill:target=worker:2,at=30", "kill:target=worker:2,at=30"),
     ],
 )
@@ -140,7 +141,19 @@ def test_unknown_keys_in_nested_form_and_of_any_type():
     [
         ({"workers": 9}, "workers: expected at most 8 for 8 lanes, got 9: use fewer workers, or raise 'lanes' to 9"),
         ({"workers": 2, "min_workers": 3}, "min_workers: expected at most workers (2), got 3"),
-        ({"stages": 2}, "workers: expected at least one per stage (2), got 1"),
+        ({"stages": 2, "pool": 1, "redundancy": 0}, "pool: expected one of pool and redundancy, got 1 and 0"),
+        ({"stages": 2, "pool": 3, "workers": 5}, "workers: expected 6 (2 stages x 3, for pool 3), got 5"),
+        ({"redundancy": 1, "workers": 3}, "workers: expected 2 (1 stage x 2, for redundancy 1), got 3"),
+        ({"stages": 2, "lanes": 2, "pool": 3}, "at most 2 active ones per stage for 2 lanes, got 3 in stage 0"),
+        ({"stages": 2, "batch": "per_worker"}, "batch: expected constant for a model in 2 stages, got per_worker"),
+        ({"stages": 2, "chunks": 2}, "chunks: expected 1 with schedule 1f1b, got 2"),
+        ({"stages": 2, "schedule": "interleaved"}, "chunks: expected at least 2 with schedule interleaved, got 1"),
+        (
+            {"stages": 3, "schedule": "interleaved", "chunks": 2},
+            "lanes: expected a multiple of the 3 stages with schedule interleaved, got 8: use 6 or 9",
+        ),
+        ({"map": [{"workers": [0]}], "pool": 1}, "pool: expected none beside a map that names workers"),
+        ({"map": [{"workers": [0, 2]}]}, "map: expected it to name the workers 0 to 1, each once, got [0, 2]"),
         ({"heartbeat.floor_s": 50}, "heartbeat.floor_s: expected at most heartbeat.ceiling_s (20), got 50"),
         ({"backoff.max_s": 0.1}, "backoff.initial_s: expected at most backoff.max_s (0.1), got 0.5"),
         ({"early_stop.target": 0.9}, "early_stop.target: expected early_stop.metric to be set too"),
@@ -167,7 +180,7 @@ def test_it_survives_json():
                     "clip_norm": "0.1",
                     "hang_limit_s": 3,
                     "task.a": "[1, 2]",
-                    "map": "m.yaml",
+                    "map": [{"leader": 0, "backups": [{"worker": 1, "role": "standby"}]}],
                     "checkpoint.object.url": "s3://b",
                 },
             )
@@ -217,6 +230,12 @@ def test_numerics_hold_what_the_bits_depend_on():
         "loader.workers": 2,
         "log_every": 7,
         "transport": "gloo",
+        "stages": 2,
+        "pool": 2,
+        "schedule": "gpipe",
+        "recompute": True,
+        "emulate_compute_ms": 3,
+        "resume_from": "x",
     }
     assert numerics(load_config([("x", same)])) == numerics(base)
     for key, value in (
@@ -228,6 +247,7 @@ def test_numerics_hold_what_the_bits_depend_on():
         ("clip_norm", 1),
         ("device", "cuda"),
         ("batch", "per_worker"),
+        ("meta_init", True),
         ("task.depth", 3),
     ):
         changed = numerics(load_config([("x", {key: value})]))

@@ -1,0 +1,121 @@
+"""Config values that are fine alone and contradict each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from everstep.base.errors import ConfigError
+from everstep.base.pool_wish import StageMap, even_homes, parse_map
+
+if TYPE_CHECKING:
+    from everstep.base.config import Config
+
+
+def default_workers(values: Mapping[str, Any]) -> int | None:
+    """How many workers the pools need, where nobody says; None: nothing is known about pools. values: by dotted key.
+
+    Raises: ConfigError for a map that is none.
+    """
+    stages = values.get("stages", 1)
+    named = [i for entry in parse_map(values.get("map"), stages) for i in entry.workers]
+    if named:
+        return len(named)
+    if values.get("pool") is not None:
+        return int(stages * values["pool"])
+    if values.get("redundancy") is not None:
+        return int(stages * (values["redundancy"] + 1))
+    return int(stages) if stages > 1 else None
+
+
+def check_together(config: Config) -> None:
+    """Raises: ConfigError if values that are fine alone contradict each other."""
+    stage_maps = parse_map(config.map, config.stages)
+    _check_pools(config, stage_maps)
+    _check_lanes(config, stage_maps)
+    _check_schedule(config)
+    if config.min_workers > config.workers:
+        raise ConfigError(
+            f"min_workers: expected at most workers ({config.workers}), got {config.min_workers}: "
+            "lower it or raise 'workers'"
+        )
+    for low, high, least, most_s in (
+        ("heartbeat.floor_s", "heartbeat.ceiling_s", config.heartbeat.floor_s, config.heartbeat.ceiling_s),
+        ("backoff.initial_s", "backoff.max_s", config.backoff.initial_s, config.backoff.max_s),
+    ):
+        if least > most_s:
+            raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
+    if config.early_stop.target is not None and config.early_stop.metric is None:
+        raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
+    if config.batch == "per_worker" and config.stages > 1:
+        raise ConfigError(
+            f"batch: expected constant for a model in {config.stages} stages, got per_worker: the batch follows the "
+            "number of whole replicas, of which a split model has no count; set batch=constant"
+        )
+
+
+def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
+    named = [i for entry in stage_maps for i in entry.workers]
+    if config.pool is not None and config.redundancy is not None:
+        raise ConfigError(
+            f"pool: expected one of pool and redundancy, got {config.pool} and {config.redundancy}: redundancy R is "
+            "pool R+1 with standby backups; drop one"
+        )
+    for name, value in (("pool", config.pool), ("redundancy", config.redundancy)):
+        if named and value is not None:
+            raise ConfigError(f"{name}: expected none beside a map that names workers, got {value}: drop one of them")
+    if named:
+        if sorted(named) != list(range(config.workers)):
+            raise ConfigError(
+                f"map: expected it to name the workers 0 to {config.workers - 1}, each once, got {sorted(named)}: "
+                "mend the map or 'workers'"
+            )
+        return
+    per_stage = config.pool if config.pool is not None else (config.redundancy or 0) + 1
+    if (config.pool is not None or config.redundancy is not None) and config.workers != config.stages * per_stage:
+        said = f"pool {config.pool}" if config.pool is not None else f"redundancy {config.redundancy}"
+        raise ConfigError(
+            f"workers: expected {config.stages * per_stage} ({config.stages} stage{'s' * (config.stages > 1)} x "
+            f"{per_stage}, for {said}), got {config.workers}: drop 'workers', or change the pools"
+        )
+
+
+def _check_lanes(config: Config, stage_maps: Sequence[StageMap]) -> None:
+    """No more active workers in a pool than lanes."""
+    if config.redundancy is not None:
+        return
+    if stage_maps and stage_maps[0].workers:
+        sizes = [len(entry.workers) - len(entry.standby) for entry in stage_maps]
+    else:
+        sizes = [len(pool) for pool in even_homes(config.workers, config.stages)]
+    if max(sizes) <= config.lanes:
+        return
+    if config.stages == 1:
+        raise ConfigError(
+            f"workers: expected at most {config.lanes} for {config.lanes} lanes, got {config.workers}: "
+            f"use fewer workers, or raise 'lanes' to {config.workers}"
+        )
+    raise ConfigError(
+        f"workers: expected at most {config.lanes} active ones per stage for {config.lanes} lanes, got {max(sizes)} in "
+        f"stage {sizes.index(max(sizes))}: use fewer workers, or raise 'lanes' to {max(sizes)}"
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    if config.stages == 1:
+        return
+    if config.schedule != "interleaved":
+        if config.chunks > 1:
+            raise ConfigError(
+                f"chunks: expected 1 with schedule {config.schedule}, got {config.chunks}: set schedule=interleaved"
+            )
+        return
+    if config.chunks < 2:
+        raise ConfigError(f"chunks: expected at least 2 with schedule interleaved, got {config.chunks}: set chunks=2")
+    if config.lanes % config.stages:
+        below = config.lanes - config.lanes % config.stages
+        near = f"{below} or {below + config.stages}" if below else f"{config.stages}"
+        raise ConfigError(
+            f"lanes: expected a multiple of the {config.stages} stages with schedule interleaved, got {config.lanes}: "
+            f"use {near}, or schedule=1f1b"
+        )
