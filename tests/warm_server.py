@@ -113,7 +113,7 @@ class WarmZygote(ZygoteClient):
         self.pidfd = os.pidfd_open(egg.pid)
 
 
-def probe_in_fork(task: str, request: Any, *, units: bool = False) -> Any:
+def probe_in_fork(task: str, request: Any, *, units: bool = False, server: Any = None) -> Any:
     """What `cli.probe.probe_task` does, in a fork."""
     from dataclasses import asdict
 

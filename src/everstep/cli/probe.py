@@ -1,21 +1,23 @@
-"""Look at a task before its job starts, in a process of its own: defaults, size of the dataset, units of the model.
+"""Look at a task before its job starts, in a fork of its fork server: defaults, size of the data, units of the model.
 
-Apart from the launcher's process, so that neither torch nor the user's code ever runs there. What the user's code
+Apart from the launcher's process, so that neither torch nor the user's code ever runs there; and not in the fork server
+itself, which is to stay free of the user's code. What the user's code
 raises is not reported from here: the workers meet it too, and their logs keep the traceback.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
+from everstep.runtime.zygote_client import EarlyZygote, ForkEnded
+
+if TYPE_CHECKING:
+    from everstep.train.task import Task
 
 
 @dataclass(frozen=True)
@@ -36,36 +38,20 @@ class Probe:
     error: str = ""
 
 
-def probe_task(task: str, request: Request, *, units: bool = False) -> Probe:
-    """Run `look` in a process of its own. units: build the model too.
+def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyZygote | None = None) -> Probe:
+    """Run `look` in a fork of `server`, or of one that is started for it. units: build the model too.
 
     Raises: ConfigError with the line that the task's import, its defaults or the config deserve.
     """
-    read_end, write_end = os.pipe()
-    question = json.dumps({"task": task, "request": asdict(request), "units": units})
+    question = {"task": task, "request": asdict(request), "units": units}
+    own = None if server is not None else EarlyZygote(1, ("torch",))
     try:
-        with open(read_end, "rb") as answers:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli.probe", str(write_end)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(write_end,),
-            )
-            try:
-                os.close(write_end)
-                write_end = -1
-                process.communicate(question.encode())
-                answer = answers.read()
-            finally:
-                process.kill()
-                process.wait()
+        data = (server or cast(EarlyZygote, own)).call(f"{__name__}:answer", question)
+    except ForkEnded as error:
+        raise ConfigError(f"task {task!r}: its process ended while importing it ({error})") from None
     finally:
-        if write_end >= 0:
-            os.close(write_end)
-    if not answer:
-        raise ConfigError(f"task {task!r}: its process ended while importing it (exit code {process.returncode})")
-    data = json.loads(answer)
+        if own is not None:
+            own.close()
     data["units"] = [UnitSize(**unit) for unit in data["units"]]
     probe = Probe(**data)
     if probe.error:
@@ -87,6 +73,7 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     sizes: list[UnitSize] = []
     try:
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
+        check_metric(task)
         if units:
             model = task.build_model()
             sizes = [
@@ -99,19 +86,26 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     return Probe(defaults, size, sizes)
 
 
-def main() -> None:
-    """Entry of the process: the question on stdin as JSON, the answer on the descriptor named in argv."""
-    question = json.load(sys.stdin)
+def check_metric(task: Task) -> None:
+    """Raises: ConfigError if early stop waits for a metric that the task does not have; looks at one test sample."""
+    import torch
+
+    wanted = task.config.early_stop.metric
+    if wanted is None:
+        return
+    model = task.build_model().eval()
+    test = task.build_dataset("test")
+    with torch.no_grad():
+        found = task.metrics(model, task.collate([test[0]]))
+    if wanted not in found:
+        known = ", ".join(found) or "it has none"
+        raise ConfigError(f"early_stop.metric: expected one of the task's metrics ({known}), got {wanted!r}")
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """In the fork: the question and the answer as JSON has them."""
     asked = question["request"]
     request = Request(
         tuple((name, layer) for name, layer in asked["layers"]), asked["batch_size"], asked["simulate_failure"]
     )
-    probe = look(question["task"], request, question["units"])
-    with open(int(sys.argv[1]), "w") as answers:
-        json.dump(asdict(probe), answers)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    return asdict(look(question["task"], request, question["units"]))

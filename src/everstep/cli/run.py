@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -35,6 +36,7 @@ from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.commands import run_lock
+from everstep.runtime.zygote_client import EarlyZygote
 
 _OPTIONS = ("workers", "spares", "min_workers", "steps", "epochs", "chaos")
 
@@ -49,6 +51,7 @@ class Invocation:
     run_dir: Path
     fresh: bool = False
     as_json: bool = False
+    server: EarlyZygote | None = None
 
 
 @click.command()
@@ -91,9 +94,17 @@ def command(
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     request = _request(config_file, settings, options, batch_size, simulate_failure)
     invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json)
+    threads = read_layers(request.layers).get("threads")
+    preload = ("torch",) if dry_run else PRELOAD
+    server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
+    with contextlib.closing(server):
+        return _run_or_show(dataclasses.replace(invocation, server=server), dry_run)
+
+
+def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
     if dry_run:
         config, probe = _prepare(invocation, units=True)
-        print_placement(config, probe, as_json=as_json)
+        print_placement(config, probe, as_json=invocation.as_json)
         return 0
     if not invocation.run_dir.exists():  # what cannot work leaves nothing behind
         prepared = _prepare(invocation)
@@ -128,7 +139,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         probe = Probe()
     else:
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
-        probe = probe_task(canonical(spec), request, units=units)
+        probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
@@ -193,6 +204,7 @@ def _launch(invocation: Invocation, job: Job, opening: list[str]) -> int:
         ENTRY,
         lambda event: watcher.launcher_event(event),
         preload=PRELOAD,
+        early=invocation.server,
     )
     display = choose_display(as_json=invocation.as_json, log_every=config.log_every)(launcher.board)
     watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display, Story(total_steps(config, job.dataset_size)))

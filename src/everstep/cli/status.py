@@ -11,7 +11,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import read_digest
-from everstep.cli.story import Event, tell
+from everstep.cli.story import MEMBERS, Event, Story, tell
 from everstep.observe.events import read_events
 from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
@@ -66,10 +66,28 @@ def _from_files(run_dir: Path) -> dict[str, Any]:
         "state": state,
         "generation": story.generation,
         "step": int(digest["step"]) if digest is not None and not running else story.step,
-        "workers": [],
+        "workers": _workers(story),
         "coordinator": {"pid": None},
         "reason": story.reason,
     }
+
+
+def _workers(story: Story) -> list[dict[str, Any]]:
+    """As the events said last. Nobody measures their speed now; a member has done the steps that the job has done."""
+    return [
+        {
+            "worker_id": i,
+            "incarnation": worker.incarnation,
+            "pid": worker.pid,
+            "host": worker.host or "unknown",
+            "stage": 0 if worker.role in MEMBERS else None,
+            "role": worker.role,
+            "step": story.step if worker.role in MEMBERS else 0,
+            "lanes": list(worker.lanes),
+            "samples_per_s": 0.0,
+        }
+        for i, worker in sorted(story.workers.items())
+    ]
 
 
 def last_run(events: list[Event] | list[dict[str, Any]]) -> list[Event]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Event = Mapping[str, Any]
 
 _NOTICED = ("worker_evicted", "coordinator_restarted")
-_MEMBERS = ("leader", "active", "standby")
+MEMBERS = ("leader", "active", "standby")
 _WINDOW = 20
 
 
 @dataclass
 class WorkerLine:
-    """What is known of one worker: its place in the newest plan."""
+    """What is known of one worker: its place in the newest plan. `pid`, `host`: None where no event said so."""
 
     worker_id: int
     incarnation: int = 0
     role: str = "spare"
     lanes: tuple[int, ...] = ()
+    pid: int | None = None
+    host: str | None = None
 
 
 @dataclass
@@ -110,15 +112,16 @@ class Story:
         for text, taken in lanes.items():
             i = int(text)
             role = "leader" if i == leader else "active" if taken else "standby"
-            incarnation = known[i].incarnation if i in known else 0
-            self.workers[i] = WorkerLine(i, incarnation, role, tuple(taken))
+            line = known.get(i) or WorkerLine(i)
+            self.workers[i] = replace(line, role=role, lanes=tuple(taken))
 
     def _joined(self, event: Event) -> None:
         i = int(event["worker_id"])
         incarnation = int(event.get("incarnation") or 0)
-        members = sum(w.role in _MEMBERS for w in self.workers.values())
+        members = sum(w.role in MEMBERS for w in self.workers.values())
         if i not in self.workers or self.workers[i].incarnation != incarnation:
-            self.workers[i] = WorkerLine(i, incarnation, self._outside(members))
+            role = self._outside(members)
+            self.workers[i] = WorkerLine(i, incarnation, role, pid=event.get("pid"), host=event.get("host"))
 
     def _outside(self, members: int) -> str:
         """The role of a worker that is in no plan: it is on its way in if somebody is missing."""

@@ -31,6 +31,7 @@ FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 5.0
 RTT_FACTOR = 10.0
+SILENT_BEATS = 20
 _RATE_WINDOW_S = 2.0
 
 
@@ -83,6 +84,8 @@ class Agent:
         self._interval_s = interval_s
         self._seq = 0
         self._sent: tuple[int, float] = (0, 0.0)
+        self._unanswered = 0
+        self._heard_s = time.monotonic()
         self._rtts_ms: deque[float] = deque(maxlen=31)
         self._rates: dict[int, Rate] = {}
         self._next_s = 0.0
@@ -107,6 +110,7 @@ class Agent:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self.interval()
+        self._unanswered += 1
         if not self.client.connected:
             return
         self._seq += 1
@@ -116,6 +120,17 @@ class Agent:
         )
         self._sent = (self._seq, time.monotonic())
         self.client.send(beat)
+
+    def expect_anew(self) -> None:
+        """The coordinator has just been started: its silence until now counts for nothing."""
+        self._unanswered, self._heard_s = 0, time.monotonic()
+
+    def silence_s(self, now_s: float) -> float:
+        """For how long the coordinator has answered nothing; 0 until several heartbeats have had time for an answer.
+
+        So an agent that was itself stopped for a while does not blame the coordinator.
+        """
+        return now_s - self._heard_s if self._unanswered > SILENT_BEATS else 0.0
 
     def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
         """What the board says of these lives."""
@@ -171,6 +186,7 @@ class Agent:
         return AgentHello(agent_id=self.agent_id, host=self.host, workers=self._lives(), slots=self._slots())
 
     def _receive(self, message: AnyMessage) -> None:
+        self._unanswered, self._heard_s = 0, time.monotonic()
         if isinstance(message, Pong):
             seq, sent_s = self._sent
             if message.seq == seq:

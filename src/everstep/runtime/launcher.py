@@ -28,11 +28,12 @@ from everstep.runtime.slots import RestartPolicy
 from everstep.runtime.supervisor import CoordinatorProcess, last_line
 from everstep.runtime.workers import Workers
 from everstep.runtime.zygote import DEFAULT_PRELOAD
-from everstep.runtime.zygote_client import ZygoteClient
+from everstep.runtime.zygote_client import EarlyZygote, ZygoteClient
 
 GRACE_S = 10.0
 LAST_WAIT_S = 15.0
 ZYGOTE_HOPELESS = 3
+COORDINATOR_SILENT_S = 5.0
 Observer = Callable[[dict[str, Any]], None]
 
 
@@ -54,7 +55,8 @@ class Launcher:
     on_event: called from the launcher's thread with {"kind": ..., ...} for what it does itself (worker_started,
     worker_exited, worker_killed, worker_restarting, slot_lost, coordinator_started, coordinator_died, zygote_ready,
     warning, job_ended).
-    preload: modules that the fork server imports. resume: keep the coordinator's journal of an earlier launcher here.
+    preload: modules that the fork server imports. early: a fork server that may be running already. resume: keep the
+    coordinator's journal of an earlier launcher here.
 
     The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -70,6 +72,7 @@ class Launcher:
         on_event: Observer | None = None,
         *,
         preload: Sequence[str] = DEFAULT_PRELOAD,
+        early: EarlyZygote | None = None,
         host: str = "127.0.0.1",
         resume: bool = False,
     ) -> None:
@@ -78,9 +81,10 @@ class Launcher:
         self.task = task
         self.argv = list(argv)
         self.host = host
-        self.board = Board.create(MAX_ROWS)
+        self.board = early.board if early is not None else Board.create(MAX_ROWS)
         self.outcome: Outcome | None = None
         self._preload = tuple(preload)
+        self._early = early
         self._on_event = on_event
         self._resume = resume
         self._token = wire.new_token()
@@ -95,6 +99,7 @@ class Launcher:
         self._killed = False
         self._finished = False
         self._zygote_failures = 0
+        self._silenced = 0
         backoff = config.backoff
         policy = RestartPolicy(
             config.max_restarts, backoff.initial_s, backoff.max_s, restart=config.on_failure != "shrink"
@@ -148,13 +153,20 @@ class Launcher:
     def _start_coordinator(self) -> None:
         self._coordinator.start()
         self._selector.register(self._coordinator.pidfd, selectors.EVENT_READ, self._on_coordinator_death)
+        if self._agent is not None:
+            self._agent.expect_anew()
         self._notify("coordinator_started", pid=self._coordinator.pid)
 
     def _start_zygote(self) -> None:
         log_path = self.run_dir / "logs" / "zygote.log"
-        self._zygote = ZygoteClient(log_path, self.board.fd, self.config.threads, self._preload)
-        self._workers.zygote = self._zygote
-        self._selector.register(self._zygote.fd, selectors.EVENT_READ, self._on_zygote_message)
+        early, self._early = self._early, None
+        zygote = early.take(self.config.threads, log_path) if early is not None else None
+        if zygote is None:
+            zygote = ZygoteClient(log_path, self.board.fd, self.config.threads, self._preload)
+        self._zygote = self._workers.zygote = zygote
+        self._selector.register(zygote.fd, selectors.EVENT_READ, self._on_zygote_message)
+        if zygote.ready:
+            self._zygote_ready(zygote.greeting)
 
     def _start_agent(self) -> None:
         interval = self.config.heartbeat.interval_s
@@ -198,11 +210,25 @@ class Launcher:
         if self._agent is not None:
             self._agent.beat(now_s)
         if self._ending is None:
+            self._check_coordinator(now_s)
             restart_at_s = self._coordinator.restart_at_s
             if restart_at_s is not None and restart_at_s <= now_s:
                 self._start_coordinator()
             self._workers.start_due(now_s)
+            if self._workers.hopeless:
+                self._end(Outcome(1, "failed", self._workers.hopeless), 0.0)
         self._check_end(now_s)
+
+    def _check_coordinator(self, now_s: float) -> None:
+        """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        if self._agent is None or self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced:
+            return
+        silence_s = self._agent.silence_s(now_s)
+        if silence_s >= COORDINATOR_SILENT_S:
+            self._silenced = self._coordinator.pid
+            reason = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
+            self._notify("warning", reason=reason)
+            self._coordinator.kill()
 
     def _patience(self, now_s: float) -> float:
         waits = [1.0]
@@ -241,12 +267,15 @@ class Launcher:
         messages = zygote.receive()
         for message in messages:
             if message["op"] == "ready":
-                self._zygote_failures = 0
-                self._notify("zygote_ready", **{k: v for k, v in message.items() if k != "op"})
+                self._zygote_ready(message)
             else:
                 self._workers.heard(message)
         if not messages:
             self._on_zygote_death(zygote)
+
+    def _zygote_ready(self, message: dict[str, Any]) -> None:
+        self._zygote_failures = 0
+        self._notify("zygote_ready", **{k: v for k, v in message.items() if k != "op"})
 
     def _on_zygote_death(self, zygote: ZygoteClient) -> None:
         was_ready = zygote.ready

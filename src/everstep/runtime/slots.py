@@ -126,3 +126,20 @@ class Slot:
         self.attempt += 1
         self.restarts_s.append(now_s)
         return Restart(now_s + min(delay_s, policy.max_s))
+
+
+@dataclass
+class StepCrashes:
+    """Own crashes while one step was being computed, by whichever worker. Three alike, and the step cannot be done.
+
+    A worker that crashes while others are ahead of it is no such case: it may be its host that is ill.
+    """
+
+    at: tuple[int, str] = (-1, "")
+    count: int = 0
+
+    def observe(self, step: int, how: str) -> bool:
+        """A worker crashed in this way while it computed `step`. Returns whether to give up."""
+        self.count = self.count + 1 if (step, how) == self.at else 1
+        self.at = (step, how)
+        return self.count >= LOOP_OWN

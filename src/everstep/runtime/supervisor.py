@@ -55,6 +55,11 @@ class CoordinatorProcess:
         self.pidfd = os.pidfd_open(self._process.pid)
         self.restart_at_s = None
 
+    def kill(self) -> None:
+        """SIGKILL: it lives, but does nothing. `pidfd` becomes readable."""
+        if self._process is not None:
+            self._process.kill()
+
     def died(self, now_s: float) -> tuple[str, bool]:
         """Call when `pidfd` is readable; sets `restart_at_s`.
 

@@ -17,16 +17,19 @@ from everstep.runtime.agent import Agent
 from everstep.runtime.board import Board
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import describe_status, killed_from_outside
-from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot
+from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
 from everstep.runtime.zygote_client import ZygoteClient
 
 _DEATH_WAIT_MS = 2000
+_COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
+_ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
 
 
 class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
     make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
+    `hopeless`: why no restart can help, "" while there is no such reason.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Workers:
         self.zygote: ZygoteClient | None = None
         self.agent: Agent | None = None
         self.stopping = False
+        self.hopeless = ""
+        self._crashes = StepCrashes()
 
     # ---- what others ask
 
@@ -186,6 +191,8 @@ class Workers:
         self._notify("worker_exited", worker_id=worker_id, incarnation=incarnation, pid=pid, reason=reason)
         if self.stopping:
             return
+        if ready and not words:
+            self._judge_crash(worker_id, status, reason)
         if isinstance(verdict, GiveUp):
             if self.agent is not None:
                 self.agent.slot_lost(worker_id, verdict.reason)
@@ -196,6 +203,22 @@ class Workers:
                 self._notify(
                     "worker_restarting", worker_id=worker_id, reason=f"starts again in {delay_s:.1f} s", delay_s=delay_s
                 )
+
+    def _judge_crash(self, worker_id: int, status: int, reason: str) -> None:
+        """It ended by itself and could not say why: the code it runs, or what that calls, has ended the process."""
+        pulse = self._board.read(worker_id)
+        orderly = os.WIFEXITED(status) and os.WEXITSTATUS(status) in _ORDERLY_CODES
+        if orderly or killed_from_outside(status) or pulse.phase not in _COMPUTING:
+            return
+        if any(self._board.read(life.worker_id).step > pulse.step for life in self.lives()):
+            return
+        step = pulse.step + 1
+        if self._crashes.observe(step, describe_status(status)):
+            log = self._make_context(worker_id, 0).log_path
+            self.hopeless = (
+                f"crash loop: {self._crashes.count} times a worker ended itself while it computed step {step}, last "
+                f"worker {worker_id}: {reason}; its output is in {log}"
+            )
 
     def _last_words(self, worker_id: int, incarnation: int) -> str:
         with contextlib.suppress(OSError):

@@ -4,7 +4,11 @@
 so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its launcher:
 
     <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "log": path, "context": {...}}
+    <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
+    <- {"op": "log", "path"}                                           where its own output goes from now on
     -> {"op": "ready", "seconds", "threads", "skipped": [...]}
+    -> {"op": "answer", "answer": ...}                                 from the fork that was called
+    -> {"op": "called", "status": wait status}                         that fork has ended
     -> {"op": "started", "worker_id", "incarnation", "pid"}
     -> {"op": "exited", "worker_id", "incarnation", "pid", "status": wait status, "unix_ns"}
 
@@ -26,6 +30,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +46,12 @@ from everstep.runtime.process import (
 )
 
 DEFAULT_PRELOAD = (
+    "torch",  # first: what is called meanwhile is forked from then on, and needs it
     "numpy",
-    "torch",
+    "torch.utils.data",
     "torch.distributed",
     "torch.optim",
     "torch._dynamo",  # the first optimizer of a process imports it: 1 to 2 s
-    "torch.utils.data",
     "torch.nn.utils.stateless",
 )
 
@@ -57,14 +62,15 @@ class _Child:
     incarnation: int
 
 
-def preload(names: list[str]) -> list[str]:
-    """Import what workers will need. Returns, with the reason, what could not be imported."""
+def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
+    """Import what workers will need, and call `between` after each. Returns, with the reason, what has failed."""
     skipped = []
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:
             skipped.append(f"{name}: {type(error).__name__}: {error}")
+        between()
     return skipped
 
 
@@ -75,6 +81,8 @@ class Zygote:
         self._sock = sock
         self._board_fd = board_fd
         self._children: dict[int, _Child] = {}
+        self._called: set[int] = set()
+        self._over = False
         self._buffer = b""
         self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
@@ -89,14 +97,26 @@ class Zygote:
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         poller.register(self._signal_r, select.POLLIN)
-        while True:
-            for fd, _events in poller.poll():
-                if fd == self._signal_r:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._signal_r, 4096)
-                    self._reap()
-                elif not self._requests():
-                    return
+        while not self._over:
+            self._serve(poller.poll())
+
+    def between_imports(self) -> None:
+        """Calls need not wait until everything is imported: what they run imports what it needs."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._signal_r, select.POLLIN)
+        self._serve(poller.poll(0))
+        if self._over:
+            raise ConnectionError("the launcher has gone")
+
+    def _serve(self, ready: list[tuple[int, int]]) -> None:
+        for fd, _events in ready:
+            if fd == self._signal_r:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._signal_r, 4096)
+                self._reap()
+            elif not self._over:
+                self._over = not self._requests()
 
     def end_children(self) -> None:
         """SIGKILL whatever still runs, and wait for it."""
@@ -116,7 +136,17 @@ class Zygote:
             request = json.loads(line)
             if request["op"] == "start":
                 self._start(request)
+            elif request["op"] == "call":
+                self._call(request)
+            elif request["op"] == "log":
+                redirect_output(Path(request["path"]))
         return True
+
+    def _call(self, request: dict[str, Any]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._answer(request)
+        self._called.add(pid)
 
     def _start(self, request: dict[str, Any]) -> None:
         pid = os.fork()
@@ -135,6 +165,10 @@ class Zygote:
             if pid == 0:
                 break
             child = self._children.pop(pid, None)
+            if pid in self._called:
+                self._called.remove(pid)
+                self.tell(op="called", status=status)
+                continue
             if child is None:
                 continue  # an orphan that was adopted
             gone = True
@@ -151,19 +185,27 @@ class Zygote:
 
     def _end_orphans(self) -> None:
         for pid in children():
-            if pid not in self._children and not outlives_workers(pid):
+            if pid not in self._children and pid not in self._called and not outlives_workers(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        """In a child: call the entry point with the question, send back what it returns, and never return."""
+        code = 1
+        try:
+            _leave_server_behind(Path(os.devnull))
+            module, _, function = request["entry"].partition(":")
+            answer = getattr(importlib.import_module(module), function)(request["question"])
+            self.tell(op="answer", answer=answer)
+            code = 0
+        finally:
+            os._exit(code)
 
     def _become_worker(self, request: dict[str, Any]) -> None:
         """In the child: leave everything of the server behind, run the entry point, and never return."""
         code = 1
         try:
-            die_with_parent_of_fork()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            redirect_output(Path(request["log"]))
+            _leave_server_behind(Path(request["log"]))
             close_descriptors({self._board_fd})
             context = WorkerContext(**request["context"])
             code = run_entry(request["entry"], context)
@@ -179,6 +221,14 @@ _SERVER_PID = os.getpid()
 def die_with_parent_of_fork() -> None:
     """In a fresh fork: die with the fork server."""
     die_with_parent(_SERVER_PID)
+
+
+def _leave_server_behind(log: Path) -> None:
+    die_with_parent_of_fork()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    redirect_output(log)
 
 
 def redirect_output(path: Path) -> None:
@@ -246,12 +296,13 @@ def main(argv: list[str] | None = None) -> int:
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     start = time.monotonic()
-    skipped = preload([name for name in arguments.preload.split(",") if name])
-    gc.collect()
-    gc.freeze()
     zygote = Zygote(sock, arguments.board_fd)
-    zygote.tell(op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped)
     try:
+        names = [name for name in arguments.preload.split(",") if name]
+        skipped = preload(names, zygote.between_imports)
+        gc.collect()
+        gc.freeze()
+        zygote.tell(op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped)
         zygote.run()
     except (BrokenPipeError, ConnectionError):
         pass
