@@ -1,0 +1,218 @@
+"""One checkpoint from a store to another: only the files that the other lacks, each checked on the way, manifest last.
+
+Apart from `upload`, which decides when and how often: this is also what `everstep checkpoints copy` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError
+from everstep.checkpoint.manifest import Manifest, PartFile, decode
+from everstep.checkpoint.names import MANIFEST, manifest_name
+from everstep.checkpoint.object_store import ObjectStore
+from everstep.checkpoint.part import tree_digest
+from everstep.checkpoint.store import BlobStore, Bytes
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES
+
+_READ_BYTES = 16 * BLOCK_BYTES
+_READ_BYTES_REMOTE = 128 * BLOCK_BYTES
+"""Large enough for several ranges at once."""
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many are there by now, those that were there before included."""
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What a transfer did. bytes, files: written; skipped_bytes: already there."""
+
+    step: int
+    bytes: int
+    files: int
+    skipped_bytes: int
+
+
+class TransferStopped(EverstepError):
+    """The transfer was asked to stop; what is written so far counts when it is begun again."""
+
+
+def read_manifest(store: BlobStore, step: int) -> Manifest:
+    """The manifest of a step, as a store has it.
+
+    Raises: BlobMissing, CheckpointCorrupt, StoreError.
+    """
+    name = manifest_name(step)
+    return decode(bytes(store.read(name)), f"{store.url}/{name}")
+
+
+def transfer(
+    source: BlobStore,
+    target: BlobStore,
+    step: int,
+    *,
+    progress: Progress = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Transferred:
+    """Brings a complete checkpoint, with the older files that it refers to, into another store.
+
+    It exists there once its manifest does, which is written last and by exactly one writer. Begun again after an
+    interruption, it goes on with the first file that is not there yet. Bytes are compared with their hashes on the way.
+
+    Raises: BlobMissing if the source has no such checkpoint (any more); CheckpointCorrupt if it is damaged there;
+    StoreError, also if the target has another checkpoint under this step; TransferStopped.
+    """
+    name = manifest_name(step)
+    text = bytes(source.read(name))
+    manifest = decode(text, f"{source.url}/{name}")
+    total = sum(part.size for part in manifest.files)
+    if _is_there(target, manifest, text):
+        progress(total, total)
+        return Transferred(step, 0, 0, total)
+    present = frozenset(n for folder in _folders(manifest) for n in target.list(f"{folder}/"))
+    done = wrote = files = 0
+    for part in manifest.files:
+        if part.name not in present or not _holds(target, part):
+            _send(source, target, part, partial(_advance, progress, done, total), stopped)
+            wrote, files = wrote + part.size, files + 1
+        done += part.size
+        progress(done, total)
+    if stopped():
+        raise TransferStopped(f"the transfer of step {step} was stopped before its manifest")
+    try:
+        target.write(name, [text], len(text), if_absent=True)
+    except BlobExists:
+        _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
+    return Transferred(step, wrote + len(text), files, total - wrote)
+
+
+def verify_parts(store: BlobStore, manifest: Manifest, progress: Progress = lambda done, total: None) -> None:
+    """Reads every file of a checkpoint and compares it with its hashes.
+
+    Raises: CheckpointCorrupt, BlobMissing, StoreError, naming the file.
+    """
+    total = sum(part.size for part in manifest.files)
+    done = 0
+    for part in manifest.files:
+        for chunk in _checked(store, part):
+            done += len(chunk)
+            progress(done, total)
+
+
+def _advance(progress: Progress, before: int, total: int, count: int) -> None:
+    progress(before + count, total)
+
+
+def _folders(manifest: Manifest) -> list[str]:
+    return sorted({part.name.rpartition("/")[0] for part in manifest.files})
+
+
+def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
+    """Whether the target has this checkpoint already, complete.
+
+    Raises: StoreError if it has another one under the same step.
+    """
+    name = manifest_name(manifest.step)
+    try:
+        theirs = bytes(target.read(name))
+    except BlobMissing:
+        return False
+    if theirs == text:
+        return True
+    try:
+        other = decode(theirs, f"{target.url}/{name}")
+    except CheckpointCorrupt as error:
+        raise StoreError(f"{error}; set it aside or choose another place") from None
+    if other.state["digest"] == manifest.state["digest"]:
+        return True  # the same step done again, to the same bits, cut into other files
+    raise StoreError(
+        f"{target.url} already holds step {manifest.step} of another run (task {other.identity.get('task')}): choose "
+        "another URL or directory"
+    )
+
+
+def _mark(part: PartFile) -> str:
+    """What a file's content is known by."""
+    return f"{part.head}{part.tree}"
+
+
+def _holds(target: BlobStore, part: PartFile) -> bool:
+    """Whether the target's file of that name has the right size and hash."""
+    try:
+        if isinstance(target, ObjectStore):
+            return target.fingerprint(part.name) == (part.size, _mark(part))
+        if target.size(part.name) != part.size:
+            return False
+        for _ in _checked(target, part):
+            pass
+        return True
+    except (BlobMissing, CheckpointCorrupt):
+        return False
+
+
+def _send(
+    source: BlobStore, target: BlobStore, part: PartFile, progress: Callable[[int], None], stopped: Callable[[], bool]
+) -> None:
+    _refuse_in_use(target, part)
+
+    def chunks() -> Iterator[Bytes]:
+        sent = 0
+        for chunk in _checked(source, part):
+            if stopped():
+                raise TransferStopped(f"the transfer of {part.name} was stopped")
+            yield chunk
+            sent += len(chunk)
+            progress(sent)
+
+    if isinstance(target, ObjectStore):
+        target.write(part.name, chunks(), part.size, digest=_mark(part))
+    else:
+        target.write(part.name, chunks(), part.size)
+
+
+def _refuse_in_use(target: BlobStore, part: PartFile) -> None:
+    """A file that an accepted checkpoint refers to is never written over, unless with the same bytes.
+
+    Raises: StoreError.
+    """
+    try:
+        target.size(part.name)
+    except BlobMissing:
+        return
+    for name in target.list("step-"):
+        if not name.endswith(f"/{MANIFEST}"):
+            continue
+        try:
+            other = decode(bytes(target.read(name)), name)
+        except EverstepError:
+            continue
+        if any(f.name == part.name and _mark(f) != _mark(part) for f in other.files):
+            raise StoreError(
+                f"{target.url} already holds another {part.name}, which {name} refers to: choose another URL or "
+                "directory"
+            )
+
+
+def _checked(store: BlobStore, part: PartFile) -> Iterator[memoryview]:
+    """The bytes of a part, a few blocks at a time; the last one is followed by the comparison with its hashes.
+
+    Raises: CheckpointCorrupt.
+    """
+    head = memoryview(store.read(part.name, 0, part.data_at)).cast("B")
+    if len(head) != part.data_at or digest_bytes(head) != part.head:
+        raise CheckpointCorrupt(f"{store.url}/{part.name}: its first {part.data_at} bytes do not match their hash")
+    yield head
+    digests: list[str] = []
+    step = _READ_BYTES_REMOTE if isinstance(store, ObjectStore) else _READ_BYTES
+    for at in range(part.data_at, part.size, step):
+        wanted = min(step, part.size - at)
+        data = memoryview(store.read(part.name, at, wanted)).cast("B")
+        if len(data) != wanted:
+            raise CheckpointCorrupt(f"{store.url}/{part.name} ends at byte {at + len(data)} of {part.size}")
+        digests += [digest_bytes(data[k : k + BLOCK_BYTES]) for k in range(0, wanted, BLOCK_BYTES)]
+        yield data
+    if tree_digest(digests) != part.tree:
+        raise CheckpointCorrupt(f"{store.url}/{part.name} does not match its hash: it was altered")

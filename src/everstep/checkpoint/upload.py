@@ -1,0 +1,248 @@
+"""Uploads checkpoints from the disk tier to an object store, in the background.
+
+A thread of its own does all of it: training hands over a step number and goes on. The newest checkpoint comes before
+older ones that wait. Trouble is told once per change of state, and never stops anything.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
+from everstep.checkpoint.object_store import StoreRefused
+from everstep.checkpoint.store import BlobStore
+from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
+
+Report = Callable[[str, dict[str, Any]], None]
+"""Told (kind, fields) of an event; from the uploader's thread."""
+Prune = Callable[[BlobStore], list[int]]
+"""Applies the tier's retention to a store; returns the steps that it deleted."""
+
+_STOP_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Before attempt n a random time between 0 and min(max_s, initial_s * 2**n) passes; after `attempts` it is given
+    up, until the next checkpoint."""
+
+    initial_s: float = 0.5
+    max_s: float = 60.0
+    attempts: int = 10
+
+    def delay_s(self, failures: int, uniform: Callable[[float, float], float]) -> float:
+        """How long to wait after so many failures in a row (1 or more)."""
+        return uniform(0.0, min(self.max_s, self.initial_s * 2.0 ** min(failures, 30)))
+
+
+class Uploader:
+    """Brings complete checkpoints of `source` (the disk tier) to `target`, one after the other, newest first.
+
+    Events: `checkpoint_completed` (tier "object", duration_s, bytes, skipped) for each; `checkpoint_failed` when
+    things begin to go wrong or go wrong for another reason: a dead store, a slow one (checkpoints are skipped).
+    """
+
+    def __init__(
+        self,
+        source: BlobStore,
+        target: BlobStore,
+        report: Report,
+        prune: Prune = lambda store: [],
+        backoff: Backoff | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """prune: called after each upload; what it raises is told as trouble of the store."""
+        self._source, self._target, self._report, self._prune = source, target, report, prune
+        self._backoff = backoff or Backoff()
+        self._random = random.Random(seed)
+        self._changed = threading.Condition()
+        self._waiting: int | None = None
+        self._busy: int | None = None
+        self._closing = False
+        self._stop = False
+        self._trouble = ""
+        self._slow = False
+        self._last: int | None = None
+        self._skipped: list[int] = []
+        self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    # ---- for the training side; none of these waits
+
+    def offer(self, step: int) -> None:
+        """A checkpoint is complete on disk. It is uploaded unless a newer one comes before its turn."""
+        with self._changed:
+            if self._closing:
+                return
+            if self._waiting is not None and self._waiting != step:
+                self._skip(min(self._waiting, step))
+                self._slow_now(min(self._waiting, step))
+                step = max(self._waiting, step)
+            self._waiting = step
+            self._changed.notify_all()
+
+    @property
+    def holds(self) -> frozenset[int]:
+        """Steps that must stay on disk for now: the one being uploaded and the one that waits."""
+        with self._changed:
+            return frozenset(step for step in (self._busy, self._waiting) if step is not None)
+
+    @property
+    def uploaded(self) -> int | None:
+        """The newest step that is complete in the store by this uploader's doing."""
+        with self._changed:
+            return self._last
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """Steps that were never uploaded: overtaken by a newer one, or given up."""
+        with self._changed:
+            return tuple(self._skipped)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is being uploaded."""
+        with self._changed:
+            return self._busy is None and self._waiting is None
+
+    def finish(self, grace_s: float) -> bool:
+        """Upload what still waits, for at most so long; then stop. True if everything is there. Waits."""
+        deadline = time.monotonic() + grace_s
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._busy is None and self._waiting is None, grace_s)
+            clean = self._busy is None and self._waiting is None
+            for step in (self._busy, self._waiting):
+                if step is not None:
+                    self._skip(step)
+            self._waiting, self._stop = None, True
+            self._changed.notify_all()
+        self._thread.join(max(_STOP_PATIENCE_S, deadline - time.monotonic()) if clean else _STOP_PATIENCE_S)
+        return clean and not self._skipped_last()
+
+    def _skipped_last(self) -> bool:
+        with self._changed:
+            return bool(self._skipped) and (self._last is None or max(self._skipped) > self._last)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._stop or self._closing)
+                if self._stop or self._waiting is None:
+                    return
+                step, self._busy, self._waiting = self._waiting, self._waiting, None
+            try:
+                self._bring(step)
+            finally:
+                with self._changed:
+                    self._busy = None
+                    self._changed.notify_all()
+
+    def _bring(self, step: int) -> None:
+        """Attempt after attempt, until it is there, given up, or overtaken."""
+        began = time.monotonic()
+        failures = 0
+        while True:
+            try:
+                done = transfer(self._source, self._target, step, stopped=lambda: self._stop)
+                self._completed(step, done, time.monotonic() - began)
+                return
+            except TransferStopped:
+                return
+            except (BlobMissing, CheckpointCorrupt) as error:
+                self._give_up(step, str(error))  # the source's fault: trying again does not help
+                return
+            except StoreRefused as error:
+                self._give_up(step, str(error))
+                return
+            except EverstepError as error:
+                failures += 1
+                reason = str(error)
+            except Exception as error:  # a bug must not end the thread unseen
+                self._give_up(step, f"{type(error).__name__}: {error}")
+                return
+            if failures >= self._backoff.attempts:
+                self._give_up(step, f"{reason} (tried {failures} times)")
+                return
+            self._troubled(step, reason)
+            if not self._pause(step, failures):
+                return
+
+    def _pause(self, step: int, failures: int) -> bool:
+        """Waits before the next attempt; False if there is to be none: stopped, or a newer checkpoint waits."""
+        delay_s = self._backoff.delay_s(failures, self._random.uniform)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop or self._waiting is not None, delay_s)
+            if self._waiting is not None and not self._stop:
+                self._skip(step)  # overtaken; that does not mean that the store is back: the pace stays
+                self._changed.wait_for(lambda: self._stop, delay_s)
+                return False
+            return not self._stop
+
+    def _completed(self, step: int, done: Transferred, duration_s: float) -> None:
+        with self._changed:
+            recovered, self._trouble = self._trouble, ""
+            if self._waiting is None:
+                self._slow = False
+            self._last = step if self._last is None else max(step, self._last)
+            skipped = len(self._skipped)
+        fields: dict[str, Any] = {
+            "step": step,
+            "tier": "object",
+            "duration_s": duration_s,
+            "bytes": done.bytes,
+            "url": self._target.url,
+            "skipped": skipped,
+        }
+        if recovered:
+            fields["reason"] = f"works again after: {recovered}"
+        self._report("checkpoint_completed", fields)
+        try:
+            self._prune(self._target)
+        except EverstepError as error:
+            self._troubled(step, f"old checkpoints could not be removed: {error}")
+
+    def _give_up(self, step: int, reason: str) -> None:
+        with self._changed:
+            self._skip(step)
+        self._troubled(step, reason)
+
+    def _skip(self, step: int) -> None:
+        """With the lock held."""
+        self._skipped.append(step)
+
+    def _slow_now(self, step: int) -> None:
+        """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""
+        if not self._slow and not self._trouble:
+            self._report("checkpoint_failed", self._fields(step, "the object store is slower than checkpoints come"))
+        self._slow = True
+
+    def _troubled(self, step: int, reason: str) -> None:
+        """Tells trouble, if it is new."""
+        with self._changed:
+            known, self._trouble = self._trouble, reason
+            fields = self._fields(step, reason)
+        if _kind(known) != _kind(reason):
+            self._report("checkpoint_failed", fields)
+
+    def _fields(self, step: int, reason: str) -> dict[str, Any]:
+        return {
+            "step": step,
+            "tier": "object",
+            "reason": reason,
+            "url": self._target.url,
+            "skipped": len(self._skipped),
+        }
+
+
+def _kind(reason: str) -> str:
+    """What stays the same when the same trouble befalls another file: the words after the last colon."""
+    return reason.rpartition(": ")[2].partition(" (tried")[0]
