@@ -1,0 +1,221 @@
+"""A lane's way through the pools, and from it the list of operations of each worker. Pure.
+
+Each worker has, for each stage that it holds, the canonical schedule (`schedules.py`) over its own lanes in ascending
+order: so pools whose members hold the same lanes are pipelines side by side, each as fast as one of its own, and the
+regular case (one worker per stage, all lanes) is exactly the published table.
+
+Where lanes are spread differently from stage to stage (after a repair), such lists could wait for each other in a
+circle: one worker keeps a backward pass of lane 0 before the forward pass of lane 3, a later one the other way round.
+So the lists are played through, all workers at once, with instant messages. If nothing can go on, the lowest pass that
+is left is done first: of the forward passes the one of the lowest lane at the earliest part, else of the backward
+passes the lowest lane at the latest part. Its inputs are always there, because what it needs is lower still. What was
+played is what is given out: the workers' lists are parts of one possible run, so they cannot wait for each other in
+any real one, whatever the times, provided that sending never blocks. A worker with several stages does one thing at a
+time in that play, by preference a backward pass, then the later part; that merges its lists.
+
+Every worker plays the same from the same plan, so nothing is exchanged about it. Within a part forward passes come in
+lane order, and so do backward passes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from everstep.base.errors import check
+from everstep.base.plan import Plan, Seat
+from everstep.placement.schedules import OpKind
+
+_TIME: Mapping[str, int] = {"forward": 1, "backward": 2}
+
+
+class PipeOp(NamedTuple):
+    """One pass of one lane through one part of the model; `stage` is `part % stages`."""
+
+    kind: OpKind
+    part: int
+    stage: int
+    lane: int
+
+
+def ops(
+    plan: Plan,
+    worker_id: int,
+    lanes_to_run: Iterable[int],
+    *,
+    kind: str = "1f1b",
+    chunks: int = 1,
+    recompute: bool = False,
+) -> tuple[PipeOp, ...]:
+    """What a worker computes, in order: the passes of these lanes through the parts that its seats hold.
+
+    lanes_to_run: the same at every worker (all lanes of a step, or those to be done again), in any order. kind: gpipe,
+    1f1b or interleaved. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly
+    before a backward pass that does not follow its own forward pass.
+
+    Raises: InvariantViolation if a lane is held by nobody in some stage.
+    """
+    lanes = tuple(sorted(set(lanes_to_run)))
+    return _all_ops(plan.seats, plan.stages, lanes, kind, chunks, recompute).get(worker_id, ())
+
+
+def holder(plan: Plan, part: int, lane: int) -> int:
+    """worker_id of the one that computes this lane's passes through this part."""
+    return plan.holder(part % plan.stages, lane)
+
+
+def route(plan: Plan, lane: int, chunks: int = 1) -> tuple[int, ...]:
+    """The workers that a lane goes through, part by part."""
+    return tuple(holder(plan, part, lane) for part in range(plan.stages * chunks))
+
+
+@lru_cache(maxsize=64)
+def _all_ops(
+    seats: tuple[Seat, ...], stages: int, lanes: tuple[int, ...], kind: str, chunks: int, recompute: bool
+) -> dict[int, tuple[PipeOp, ...]]:
+    owner = {(seat.stage, lane): seat.worker_id for seat in seats for lane in seat.lanes}
+    for stage in range(stages):
+        for lane in lanes:
+            check((stage, lane) in owner, f"lane {lane} is held by nobody in stage {stage}")
+    lists: dict[tuple[int, int], deque[PipeOp]] = {}
+    wanted = set(lanes)
+    for seat in seats:
+        own = sorted(wanted.intersection(seat.lanes))
+        if own:
+            hops = max(_hops_behind(owner, seat, lane, stages) for lane in own)
+            lists[seat.worker_id, seat.stage] = deque(_canonical(seat.stage, stages, own, hops, kind, chunks))
+    played = _Play(owner, lists, stages, stages * chunks).run()
+    return {worker_id: tuple(_with_recompute(done)) if recompute else tuple(done) for worker_id, done in played.items()}
+
+
+def _hops_behind(owner: Mapping[tuple[int, int], int], seat: Seat, lane: int, stages: int) -> int:
+    """How often the lane changes workers behind this stage: that many forward passes are run ahead."""
+    way = [owner[stage, lane] for stage in range(seat.stage, stages)]
+    return sum(a != b for a, b in pairwise(way))
+
+
+def _canonical(stage: int, stages: int, lanes: list[int], behind: int, kind: str, chunks: int) -> Iterator[PipeOp]:
+    """The schedule of one stage over these lanes: `schedules.schedule` wherever that is defined.
+
+    behind: how many other workers come behind. Interleaved, the last group of lanes may be smaller than the stages.
+    """
+    order = list(_passes(len(lanes), stages if kind == "interleaved" else len(lanes), chunks))
+    ahead = {"gpipe": len(order), "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * stages}[kind]
+    ahead = min(ahead, len(order))
+    for i in range(len(order) + ahead):
+        if i < len(order):
+            chunk, nth = order[i]
+            yield PipeOp("forward", chunk * stages + stage, stage, lanes[nth])
+        if i >= ahead:
+            chunk, nth = order[i - ahead]
+            yield PipeOp("backward", (chunks - 1 - chunk) * stages + stage, stage, lanes[nth])
+
+
+def _passes(lanes: int, group: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """(chunk, position of the lane) of a worker's forward passes: groups of lanes, chunk after chunk."""
+    for first in range(0, lanes, max(1, group)):
+        for chunk in range(chunks):
+            yield from ((chunk, nth) for nth in range(first, min(first + group, lanes)))
+
+
+def _with_recompute(done: Iterable[PipeOp]) -> Iterator[PipeOp]:
+    before: PipeOp | None = None
+    for op in done:
+        if op.kind == "backward" and before != op._replace(kind="forward"):
+            yield op._replace(kind="recompute")
+        yield op
+        before = op
+
+
+class _Play:
+    """All workers go through their lists, with instant messages and unit times; what each did, in order, is kept."""
+
+    def __init__(
+        self,
+        owner: Mapping[tuple[int, int], int],
+        lists: dict[tuple[int, int], deque[PipeOp]],
+        stages: int,
+        parts: int,
+    ) -> None:
+        self.owner = owner
+        self.lists = lists
+        self.stages = stages
+        self.parts = parts
+        self.now = 0
+        self.done: set[PipeOp] = set()
+        self.played: dict[int, list[PipeOp]] = {worker_id: [] for worker_id, _ in lists}
+        self.stages_of: dict[int, list[int]] = {}
+        for worker_id, stage in lists:
+            self.stages_of.setdefault(worker_id, []).append(stage)
+        self.busy: set[int] = set()
+        self.ends: list[tuple[int, int, PipeOp]] = []
+        self.left = sorted((op for own in lists.values() for op in own), key=self._rank, reverse=True)
+
+    def run(self) -> dict[int, list[PipeOp]]:
+        """Until all lists are empty."""
+        idle = set(self.played)
+        while True:
+            for worker_id in sorted(idle):
+                self._begin(worker_id)
+            idle.clear()
+            if not self.ends:
+                if not self._pull_lowest():
+                    return self.played
+                idle.update(self.played)
+                continue
+            self.now = self.ends[0][0]
+            while self.ends and self.ends[0][0] == self.now:
+                _, worker_id, op = heapq.heappop(self.ends)
+                self.done.add(op)
+                self.busy.discard(worker_id)
+                idle.add(worker_id)
+                idle.update(self._waiting_for(op))
+            idle -= self.busy
+
+    def _rank(self, op: PipeOp) -> tuple[bool, int, int]:
+        backward = op.kind == "backward"
+        return backward, op.lane, -op.part if backward else op.part
+
+    def _begin(self, worker_id: int) -> None:
+        heads = [self.lists[worker_id, stage][0] for stage in self.stages_of[worker_id] if self.lists[worker_id, stage]]
+        ready = [op for op in heads if self._inputs_done(op)]
+        if not ready:
+            return
+        op = min(ready, key=lambda op: (op.kind != "backward", -op.part, op.lane))
+        self.lists[worker_id, op.stage].popleft()
+        self.played[worker_id].append(op)
+        self.busy.add(worker_id)
+        heapq.heappush(self.ends, (self.now + _TIME[op.kind], worker_id, op))
+
+    def _inputs_done(self, op: PipeOp) -> bool:
+        if op.kind == "forward":
+            return op.part == 0 or self._at(op, op.part - 1) in self.done
+        if op._replace(kind="forward") not in self.done:
+            return False
+        return op.part + 1 == self.parts or self._at(op, op.part + 1) in self.done
+
+    def _waiting_for(self, op: PipeOp) -> Iterator[int]:
+        """Who may go on now that this is done."""
+        after = op.part + 1 if op.kind == "forward" else op.part - 1
+        if 0 <= after < self.parts:
+            yield self.owner[after % self.stages, op.lane]
+
+    def _at(self, op: PipeOp, part: int) -> PipeOp:
+        return PipeOp(op.kind, part, part % self.stages, op.lane)
+
+    def _pull_lowest(self) -> bool:
+        """Nobody can go on: the lowest pass that is left goes to the front of its list. False: nothing is left."""
+        while self.left and self.left[-1] in self.done:
+            self.left.pop()
+        if not self.left:
+            return False
+        op = self.left[-1]
+        check(self._inputs_done(op), f"nothing can go on, not even {op}")
+        own = self.lists[self.owner[op.stage, op.lane], op.stage]
+        own.remove(op)
+        own.appendleft(op)
+        return True
