@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt, check
@@ -22,6 +23,9 @@ from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
 FORMAT = 1
+OUTSIDE, VALUES, FOREIGN = -1, -2, -3
+"""Groups that are no unit's: what lies outside all units, the tensors in `values`, and (in a stage's manifest alone)
+tied parameters whose first place of use is in another stage."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,40 @@ def place(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> tuple[StateEntry, .
     return tuple(entries)
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a manifest tells beyond entries and values.
+
+    groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries), empty ones left out.
+    transient: entries of the model that its `state_dict` leaves out. stage: of a stage's manifest, see `topology`.
+    """
+
+    groups: tuple[tuple[int, int], ...] = ()
+    transient: tuple[str, ...] = ()
+    stage: Mapping[str, Any] | None = None
+
+
 class Image:
     """Entries with their bytes, and the JSON part (`values`) of the state. Reads memory, changes nothing."""
 
-    def __init__(self, entries: Sequence[StateEntry], data: Sequence[memoryview], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, entries: Sequence[StateEntry], data: Sequence[memoryview], values: Mapping[str, Any], outline: Outline
+    ) -> None:
         """data: the bytes of each entry, in order. They must not change while the image is read."""
         self.entries = tuple(entries)
         self.values = values
+        self.outline = outline
         self._data = list(data)
         self._offsets = [e.offset for e in self.entries]
         end = max((e.offset + e.nbytes for e in self.entries), default=0)
         self.n_blocks = round_up(end, BLOCK_BYTES) // BLOCK_BYTES
 
     @staticmethod
-    def of_tensors(entries: Sequence[StateEntry], tensors: Sequence[Tensor], values: Mapping[str, Any]) -> Image:
+    def of_tensors(
+        entries: Sequence[StateEntry], tensors: Sequence[Tensor], values: Mapping[str, Any], outline: Outline
+    ) -> Image:
         """Over the tensors' own memory where they are contiguous and in host memory, else over copies made now."""
-        return Image(entries, [bytes_of(t) for t in tensors], values)
+        return Image(entries, [bytes_of(t) for t in tensors], values, outline)
 
     def read_block(self, index: int) -> memoryview:
         """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
@@ -87,25 +109,61 @@ class Image:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """JSON: format, block_bytes, entries, values, the digest of each block, and that of all the rest."""
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "block_bytes": BLOCK_BYTES,
-            "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in self.entries],
-            "values": dict(self.values),
-            "blocks": [digest_bytes(self.read_block(i)) for i in range(self.n_blocks)],
-        }
-        return {**body, "digest": _manifest_digest(body)}
+        """JSON: format, block_bytes, entries, digests (of each entry), groups, transient, values, stage (of a stage's
+        alone), blocks (the digest of each), and the digest of all the rest."""
+        blocks, digests = self._hashes()
+        return manifest_of(self.entries, self.values, self.outline, blocks, digests)
+
+    def _hashes(self) -> tuple[list[str], list[str]]:
+        """(digest of each block, digest of each entry), in one pass, so that memory is read once."""
+        hashes = [xxhash.xxh3_128() for _ in self.entries]
+        blocks = []
+        first = 0
+        for index in range(self.n_blocks):
+            blocks.append(digest_bytes(self.read_block(index)))
+            start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+            while first < len(self.entries) and self.entries[first].offset + self.entries[first].nbytes <= start:
+                first += 1
+            for k in range(first, len(self.entries)):
+                entry = self.entries[k]
+                if entry.offset >= stop:
+                    break
+                lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
+                if lo < hi:
+                    hashes[k].update(self._data[k][lo - entry.offset : hi - entry.offset])
+        return blocks, [h.hexdigest() for h in hashes]
 
     def digest(self, *prefix: int) -> str:
         """Of everything but padding and places; equal exactly when names, types and bits are. prefix: the step, say."""
-        values = {key: canonical(value) for key, value in self.values.items()}
-        return digest_bytes(json.dumps([*prefix, self.rows(), values], sort_keys=True).encode())
+        return rows_digest(self.rows(), self.values, *prefix)
 
     def rows(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """(name, dtype, shape, digest) of every entry, by name."""
         pairs = zip(self.entries, self._data, strict=True)
         return sorted((e.name, e.dtype, e.shape, digest_bytes(data)) for e, data in pairs)
+
+
+def manifest_of(
+    entries: Sequence[StateEntry],
+    values: Mapping[str, Any],
+    outline: Outline,
+    blocks: Sequence[str],
+    digests: Sequence[str],
+) -> dict[str, Any]:
+    """The manifest of a state whose blocks, and whose entries, have these digests."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "block_bytes": BLOCK_BYTES,
+        "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries],
+        "digests": list(digests),
+        "groups": [list(group) for group in outline.groups],
+        "transient": list(outline.transient),
+        "values": dict(values),
+        "blocks": list(blocks),
+    }
+    if outline.stage is not None:
+        body["stage"] = dict(outline.stage)
+    return sealed(body)
 
 
 def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
@@ -147,6 +205,17 @@ def write_blocks(
 
 BlockSource = Callable[[int], Any]
 """Gives the bytes of a block by its number."""
+
+
+def rows_digest(rows: Sequence[tuple[str, str, tuple[int, ...], str]], values: Mapping[str, Any], *prefix: int) -> str:
+    """32 hex digits over the rows (name, dtype, shape, digest), which ascend by name, the values and the prefix."""
+    plain = {key: canonical(value) for key, value in values.items()}
+    return digest_bytes(json.dumps([*prefix, rows, plain], sort_keys=True).encode())
+
+
+def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with its own digest."""
+    return {**body, "digest": _manifest_digest(body)}
 
 
 def _manifest_digest(body: Mapping[str, Any]) -> str:

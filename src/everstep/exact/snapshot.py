@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everstep.base.errors import check
-from everstep.exact.image import Image, StateEntry
+from everstep.exact.image import Image, Outline, StateEntry
 
 Arena = Tensor
 """Flat uint8 host memory that is used again for the next snapshot: touching fresh memory costs more than copying."""
@@ -30,6 +30,7 @@ class Snapshot:
         entries: Sequence[StateEntry],
         tensors: Sequence[Tensor],
         values: Mapping[str, Any],
+        outline: Outline,
         now: Sequence[int],
         arena: Arena | None,
         take_back: Callable[[Arena], None],
@@ -48,7 +49,7 @@ class Snapshot:
         with torch.no_grad():
             for k in now:
                 self._copy(k, tensors[k])
-        self._image = Image(self._entries, [self._bytes(e) for e in self._entries], values)
+        self._image = Image(self._entries, [self._bytes(e) for e in self._entries], values, outline)
 
     def start(self) -> None:
         """Starts copying and, after that, hashing."""

@@ -7,6 +7,7 @@ optimizer's tensors per parameter, and as JSON the optimizer's groups, the sched
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,41 @@ from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.exact.digest import bytes_of, named_digest
-from everstep.exact.image import BlockSource, Image, StateEntry, entries_of, place, write_blocks
+from everstep.exact.image import (
+    FOREIGN,
+    OUTSIDE,
+    VALUES,
+    BlockSource,
+    Image,
+    Outline,
+    StateEntry,
+    entries_of,
+    place,
+    write_blocks,
+)
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import aligned_like
 from everstep.exact.snapshot import Arena, Snapshot
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a whole job's state one stage holds.
+
+    units: the numbers of its units in the whole model, in order. n_units: of the whole model. foreign: tied parameters
+    whose first place of use is in another stage, by their first names. positions: for each optimizer group, the place
+    of each of its parameters in the group of the whole optimizer.
+    """
+
+    units: tuple[int, ...]
+    n_units: int
+    foreign: Mapping[str, nn.Parameter]
+    positions: tuple[tuple[int, ...], ...]
+
+
+_Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
 
 
 class ModelState:
@@ -36,14 +66,21 @@ class ModelState:
         scheduler: Any = None,
         extras: Mapping[str, Any] | None = None,
         units: Sequence[nn.Module] = (),
+        share: Share | None = None,
     ) -> None:
         """extras: name -> object with state_dict() and load_state_dict(). units: each one's state begins at a block.
+
+        share: given where the model is one stage of a larger one.
 
         Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice.
         """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.extras = dict(extras or {})
         self._units = list(units)
+        self._share = share
+        self._foreign = dict(share.foreign) if share is not None else {}
+        self.outline = Outline()
+        """Of the state that `live_tensors` described last."""
         self._image: Image | None = None
         self._arena: Arena | None = None
         for key, extra in self.extras.items():
@@ -79,32 +116,38 @@ class ModelState:
 
     def state_digest(self, step: int) -> str:
         """Of everything, and the step. 32 hex digits. Equal for any number of workers."""
-        groups, values = self._collect()
-        entries = place(groups)
-        return Image.of_tensors(entries, [t for group in groups for _, t in group], values).digest(step)
+        return Image.of_tensors(*self._collect()).digest(step)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters and buffers (registered places included) that are held here: for `topology.select`."""
+        return frozenset((*self._unique_params(), *self._buffer_slots()))
 
     def clone_snapshot(self) -> Snapshot:
         """A copy of the state, made by a background thread once `start` is called.
 
         Buffers and JSON are taken now; parameters and optimizer state must not change before `wait` has returned.
         """
-        groups, values = self._collect()
-        tensors = [t for group in groups for _, t in group]
-        entries = place(groups)
+        entries, tensors, values, now = self.live_tensors()
+        arena, self._arena = self._arena, None
+        return Snapshot(entries, tensors, values, self.outline, now, arena, self._take_back)
+
+    def live_tensors(self) -> tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], list[int]]:
+        """Entries, the tensors that they are of, the JSON values, and which tensors may change before the next update
+        (their indices); the others change in updates alone."""
+        entries, tensors, values, self.outline = self._collect()
         live = {id(t) for t in self._unique_buffers().values()}
         now = [
             k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith((_MODEL, _OPTIMIZER))
         ]
-        arena, self._arena = self._arena, None
-        return Snapshot(entries, tensors, values, now, arena, self._take_back)
+        return entries, tensors, values, now
 
     def _take_back(self, arena: Arena) -> None:
         self._arena = arena
 
     def _live(self) -> Image:
         if self._image is None:
-            groups, values = self._collect()
-            self._image = Image.of_tensors(place(groups), [t for group in groups for _, t in group], values)
+            self._image = Image.of_tensors(*self._collect())
         return self._image
 
     def _persistent(self) -> Iterable[tuple[str, Tensor]]:
@@ -113,8 +156,8 @@ class ModelState:
             if name in kept:
                 yield name, tensor
 
-    def _collect(self) -> tuple[list[list[tuple[str, Tensor]]], dict[str, Any]]:
-        """The named tensors, by unit, and the JSON values."""
+    def _collect(self) -> _Collected:
+        """The entries with their tensors, by unit, the JSON values, and the outline."""
         pulled: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         mine: dict[str, dict[str, Tensor]] = {}
@@ -125,15 +168,30 @@ class ModelState:
         for key, extra in sorted(self.extras.items()):
             values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
         unit_of = self._unit_of_names()
-        groups: list[list[tuple[str, Tensor]]] = [[] for _ in range(len(self._units) + 1)]
+        numbers = self._share.units if self._share is not None else tuple(range(len(self._units)))
+        groups: dict[int, list[tuple[str, Tensor]]] = {n: [] for n in (*numbers, OUTSIDE, VALUES, FOREIGN)}
         for name, parameter in self._unique_params().items():
-            group = groups[unit_of.get(name, -1)]
+            group = groups[FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)]
             group.append((_MODEL + name, parameter.detach()))
             group.extend(mine.get(name, {}).items())
-        for name, buffer in self._unique_buffers().items():
-            groups[unit_of.get(name, -1)].append((_MODEL + name, buffer))
-        groups.append(list(pulled.items()))
-        return groups, values
+        buffers = self._unique_buffers()
+        for name, buffer in buffers.items():
+            groups[unit_of.get(name, OUTSIDE)].append((_MODEL + name, buffer))
+        groups[VALUES].extend(pulled.items())
+        filled = {number: group for number, group in groups.items() if group}
+        kept = {*self.model.state_dict(keep_vars=True), *self._foreign}
+        outline = Outline(
+            tuple((number, len(group)) for number, group in filled.items()),
+            tuple(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept),
+            self._stage_facts(),
+        )
+        return place(list(filled.values())), [t for group in filled.values() for _, t in group], values, outline
+
+    def _stage_facts(self) -> dict[str, Any] | None:
+        share = self._share
+        if share is None:
+            return None
+        return {"units": list(share.units), "n_units": share.n_units, "positions": [list(p) for p in share.positions]}
 
     def _collect_optimizer(self, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]) -> dict[str, Any]:
         optimizer = self.optimizer
@@ -162,13 +220,15 @@ class ModelState:
     # ---- names
 
     def _unique_params(self) -> dict[str, nn.Parameter]:
-        """First name -> parameter; leaves that share storage (ties) once."""
+        """First name -> parameter; leaves that share storage (ties) once. Those of other stages last."""
         found: dict[str, nn.Parameter] = {}
         seen: set[tuple[Any, ...]] = set()
+        for parameter in self._foreign.values():
+            _new(parameter, seen)
         for name, parameter in self.model.named_parameters():
             if _new(parameter, seen):
                 found[name] = parameter
-        return found
+        return {**found, **self._foreign}
 
     def _unique_buffers(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -196,8 +256,9 @@ class ModelState:
 
     def _unit_of_names(self) -> dict[str, int]:
         """Name of a parameter or buffer -> number of its unit (the first one)."""
+        numbers = self._share.units if self._share is not None else range(len(self._units))
         modules: dict[int, int] = {}
-        for number, unit in enumerate(self._units):
+        for number, unit in zip(numbers, self._units, strict=True):
             for module in unit.modules():
                 modules.setdefault(id(module), number)
         result: dict[str, int] = {}

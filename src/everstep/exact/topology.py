@@ -1,0 +1,235 @@
+"""Between the state of a whole job and those of its stages, by manifests alone: no tensor and no model here.
+
+A unit's state lies in blocks of its own in every topology, so a whole manifest is put together from those of the stages
+(`merge`), and what a stage needs is picked out of a whole one (`select`), without touching a block. Digests of a job's
+state are functions of the whole manifest, so they are the same however the model was cut.
+
+A stage's manifest has a key `stage`: `units` (the numbers of its units), `n_units` (of the whole model), `positions`
+(for each optimizer group, the places of its parameters in the whole group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.base.errors import check
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES, FOREIGN, OUTSIDE, VALUES, entries_of, rows_digest, sealed
+from everstep.exact.layout import round_up
+
+Manifest = Mapping[str, Any]
+_MODEL = "model/"
+_SELECTED = -4
+
+
+def state_digest(manifest: Manifest, step: int) -> str:
+    """Of everything in a whole manifest, and the step: as `ModelState.state_digest` of the unsplit job."""
+    rows = [(e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest)]
+    return rows_digest(sorted(rows), manifest["values"], step)
+
+
+def model_digest(manifest: Manifest) -> str:
+    """Of parameters and persistent buffers: as `ModelState.model_digest` of the unsplit job. 32 hex digits."""
+    transient = set(manifest["transient"])
+    rows = sorted(
+        (e[0].removeprefix(_MODEL), f"torch.{e[1]}", tuple(e[2]), digest)
+        for e, digest in _entries(manifest)
+        if e[0].startswith(_MODEL) and e[0] not in transient
+    )
+    return digest_bytes(repr(rows).encode())
+
+
+def merge(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """The manifest of the whole job from those of all its stages, one each: exactly that of the unsplit state.
+
+    Raises: InvariantViolation naming what two stages state differently, or a unit that none or two of them hold.
+    CheckpointCorrupt if a manifest does not match its digest.
+    """
+    return merge_with_sources(manifests)[0]
+
+
+def merge_with_sources(manifests: Sequence[Manifest]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """As `merge`, and for each block of the whole: (index of a manifest that has it, its number there)."""
+    for manifest in manifests:
+        entries_of(manifest)
+    if len(manifests) == 1 and "stage" not in manifests[0]:
+        return dict(manifests[0]), tuple((0, i) for i in range(len(manifests[0]["blocks"])))
+    check(all("stage" in m for m in manifests), "several manifests are merged only if all are of stages")
+    groups = [group for k, manifest in enumerate(manifests) for group in _groups(k, manifest)]
+    units = {g.label: g for g in groups if g.label >= 0}
+    held = sorted(unit for m in manifests for unit in m["stage"]["units"])
+    n_units = manifests[0]["stage"]["n_units"]
+    check(held == list(range(n_units)), f"stages hold units {held}, together they must hold 0..{n_units - 1} once")
+    common = [_one_of(groups, label) for label in (OUTSIDE, VALUES)]
+    chosen = [*(units[label] for label in sorted(units)), *(group for group in common if group is not None)]
+    entries: list[list[Any]] = []
+    digests: list[str] = []
+    blocks: list[tuple[int, int]] = []
+    for group in chosen:
+        shift = len(blocks) * BLOCK_BYTES - group.start
+        entries += [[*e[:3], e[3] + shift, e[4]] for e in group.entries]
+        digests += group.digests
+        blocks += [(group.owner, group.start // BLOCK_BYTES + i) for i in range(len(group.blocks))]
+    _check_foreign(groups, {e[0]: (e[1], e[2], d) for e, d in zip(entries, digests, strict=True)})
+    transient = {name for m in manifests for name in m["transient"]}
+    whole = {
+        **{key: manifests[0][key] for key in ("format", "block_bytes")},
+        "entries": entries,
+        "digests": digests,
+        "groups": [[group.label, len(group.entries)] for group in chosen],
+        "transient": _in_model_order(transient, entries),
+        "values": _merge_values(manifests),
+        "blocks": [manifests[k]["blocks"][i] for k, i in blocks],
+    }
+    return sealed(whole), tuple(blocks)
+
+
+def select(manifest: Manifest, names: Collection[str]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What a stage needs of a whole manifest: one that its `ModelState.load` takes, and where its blocks come from.
+
+    names: `ModelState.names` of the stage. The second result gives, for each block of the selected manifest, its number
+    in the whole one.
+    """
+    values = _select_values(manifest["values"], names)
+    wanted = {_MODEL + name for name in names}.union(_tensors(list(values.values())))
+    kept = [(e, d) for e, d in _entries(manifest) if e[0] in wanted]
+    blocks = sorted({i for e, _ in kept for i in range(e[3] // BLOCK_BYTES, -(-(e[3] + e[4]) // BLOCK_BYTES)) if e[4]})
+    place = {block: k for k, block in enumerate(blocks)}
+    entries = []
+    end = 0
+    for (name, dtype, shape, offset, nbytes), _ in kept:
+        at = place[offset // BLOCK_BYTES] * BLOCK_BYTES + offset % BLOCK_BYTES if nbytes else end
+        entries.append([name, dtype, shape, at, nbytes])
+        end = at + nbytes
+    body = {
+        **{key: manifest[key] for key in ("format", "block_bytes")},
+        "entries": entries,
+        "digests": [d for _, d in kept],
+        "groups": [[_SELECTED, len(entries)]],
+        "transient": [name for name in manifest["transient"] if name in wanted],
+        "values": values,
+        "blocks": [manifest["blocks"][i] for i in blocks],
+    }
+    return sealed(body), tuple(blocks)
+
+
+# ---- entries
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A run of entries of one manifest that has blocks of its own."""
+
+    owner: int
+    label: int
+    start: int
+    entries: list[list[Any]]
+    digests: list[str]
+    blocks: list[str]
+
+    def facts(self) -> list[Any]:
+        return [[[*e[:3], e[3] - self.start, e[4]] for e in self.entries], self.digests, self.blocks]
+
+
+def _groups(owner: int, manifest: Manifest) -> Iterator[_Group]:
+    first = 0
+    for label, count in manifest["groups"]:
+        entries = manifest["entries"][first : first + count]
+        start, end = entries[0][3], max(e[3] + e[4] for e in entries)
+        blocks = manifest["blocks"][start // BLOCK_BYTES : round_up(end, BLOCK_BYTES) // BLOCK_BYTES]
+        yield _Group(owner, label, start, entries, manifest["digests"][first : first + count], blocks)
+        first += count
+
+
+def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
+    """The group that every stage has alike."""
+    found = [g for g in groups if g.label == label]
+    for other in found[1:]:
+        for mine, theirs in zip(
+            zip(found[0].entries, found[0].digests, strict=True),
+            zip(other.entries, other.digests, strict=True),
+            strict=False,
+        ):
+            check(mine[1] == theirs[1] and mine[0][:3] == theirs[0][:3], f"stages differ in {mine[0][0]}")
+        check(other.facts() == found[0].facts(), f"stages differ in what lies outside their units (group {label})")
+    check(len(found) in (0, len({g.owner for g in groups})), f"not every stage has group {label}")
+    return found[0] if found else None
+
+
+def _check_foreign(groups: Sequence[_Group], owned: Mapping[str, tuple[Any, ...]]) -> None:
+    for group in groups:
+        if group.label == FOREIGN:
+            for entry, digest in zip(group.entries, group.digests, strict=True):
+                check(owned.get(entry[0]) == (entry[1], entry[2], digest), f"stages differ in the tied {entry[0]}")
+
+
+def _in_model_order(names: Collection[str], entries: Sequence[Sequence[Any]]) -> list[str]:
+    return [e[0] for e in entries if e[0] in names]
+
+
+def _entries(manifest: Manifest) -> Iterator[tuple[list[Any], str]]:
+    return zip(manifest["entries"], manifest["digests"], strict=True)
+
+
+# ---- values
+
+
+def _merge_values(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    values = [m["values"] for m in manifests]
+    merged = dict(values[0])
+    for other in values[1:]:
+        check(set(other) == set(merged), f"stages hold values {sorted(merged)} and {sorted(other)}")
+        for key in merged:
+            check(key in ("groups", "state") or other[key] == merged[key], f"stages differ in the state of {key}")
+    if "groups" not in merged:
+        return merged
+    positions = [m["stage"]["positions"] for m in manifests]
+    merged["groups"] = _merge_groups([v["groups"] for v in values], positions)
+    states: dict[str, Any] = {}
+    for value in values:
+        for name, state in value["state"]["dict"]:
+            check(states.setdefault(name, state) == state, f"stages differ in the optimizer's state of {name}")
+    order = [name for group in merged["groups"] for name in group["dict"][0][1]]
+    merged["state"] = {"dict": [[name, states[name]] for name in order if name in states]}
+    return merged
+
+
+def _merge_groups(groups: Sequence[Sequence[Any]], positions: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
+    check(len({len(g) for g in groups}) == 1, "stages have different numbers of optimizer groups")
+    merged = []
+    for k, first in enumerate(groups[0]):
+        members: dict[int, str] = {}
+        for mine, places in zip(groups, positions, strict=True):
+            (_, names), (_, scalars) = mine[k]["dict"]
+            check(scalars == first["dict"][1][1], f"stages differ in the values of optimizer group {k}")
+            for name, place in zip(names, places[k], strict=True):
+                check(members.setdefault(place, name) == name, f"stages differ in parameter {place} of group {k}")
+        check(sorted(members) == list(range(len(members))), f"optimizer group {k} lacks parameters")
+        merged.append({"dict": [["params", [members[i] for i in range(len(members))]], first["dict"][1]]})
+    return merged
+
+
+def _select_values(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    chosen = dict(values)
+    if "groups" in chosen:
+        chosen["groups"] = [
+            {"dict": [["params", [n for n in group["dict"][0][1] if n in names]], group["dict"][1]]}
+            for group in values["groups"]
+        ]
+        chosen["state"] = {"dict": [row for row in values["state"]["dict"] if row[0] in names]}
+    return chosen
+
+
+def _tensors(node: Any) -> Iterator[str]:
+    """The names of the tensors that encoded values refer to."""
+    if isinstance(node, list):
+        for value in node:
+            yield from _tensors(value)
+    elif isinstance(node, dict):
+        for tag, body in node.items():
+            if tag in ("tensor", "array"):
+                yield body
+            elif tag not in ("f", "bytes", "dtype", "device", "scalar"):
+                yield from _tensors(body)
