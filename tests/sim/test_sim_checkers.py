@@ -127,7 +127,7 @@ class NeverUpdates(StepMachine):
         (OneRecordTooFew, SMALL, "P3"),
         (ReleasesTooEarly, SMALL, "P2"),
         (SettlesAlone, DISTURBED, ""),
-        (ForgetsTheUpdate, UPDATING, "AssertionError"),
+        (ForgetsTheUpdate, UPDATING, "InvariantViolation"),
         (NeverSettlesAgain, DISTURBED, "P4"),
         (VotesWithoutTheGradient, DISTURBED, "InvariantViolation"),
         (KeepsOldLanes, SMALL, "KeyError"),

@@ -7,11 +7,22 @@ step is ever lost:
   contributes to (s, 0) only while it holds the reduced gradient of s, and to any key only after the decision before.
   So, among the members of one generation, positions differ by at most one decision, and whoever is one step behind
   another holds the gradient that takes it there.
-- After every change of the plan all members state what they hold, and each computes from these same holdings who is at
-  the top, who rolls forward with the records handed over, and who must copy the state. No decision is taken in a
-  generation before its last member has settled, so all this may be interrupted and done again at any time.
+- After every change of the plan all members state what they hold, and each computes from these same holdings where
+  everybody goes on (`settling`): who rolls forward with the records handed over, who must copy which stages, or to
+  which step all go back. No decision is taken in a generation before its last member has settled, so all this may be
+  interrupted and done again at any time.
 - Whoever is left out of a later generation never comes back with the same incarnation but by healing; the others redo
   what it alone had decided, with the same bits. Only effects of steps that every member had decided have left it.
+
+Why no stage is ever a step apart from another: there is one membership over all stages, one agree per step by all of
+them, and one target per settle, the same for every stage. A decision of (s, 0) proves that every member of every stage
+holds the reduced gradient of s for its seats; so a stage can be at s only if all can follow, and a member that has
+settled enters with every stage of its seats at the target. If a stage is held by nobody at the top, all go back to the
+newest step that every stage has (its state in somebody's memory, or on disk).
+
+Why going back cannot be observed: the state after a step is a function of the step alone, so steps done again give the
+same bits, whoever does them; and effects leave with `Release`, which names each step once at a worker, in order, after
+every member had decided it. What had not been released is released when it is done again; what had, is not.
 
 What the driver must keep to:
 
@@ -19,12 +30,19 @@ What the driver must keep to:
 - Copying the state is all or nothing, and so is replaying a step: the former state stands until the new one does, and
   `StateCopied` or `Followed` is reported at once then, before any other event (if the machine still is in that phase
   and generation; otherwise the copy is thrown away). One that comes when it is not expected is a bug, and raises.
-- `Compute` replaces the lanes asked for before. A lane under way may still be reported, at any time.
-- Lane results and the reduced gradient of a step are kept, across generations, until `Discard` names it.
+- `Compute` replaces the lanes asked for before. In an unsplit job a lane under way may still be reported, at any time;
+  in a split one it is abandoned at `Leave`, with the transfers that it needs.
+- Lane results and the reduced gradient of a step are kept, across generations, until `Discard` names it. `Discard` is
+  no watermark: after `GoBack` older steps come again.
+- A stage without a seat, and what `ServeState` gives away, is kept until the next decision (`Update` drops the stage).
+- At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them.
+- A copy of live state carries with it what has not been released yet, as `records` do. A snapshot or a checkpoint is
+  stated (`SnapshotsKept`) only once its step has been released, so going to it skips no effect.
 - What is asked (`StepAsked`, `GatherAsked`) is answered by `Update` or `Gathered`, be it several generations later.
   When `StateCopied` or `Followed` moves the position, what was asked before is forgotten: ask anew, from there.
 - A joiner reports `Followed` after each step that it replays. If its feed breaks after the members have switched, it
-  may report the prepared plan as `PlanArrived`, and copies the state in settling.
+  may report the prepared plan as `PlanArrived`, and copies the state in settling. A feed breaks when its donor's state
+  jumps (`StateCopied`); the joiner begins anew, be it at an older step.
 """
 
 from __future__ import annotations
@@ -35,6 +53,7 @@ from typing import Any
 
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_types import (
     Compute,
     Discard,
@@ -43,6 +62,7 @@ from everstep.protocol.step_types import (
     Followed,
     GatherAsked,
     Gathered,
+    GoBack,
     GradientReduced,
     Holding,
     HoldingArrived,
@@ -60,6 +80,7 @@ from everstep.protocol.step_types import (
     SendHolding,
     SendRecord,
     ServeState,
+    SnapshotsKept,
     StateCopied,
     StepAsked,
     StepEffect,
@@ -74,7 +95,7 @@ class Phase(StrEnum):
 
     WAITING = "waiting"  # no plan: not started, or healing
     SETTLING = "settling"  # has stated what it holds, waits for the others' holdings
-    FETCHING = "fetching"  # copies the state from a member at the top
+    FETCHING = "fetching"  # gets state that it lacks, or goes back
     IDLE = "idle"  # the application has the turn
     COMPUTING = "computing"
     REDUCING = "reducing"
@@ -105,30 +126,9 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
     (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
     (Followed, _OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
+    (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
 )
 _BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}
-
-
-def must_fetch(holdings: Mapping[int, Holding]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(donors, fetchers) of a settle, worker ids ascending: who is at the top, and who can only copy from them.
-
-    A member one decision behind the top rolls forward instead; a member at the top needs nothing. At step 0 the state
-    is whatever each process built, so there those who differ from the lowest id at the top copy as well.
-    """
-    top = max(h.position for h in holdings.values())
-    donors = [i for i in sorted(holdings) if holdings[i].position == top]
-    digest = holdings[donors[0]].digest
-    if top.step == 0:
-        donors = [i for i in donors if holdings[i].digest == digest]
-    fetchers = []
-    for i in sorted(holdings):
-        h = holdings[i]
-        by_gather = h.position.step == top.step and h.position.seq + 1 == top.seq
-        by_update = top.seq == 0 and h.position.step + 1 == top.step and h.gradient_step == top.step
-        differs = top.step == 0 and h.digest != digest
-        if differs or not (h.position == top or by_gather or by_update):
-            fetchers.append(i)
-    return tuple(donors), tuple(fetchers)
 
 
 class StepMachine:
@@ -143,7 +143,12 @@ class StepMachine:
         self._records: Mapping[int, Record] = {}  # of the decision at `position`
         self._digest = digest
         self._gradient_step = 0
-        self._held: set[int] = set()  # lanes of step position.step + 1
+        self._gradient_stages: tuple[int, ...] = (0,)
+        self._stages: tuple[int, ...] = (0,)  # whose state at `position` is held
+        self._kept = SnapshotsKept()
+        self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
+        self._awaited: set[tuple[int, int]] = set()  # of the present `Compute`, not reported yet
+        self._rerun: frozenset[int] | None = None  # lanes of the first step after a settle; None: all of the plan
         self._asked: StepAsked | GatherAsked | None = None
         self._unasked: Gathered | None = None  # decided before this application asked
         self._prepared: dict[int, Plan] = {}
@@ -151,7 +156,7 @@ class StepMachine:
         self._holdings: dict[int, dict[int, Holding]] = {}  # by generation, this one and later
         self._arrived: dict[Key, dict[int, Record]] = {}  # of this generation, beyond position
         self._entered = False
-        self._copied = False
+        self._copied = self._served = False
         self._released = 0
 
     @property
@@ -200,8 +205,13 @@ class StepMachine:
         return max(self._prepared, default=0)
 
     @property
-    def held(self) -> frozenset[int]:
-        """Lanes of the next step that have been computed here."""
+    def stages(self) -> tuple[int, ...]:
+        """Those whose state at `position` this worker has, ascending."""
+        return self._stages
+
+    @property
+    def held(self) -> frozenset[tuple[int, int]]:
+        """(stage, lane) of the next step that have been computed here."""
         return frozenset(self._held)
 
     @property
@@ -246,12 +256,31 @@ class StepMachine:
         self._plan, self._generation = plan, plan.generation
         self._forget_older()
         self._arrived = {}
-        self._entered = self._copied = False
+        self._entered = self._copied = self._served = False
+        self._awaited = set()
+        if self._position.step == 0:
+            self._stages = plan.stages_of(self.me.worker_id)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
-        digest = self._digest if self._position.step == 0 else ""
-        holding = Holding(self._position, self._records, self._gradient_step, digest)
-        return [*effects, Open(plan), SendHolding(plan.generation, holding)]
+        return [*effects, Open(plan), SendHolding(plan.generation, self._holding(plan))]
+
+    def _holding(self, plan: Plan) -> Holding:
+        held = {(stage, lane) for stage, lane in self._held if stage in self._stages}
+        return Holding(
+            position=self._position,
+            records=self._records,
+            gradient_step=self._gradient_step,
+            digest=self._digest if self._position.step == 0 else "",
+            stages=self._stages,
+            lacking=tuple(sorted({lane for _, lane in self._seats(plan) - held})),
+            snapshots=tuple(sorted(self._kept.snapshots)),
+            disk=tuple(sorted(self._kept.disk)),
+            gradient_stages=self._gradient_stages,
+        )
+
+    def _snapshots_kept(self, event: SnapshotsKept) -> list[StepEffect]:
+        self._kept = event
+        return []
 
     def _forget_older(self) -> None:
         self._prepared = {g: p for g, p in self._prepared.items() if g > self._generation}
@@ -280,6 +309,7 @@ class StepMachine:
 
     def _followed(self, event: Followed) -> list[StepEffect]:
         effects = self._move(event.position, event.records)
+        self._stages = event.stages
         self._asked = None
         return effects + self._follow_switch()
 
@@ -302,22 +332,36 @@ class StepMachine:
         holdings = self._stated()
         if len(holdings) < len(self._members()):
             return []
-        donors, fetchers = must_fetch(holdings)
-        top, records = holdings[donors[0]].position, holdings[donors[0]].records
+        settled = settle(self._current(), holdings)
         mine = self.me.worker_id
-        if mine in fetchers and not self._copied:
+        effects: list[StepEffect] = []
+        if mine in settled.rolls and self._position != settled.target:
+            effects = self._roll_forward(settled.target, settled.records)
+            if self._phase is Phase.UPDATING:
+                return effects
+        if mine in settled.serves and not self._served:
+            self._served = True
+            effects.append(ServeState(self._generation, settled.target, settled.serves[mine]))
+        if mine in settled.wants and not self._copied:
             self._phase = Phase.FETCHING
-            return [FetchState(self._generation, top, donors)]
-        if self._position != top:
-            return self._roll_forward(top, records)
-        serve = mine in donors and fetchers
-        effects: list[StepEffect] = [ServeState(self._generation, top, fetchers)] if serve else []
+            return [*effects, self._get(settled)]
+        check(self._position == settled.target, f"settled at {settled.target}, but at {self._position}")
+        self._rerun = settled.rerun
         return effects + self._enter()
 
-    def _members(self) -> tuple[int, ...]:
+    def _get(self, settled: Settlement) -> StepEffect:
+        wanted = settled.wants[self.me.worker_id]
+        if settled.back:
+            return GoBack(self._generation, settled.target.step, wanted)
+        return FetchState(self._generation, settled.target, wanted)
+
+    def _current(self) -> Plan:
         if self._plan is None:
             raise InvariantViolation(f"no plan while {self._phase}")
-        return self._plan.worker_ids
+        return self._plan
+
+    def _members(self) -> tuple[int, ...]:
+        return self._current().worker_ids
 
     def _stated(self) -> dict[int, Holding]:
         """The members' holdings of this generation that have come so far."""
@@ -326,6 +370,8 @@ class StepMachine:
 
     def _roll_forward(self, top: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Take the one decision that is missing here with the records that were handed over."""
+        if top.seq == 0:
+            self._stages = tuple(k for k in self._stages if k in self._gradient_stages)
         effects = self._move(top, records)
         if top.seq == 0:
             self._asked = None
@@ -337,24 +383,25 @@ class StepMachine:
             effects.append(gathered)
         else:
             self._unasked = gathered
-        return effects + self._enter()
+        return effects
 
     def _state_copied(self, event: StateCopied) -> list[StepEffect]:
-        stated = self._stated()
-        top = max(h.position for h in stated.values())
-        fits = (event.generation, event.position) == (self._generation, top)
-        check(fits, f"expected the state of {top} in generation {self._generation}, got {event}")
-        moved = event.position != self._position
+        stated, mine = self._stated(), self.me.worker_id
+        settled = settle(self._current(), stated)
+        fits = (event.generation, event.position) == (self._generation, settled.target)
+        check(fits, f"expected the state of {settled.target} in generation {self._generation}, got {event}")
+        wanted, before = settled.wants[mine], self._position
         effects = self._move(event.position, event.records)
-        if moved:
+        if event.position != before:
             self._asked = None
-            effects.append(Discard(event.position.step))
-        else:
+            effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
+        elif any(stage in self._stages and donors[:1] != (mine,) for stage, donors in wanted.items()):
             # Another initial state: what was computed from one's own counts for nothing.
             self._held, self._gradient_step = set(), 0
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
-            self._digest = stated[must_fetch(stated)[0][0]].digest
+            self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
+        self._stages = self._current().stages_of(mine)
         self._copied = True
         return effects + self._settle()
 
@@ -383,31 +430,51 @@ class StepMachine:
         self._asked = event
         return self._resume() if self._phase is Phase.IDLE else []
 
-    def _my_lanes(self) -> tuple[int, ...]:
-        if self._plan is None:
-            raise InvariantViolation(f"no plan while {self._phase}")
-        return tuple(sorted(lane for s in self._plan.seats if s.worker_id == self.me.worker_id for lane in s.lanes))
+    def _seats(self, plan: Plan) -> set[tuple[int, int]]:
+        """(stage, lane) of this worker's seats."""
+        mine = self.me.worker_id
+        return {(stage, lane) for stage in plan.stages_of(mine) for lane in plan.lanes_of(mine, stage)}
 
     def _begin_step(self) -> list[StepEffect]:
-        missing = tuple(lane for lane in self._my_lanes() if lane not in self._held)
-        step = self._position.step + 1
-        if missing:
+        plan, step = self._current(), self._position.step + 1
+        seats = self._seats(plan)
+        self._awaited = seats - self._held
+        if plan.stages > 1:
+            # What a member lacks has to pass through every seat on its way again.
+            rerun = {lane for _, lane in seats} if self._rerun is None else self._rerun
+            strays = {lane for _, lane in self._awaited} - rerun
+            check(not strays, f"lanes {sorted(strays)} of step {step} are lacking, but nobody said so")
+            self._awaited = {(stage, lane) for stage, lane in seats if lane in rerun}
+        if self._awaited:
             self._phase = Phase.COMPUTING
-            return [Compute(step, missing)]
+            return [Compute(step, tuple(sorted({lane for _, lane in self._awaited})))]
         self._phase = Phase.REDUCING
         return [Reduce(self._generation, step)]
 
     def _lane_done(self, event: LaneDone) -> list[StepEffect]:
         if event.step != self._position.step + 1:
             return []
-        self._held.add(event.lane)
-        if self._phase is Phase.COMPUTING and self._held.issuperset(self._my_lanes()):
-            return self._begin_step()
-        return []
+        self._held.add((event.stage, event.lane))
+        if self._phase is not Phase.COMPUTING:
+            return []
+        self._awaited.discard((event.stage, event.lane))
+        if not self._lanes_complete():
+            return []
+        self._phase = Phase.REDUCING
+        return [Reduce(self._generation, event.step)]
+
+    def _lanes_complete(self) -> bool:
+        """Whether all own seats have what they need. Apart, so that a test can break it."""
+        return not self._awaited and self._held >= self._seats(self._current())
 
     def _gradient_reduced(self, event: GradientReduced) -> list[StepEffect]:
         if event.step != self._position.step + 1:
             return []
+        plan = self._plan
+        if event.generation == self._generation and plan is not None:
+            self._gradient_stages = plan.stages_of(self.me.worker_id)
+        elif plan is not None and plan.stages > 1:
+            return []  # one of a superseded reduction says nothing of the stages that it was of
         self._gradient_step = event.step
         if self._phase is not Phase.REDUCING or event.generation != self._generation:
             return []
@@ -415,7 +482,9 @@ class StepMachine:
         return [SendRecord(self._generation, Key(event.step, 0), Record(self.prepared, event.payload))]
 
     def _record_arrived(self, event: RecordArrived) -> list[StepEffect]:
-        if self._plan is None or event.generation != self._generation or event.key <= self._position:
+        if self._plan is None or event.generation != self._generation:
+            return []
+        if self._entered and event.key <= self._position:  # before, this worker may yet go back behind it
             return []
         if event.worker_id not in self._plan.worker_ids:
             return []
@@ -437,6 +506,7 @@ class StepMachine:
         effects = self._move(key, records)
         self._asked = None
         if key.seq == 0:
+            self._stages = self._gradient_stages
             self._switch = self._agreed_switch(records)
             self._phase = Phase.UPDATING
             return [*effects, Update(key.step, records)]
@@ -446,7 +516,7 @@ class StepMachine:
     def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
         if position.step != self._position.step:
-            self._held, self._gradient_step = set(), 0
+            self._held, self._gradient_step, self._rerun = set(), 0, None
         self._unasked = None
         self._position, self._records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}

@@ -35,13 +35,21 @@ class Holding:
 
     position: key of its last decision; records: that decision's records by worker id, handed to whoever lacks them.
     gradient_step: the step beyond position.step whose reduced gradient it holds in full (it has contributed, or was
-    about to), 0 if none. digest: of the initial state, at step 0 only.
+    about to), 0 if none; gradient_stages: of which stages. digest: of the initial state, at step 0 only. stages: those
+    whose state at `position` it has. lacking: lanes of its seats in this plan whose results for step position.step + 1
+    it does not have, at one of them at least. snapshots: (stage, step) of the states kept in its memory. disk: steps of
+    the verified, complete checkpoints that it can read.
     """
 
     position: Key
     records: Mapping[int, Record]
     gradient_step: int
     digest: str = ""
+    stages: tuple[int, ...] = (0,)
+    lacking: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
+    disk: tuple[int, ...] = ()
+    gradient_stages: tuple[int, ...] = (0,)
 
 
 # ---- events
@@ -72,15 +80,16 @@ class HoldingArrived:
 
 @dataclass(frozen=True)
 class LaneDone:
-    """A lane of a step has been computed here; its result is kept until the step is decided."""
+    """A lane of a step has been computed at a stage here; its result is kept until the step is decided."""
 
     step: int
+    stage: int
     lane: int
 
 
 @dataclass(frozen=True)
 class GradientReduced:
-    """This worker holds the whole reduced gradient of the step; `payload` is its agree record's."""
+    """This worker holds the whole reduced gradient of the step, of all its stages; `payload` is its agree record's."""
 
     generation: int
     step: int
@@ -106,7 +115,10 @@ class Updated:
 
 @dataclass(frozen=True)
 class StateCopied:
-    """The state of `step` was received from a peer in settling, with the records of `position`."""
+    """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats.
+
+    `records`: those of the decision `position`; none at step 0.
+    """
 
     generation: int
     position: Key
@@ -129,11 +141,25 @@ class StepAsked:
 class Followed:
     """To a worker without a plan, which heals: its state is now that of `position`, copied or replayed.
 
-    `records`: those of the decision `position`; empty for a snapshot whose records are not known.
+    `records`: those of the decision `position`; empty for a snapshot whose records are not known. `stages`: what it
+    has the state of.
     """
 
     position: Key
     records: Mapping[int, Record] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class SnapshotsKept:
+    """What this worker could go back to, all of it: replaces what was said before. Stated in the next settle.
+
+    snapshots: (stage, step) in its memory, of own stages or for other pools. disk: steps of the verified complete
+    checkpoints that it can read. Neither may name a step before its `Release` has been seen by whoever made it.
+    """
+
+    snapshots: tuple[tuple[int, int], ...] = ()
+    disk: tuple[int, ...] = ()
 
 
 StepEvent = (
@@ -148,6 +174,7 @@ StepEvent = (
     | GatherAsked
     | StepAsked
     | Followed
+    | SnapshotsKept
 )
 
 # ---- effects
@@ -178,7 +205,12 @@ class SendHolding:
 
 @dataclass(frozen=True)
 class Compute:
-    """Compute these lanes of the step (those of the plan that are not held already)."""
+    """Compute these lanes of the step, each at all of this worker's seats that it passes through.
+
+    In an unsplit job these are the plan's lanes that are not held already. In a split one they are all lanes that some
+    member lacks, so a result that is held already may come up again; the repeated one is thrown away, but every lane
+    is reported at every seat (`LaneDone`).
+    """
 
     step: int
     lanes: tuple[int, ...]
@@ -186,7 +218,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Reduce:
-    """All own lanes are there: offer them and finish the reduction."""
+    """All own lanes are there, at all own stages: offer them and finish the reduction."""
 
     generation: int
     step: int
@@ -203,7 +235,10 @@ class SendRecord:
 
 @dataclass(frozen=True)
 class Update:
-    """The step is decided by these records: apply it. Nothing may interrupt it."""
+    """The step is decided by these records: apply it. Nothing may interrupt it.
+
+    It is applied to the stages whose reduced gradient is held; any other stage that was still held is dropped.
+    """
 
     step: int
     records: Mapping[int, Record] = field(default_factory=dict)
@@ -233,7 +268,10 @@ class Discard:
 
 @dataclass(frozen=True)
 class ServeState:
-    """Give the state at `position` to these members, which lack it, before anything else."""
+    """Give the state at `position` to these members: what they ask for and this worker has, live or as a snapshot.
+
+    What it has it keeps until its first decision after this, also a stage in which it has lost its seat.
+    """
 
     generation: int
     position: Key
@@ -242,16 +280,33 @@ class ServeState:
 
 @dataclass(frozen=True)
 class FetchState:
-    """Copy the state at `position` from one of these members before anything else; answer with `StateCopied`."""
+    """Copy the state at `position` from the donors (by stage), before anything else; answer with `StateCopied`.
+
+    Only the stages that this worker lacks are named; the others it keeps.
+    """
 
     generation: int
     position: Key
-    donors: tuple[int, ...]
+    donors: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Go to the state of `step`, which may also lie ahead (a checkpoint); answer with `StateCopied` at (step, 0).
+
+    sources: for each stage of this worker's seats, the worker ids that have it in memory, oneself first; empty: read
+    it from disk, or build it anew for step 0, which has no records. Where this worker is a source itself and its own
+    state stands at `step`, nothing is to be copied. The application goes on from there; steps after it are done again.
+    """
+
+    generation: int
+    step: int
+    sources: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Entered:
-    """Settled: this generation goes on from the state of `step`."""
+    """Settled: this generation goes on from the state of `step`, held for all stages of this worker's seats."""
 
     generation: int
     step: int
@@ -277,6 +332,7 @@ StepEffect = (
     | Discard
     | ServeState
     | FetchState
+    | GoBack
     | Entered
     | LeftPlan
 )

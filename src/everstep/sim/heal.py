@@ -116,7 +116,7 @@ class Fetcher:
         self._connection: Connection | None = None
 
     def fetch(self, effect: FetchState) -> None:
-        self._try(effect, list(effect.donors))
+        self._try(effect, list(effect.donors[0]))
 
     def _wants(self, effect: FetchState) -> bool:
         machine = self.worker.machine
@@ -128,7 +128,7 @@ class Fetcher:
         if not self._wants(effect) or plan is None:
             return
         if not donors:
-            worker.report_fault(effect.generation, list(effect.donors))
+            worker.report_fault(effect.generation, list(effect.donors[0]))
             return
         donor = worker.site.lives.get(plan.member(donors[0]).key)
         connection = connect(worker.world, worker, donor, timeout_ns=_CONNECT_NS)

@@ -335,7 +335,7 @@ class SimWorker(Process):
         self._lane_under_way = False
         if step == self.at + 1 and state == self.state:
             self.leaves.setdefault(step, {})[lane] = leaf(state, step, lane)
-            self.feed(LaneDone(step, lane))
+            self.feed(LaneDone(step, 0, lane))
         self._next_lane()
 
     def _reduce(self, step: int) -> None:

@@ -144,7 +144,7 @@ class Engine:
                 self._wait_news()
 
     def lane_done(self, number: int, lane: int) -> None:
-        self.handle(step.LaneDone(number, lane))
+        self.handle(step.LaneDone(number, 0, lane))
 
     def gather(self, data: bytes) -> Mapping[int, Record]:
         """One decision beyond the step: all members' data, the same at all. Survives changes of the membership.
@@ -300,8 +300,10 @@ class Engine:
                 self.hands.serve(plan, effect.position, effect.to)  # type: ignore[arg-type]
             case step.FetchState():
                 self.hands.phase("heal", effect.position.step, plan)
-                records = self.hands.fetch(plan, effect.position, effect.donors)  # type: ignore[arg-type]
+                records = self.hands.fetch(plan, effect.position, effect.donors[0])  # type: ignore[arg-type]
                 self.handle(step.StateCopied(effect.generation, effect.position, records))
+            case step.GoBack():
+                check(False, f"expected nowhere to go back to, as no snapshots were stated; got {effect}")
             case step.Entered():
                 self.hands.entered(plan, effect.step, self._phases_ms)  # type: ignore[arg-type]
                 self._phases_ms = {}

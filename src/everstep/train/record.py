@@ -139,6 +139,11 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     gradient_step: int
     digest: str
     records: dict[int, tuple[int, bytes]]
+    stages: tuple[int, ...] = (0,)
+    lacking: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
+    disk: tuple[int, ...] = ()
+    gradient_stages: tuple[int, ...] = (0,)
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -175,6 +180,11 @@ def encode_holding(holding: Holding) -> bytes:
             gradient_step=holding.gradient_step,
             digest=holding.digest,
             records={w: (r.prepared, r.payload) for w, r in holding.records.items()},
+            stages=holding.stages,
+            lacking=holding.lacking,
+            snapshots=holding.snapshots,
+            disk=holding.disk,
+            gradient_stages=holding.gradient_stages,
         )
     )
 
@@ -187,4 +197,9 @@ def decode_holding(data: bytes) -> Holding:
         records={w: Record(*row) for w, row in held.records.items()},
         gradient_step=held.gradient_step,
         digest=held.digest,
+        stages=held.stages,
+        lacking=held.lacking,
+        snapshots=held.snapshots,
+        disk=held.disk,
+        gradient_stages=held.gradient_stages,
     )

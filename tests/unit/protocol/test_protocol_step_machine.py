@@ -6,7 +6,8 @@ import pytest
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.protocol.step_machine import TRANSITIONS, Phase, StepMachine, must_fetch
+from everstep.protocol.settling import settle
+from everstep.protocol.step_machine import TRANSITIONS, Phase, StepMachine
 from everstep.protocol.step_types import (
     Compute,
     Discard,
@@ -94,7 +95,7 @@ class Peers:
         for effect in effects:
             if isinstance(effect, Compute):
                 for lane in effect.lanes:
-                    self.on(LaneDone(effect.step, lane))
+                    self.on(LaneDone(effect.step, 0, lane))
         return self.effects
 
     def reduce(self) -> list[StepEffect]:
@@ -120,8 +121,8 @@ def test_a_step_goes_through_lanes_reduce_agree_and_update():
     w = Peers([0, 1])
     assert w.effects == [Entered(1, 0)]
     assert w.on(StepAsked()) == [Compute(1, (0, 2))]
-    assert w.on(LaneDone(1, 2)) == []
-    assert w.on(LaneDone(1, 0)) == [Reduce(1, 1)]
+    assert w.on(LaneDone(1, 0, 2)) == []
+    assert w.on(LaneDone(1, 0, 0)) == [Reduce(1, 1)]
     assert w.on(GradientReduced(1, 1, b"sums")) == [SendRecord(1, Key(1, 0), Record(0, b"sums"))]
     assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == []
     assert w.machine.position == Key(0, 0)
@@ -199,20 +200,20 @@ def test_older_plans_and_plans_without_this_worker_are_ignored():
 def test_a_plan_in_the_middle_of_a_step_keeps_lanes_and_computes_only_what_is_missing():
     w = Peers([0, 1, 2, 3])
     w.on(StepAsked())
-    w.on(LaneDone(1, 0))
+    w.on(LaneDone(1, 0, 0))
     effects = w.on(PlanArrived(plan(2, [0, 1], lanes={0: (0, 2), 1: (1, 3)})))
     assert [type(e) for e in effects] == [Leave, Open, SendHolding]
     assert w.hold_all(2) == [Entered(2, 0), Compute(1, (2,))]
-    assert w.on(LaneDone(1, 2)) == [Reduce(2, 1)]
+    assert w.on(LaneDone(1, 0, 2)) == [Reduce(2, 1)]
 
 
 def test_a_lane_that_was_under_way_counts_when_it_is_done_while_settling():
     w = Peers([0, 1])
     w.on(StepAsked())
-    w.on(LaneDone(1, 0))
+    w.on(LaneDone(1, 0, 0))
     w.on(PlanArrived(plan(2, [0, 1])))
     sent = w.effects
-    w.on(LaneDone(1, 2))
+    w.on(LaneDone(1, 0, 2))
     w.effects = sent
     assert w.hold_all(2) == [Entered(2, 0), Reduce(2, 1)]
 
@@ -222,7 +223,7 @@ def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
     w.compute()
     w.reduce()
     effects = w.on(PlanArrived(plan(2, [0, 1])))
-    assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same"))
+    assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
     effects = w.hold_all(2)
     assert effects[0] == Entered(2, 0) and isinstance(effects[1], Compute | Reduce)
     assert w.machine.gradient_step == 1
@@ -235,7 +236,7 @@ def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
     assert w.on(GradientReduced(1, 1, b"old")) == []
     assert w.machine.gradient_step == 1
     w.on(PlanArrived(plan(3, [0, 1])))
-    assert w.effects[-1] == SendHolding(3, Holding(Key(0, 0), {}, 1, "same"))
+    assert w.effects[-1] == SendHolding(3, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
 
 
 def test_a_plan_during_the_update_states_the_new_position_and_settles_after_it():
@@ -290,7 +291,7 @@ def test_a_plan_in_the_middle_of_rolling_forward_starts_afresh():
     w.on(PlanArrived(plan(2, [0, 1])))
     w.hold_all(2, w.holding(Key(1, 0), records={0: record(), 1: record()}))
     effects = w.on(PlanArrived(plan(3, [0, 1])))
-    assert effects[-1] == SendHolding(3, Holding(Key(1, 0), {0: record(), 1: record()}, 0, ""))
+    assert effects[-1] == SendHolding(3, Holding(Key(1, 0), {0: record(), 1: record()}, 0, "", lacking=(0, 2)))
     w.on(HoldingArrived(3, 0, effects[-1].holding))
     w.on(HoldingArrived(3, 1, effects[-1].holding))
     assert w.on(Updated(1)) == [Discard(1), Entered(3, 1)]
@@ -301,7 +302,7 @@ def test_whoever_has_neither_state_nor_gradient_copies_and_asks_anew():
     w.on(StepAsked())
     w.on(PlanArrived(plan(2, [0, 1, 2])))
     ahead = w.holding(Key(1, 0), records={1: record()})
-    assert w.hold_all(2, ahead, ahead) == [FetchState(2, Key(1, 0), (1, 2))]
+    assert w.hold_all(2, ahead, ahead) == [FetchState(2, Key(1, 0), {0: (1, 2)})]
     assert w.machine.phase is Phase.FETCHING
     assert w.on(StateCopied(2, Key(1, 0), {1: record()})) == [Discard(1), Entered(2, 1)]
     assert w.machine.phase is Phase.IDLE
@@ -359,12 +360,12 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     late = StepMachine(WorkerKey(3, 0), "other")
     late.handle(0, PlanArrived(plan(1, [2, 3])))
     late.handle(0, HoldingArrived(1, 2, w.holding()))
-    late.handle(0, LaneDone(1, 0))
-    assert late.handle(0, HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), (2,))]
+    late.handle(0, LaneDone(1, 0, 0))
+    assert late.handle(0, HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
     assert late.handle(0, StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
     assert late.held == frozenset()
     again = late.handle(0, PlanArrived(plan(2, [2, 3])))
-    assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same"))
+    assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same", lacking=(1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,10 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     ],
 )
 def test_who_must_copy_from_whom(holdings, donors, fetchers):
-    assert must_fetch(holdings) == (donors, fetchers)
+    settled = settle(plan(1, sorted(holdings)), holdings)
+    assert not settled.back
+    assert settled.wants == {i: {0: donors} for i in fetchers}
+    assert settled.serves == (dict.fromkeys(donors, fetchers) if fetchers else {})
 
 
 def test_holdings_of_a_later_generation_wait_for_its_plan():
@@ -477,7 +481,7 @@ def test_a_joiner_may_be_taken_in_at_once_from_where_it_is():
     w = Peers([0, 1], enter=False)
     w.on(Followed(Key(5, 0), {1: record(0)}))
     w.on(PlanArrived(plan(2, [0, 1])))
-    assert w.hold_all(2, w.holding(Key(6, 0))) == [FetchState(2, Key(6, 0), (1,))]
+    assert w.hold_all(2, w.holding(Key(6, 0))) == [FetchState(2, Key(6, 0), {0: (1,)})]
 
 
 def test_a_member_does_not_follow():
