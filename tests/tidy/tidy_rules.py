@@ -41,7 +41,11 @@ IMPURE_MODULES = frozenset(
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "breakpoint"})
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
-PICKLING_ALLOWED = {"everstep.data.batch", "everstep.data.process"}  # samples, from a worker's own loader processes
+PICKLING_ALLOWED = {
+    "everstep.data.batch",  # samples, from a worker's own loader processes
+    "everstep.data.process",
+    "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
+}
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
 UNFINISHED = ("TODO", "FIXME", "XXX", "NotImplementedError")

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError
+from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
-from everstep.checkpoint.names import MANIFEST, manifest_name
+from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.part import tree_digest
+from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, Bytes
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
@@ -38,15 +39,6 @@ class Transferred:
 
 class TransferStopped(EverstepError):
     """The transfer was asked to stop; what is written so far counts when it is begun again."""
-
-
-def read_manifest(store: BlobStore, step: int) -> Manifest:
-    """The manifest of a step, as a store has it.
-
-    Raises: BlobMissing, CheckpointCorrupt, StoreError.
-    """
-    name = manifest_name(step)
-    return decode(bytes(store.read(name)), f"{store.url}/{name}")
 
 
 def transfer(
@@ -87,19 +79,6 @@ def transfer(
     except BlobExists:
         _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
     return Transferred(step, wrote + len(text), files, total - wrote)
-
-
-def verify_parts(store: BlobStore, manifest: Manifest, progress: Progress = lambda done, total: None) -> None:
-    """Reads every file of a checkpoint and compares it with its hashes.
-
-    Raises: CheckpointCorrupt, BlobMissing, StoreError, naming the file.
-    """
-    total = sum(part.size for part in manifest.files)
-    done = 0
-    for part in manifest.files:
-        for chunk in _checked(store, part):
-            done += len(chunk)
-            progress(done, total)
 
 
 def _advance(progress: Progress, before: int, total: int, count: int) -> None:
@@ -182,16 +161,14 @@ def _refuse_in_use(target: BlobStore, part: PartFile) -> None:
         target.size(part.name)
     except BlobMissing:
         return
-    for name in target.list("step-"):
-        if not name.endswith(f"/{MANIFEST}"):
-            continue
+    for step in steps_in(target):
         try:
-            other = decode(bytes(target.read(name)), name)
-        except EverstepError:
+            files = open_checkpoint(target, step).manifest.files
+        except (BlobMissing, CheckpointCorrupt, ConfigError):
             continue
-        if any(f.name == part.name and _mark(f) != _mark(part) for f in other.files):
+        if any(f.name == part.name and _mark(f) != _mark(part) for f in files):
             raise StoreError(
-                f"{target.url} already holds another {part.name}, which {name} refers to: choose another URL or "
+                f"{target.url} already holds another {part.name}, which step {step} refers to: choose another URL or "
                 "directory"
             )
 

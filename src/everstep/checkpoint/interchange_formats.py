@@ -1,0 +1,267 @@
+"""The file formats of others, written and read with their own public tools: one safetensors file, a Hugging Face
+folder, a `torch.distributed.checkpoint` directory, and what `torch.save` makes of a state dict.
+
+Apart from `interchange`: nothing here knows of checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from everstep.base.errors import ConfigError, StoreError
+from everstep.checkpoint.interchange import Weights
+
+SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
+FORMATS = (SAFETENSORS, DCP, TORCH, HF)
+WITH_OPTIMIZER = (DCP, TORCH)
+SHARD_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_OWN_KEYS = {"model", "optimizer"}
+
+
+def write_weights(
+    weights: Weights, path: Path, kind: str, *, hf_config: Path | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Writes one of `FORMATS` to a path that does not exist yet; returns the files. All of it appears at once.
+
+    hf_config: config.json, or a folder with one, that is copied beside. shard_bytes: of a Hugging Face shard.
+
+    Raises: ConfigError if the path is taken or the format cannot hold what is asked for; StoreError.
+    """
+    if weights.optimizer is not None and kind not in WITH_OPTIMIZER:
+        raise ConfigError(f"--format {kind} holds no optimizer state: use one of {', '.join(WITH_OPTIMIZER)}")
+    if path.exists():
+        raise ConfigError(f"{path} is there already: choose another --to")
+    writer: dict[str, Callable[[Weights, Path], None]] = {
+        SAFETENSORS: lambda w, p: save_file(_apart(w.model), p, {"format": "pt"}),
+        TORCH: lambda w, p: torch.save(_nested(w, _apart(w.model)), p),
+        DCP: _write_dcp,
+        HF: lambda w, p: _write_hf(w, p, hf_config, shard_bytes),
+    }
+    with _appearing(path) as partial:
+        writer[kind](weights, partial)
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A path beside this one, which takes its name at the end, or is removed."""
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for file in [p for p in partial.rglob("*") if p.is_file()] if partial.is_dir() else [partial]:
+            _sync(file)
+        os.rename(partial, path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+    except RuntimeError as error:  # what torch.save and DCP make of a full disk
+        if "PytorchStreamWriter" not in str(error) and "file write failed" not in str(error):
+            raise
+        raise StoreError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory: ties are written once for each name."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        where = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if where in seen else tensor.contiguous()
+        seen.add(where)
+    return found
+
+
+def _nested(weights: Weights, model: dict[str, Tensor]) -> dict[str, Any]:
+    """The state dict itself, or {"model", "optimizer"} where there is an optimizer's."""
+    return model if weights.optimizer is None else {"model": model, "optimizer": weights.optimizer}
+
+
+def _write_dcp(weights: Weights, path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
+        save(_nested(weights, weights.model), storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+def _write_hf(weights: Weights, path: Path, config: Path | None, shard_bytes: int) -> None:
+    path.mkdir()
+    shards = _shards(weights.model, shard_bytes)
+    if len(shards) == 1:
+        save_file(_apart(shards[0]), path / _SINGLE, {"format": "pt"})
+    else:
+        where: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            save_file(_apart(shard), path / name, {"format": "pt"})
+            where |= dict.fromkeys(shard, name)
+        index = {"metadata": {"total_size": weights.size_bytes}, "weight_map": where}
+        (path / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if config is not None:
+        source = config / "config.json" if config.is_dir() else config
+        if not source.is_file():
+            raise ConfigError(f"there is no {source}: --hf-config takes a config.json, or a folder with one")
+        shutil.copyfile(source, path / "config.json")
+
+
+def _shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > limit_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += nbytes
+    return shards
+
+
+# ---- reading
+
+
+def detect(path: Path) -> str:
+    """Which of `FORMATS` lies at a path.
+
+    Raises: ConfigError if there is nothing, or nothing known.
+    """
+    if path.is_dir():
+        if (path / ".metadata").is_file():
+            return DCP
+        if (path / _INDEX).is_file() or (path / _SINGLE).is_file():
+            return HF
+        raise ConfigError(
+            f"{path} is no format that is known: expected model.safetensors (or its index), or .metadata of "
+            "torch.distributed.checkpoint"
+        )
+    if not path.exists():
+        raise ConfigError(f"there is no {path}")
+    return SAFETENSORS if path.suffix == ".safetensors" else TORCH
+
+
+def load_weights(path: Path) -> Weights:
+    """What lies at a path, whichever of the formats it is.
+
+    A DCP directory's own index is a pickle, which its reader executes: read none that you do not trust.
+
+    Raises: ConfigError, naming what cannot be read and why.
+    """
+    kind = detect(path)
+    reader = {SAFETENSORS: _read_safetensors, HF: _read_hf, TORCH: _read_torch, DCP: _read_dcp}[kind]
+    try:
+        return reader(path)
+    except ConfigError:
+        raise
+    except Exception as error:  # four foreign readers, each with errors of its own
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"cannot read {path} as {kind}: {said}") from error
+
+
+def _read_safetensors(path: Path) -> Weights:
+    with safe_open(path, framework="pt") as file:
+        return Weights({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def _read_hf(path: Path) -> Weights:
+    index = path / _INDEX
+    if not index.is_file():
+        return _read_safetensors(path / _SINGLE)
+    where = json.loads(index.read_text())["weight_map"]
+    weights = Weights()
+    for shard in sorted(set(where.values())):
+        if Path(shard).name != shard:
+            raise ConfigError(f"{index} names {shard!r}, which is outside of its folder")
+        weights.model |= _read_safetensors(path / shard).model
+    lacking = sorted(set(where) - set(weights.model))
+    if lacking:
+        raise ConfigError(f"{index} names {lacking[0]}, which is in none of its shards")
+    return weights
+
+
+def _read_torch(path: Path) -> Weights:
+    return _from_nested(torch.load(path, map_location="cpu", weights_only=True), path)
+
+
+def _from_nested(loaded: Any, path: Path) -> Weights:
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected a state dict (names -> tensors)")
+    if "model" in loaded and isinstance(loaded["model"], Mapping):
+        return Weights(_tensors(loaded["model"], path), loaded.get("optimizer"))
+    return Weights(_tensors(loaded, path))
+
+
+def _tensors(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Those that are tensors; a module's further state (`_extra_state`) is not."""
+    tensors = {str(name): value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ConfigError(f"{path} holds no tensors; expected a state dict (names -> tensors)")
+    return tensors
+
+
+def _read_dcp(path: Path) -> Weights:
+    """By its public reader. Its index says how the saved dict was nested, so the same is built with empty tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    paths = metadata.planner_data or {}
+    flat: dict[str, Any] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            flat[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        else:
+            flat[name] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(flat, storage_reader=reader, no_dist=True)
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(nested, tuple(paths.get(name, (name,))), value)
+    return _from_nested(_lists(nested), path)
+
+
+def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _lists(node: Any) -> Any:
+    """Dicts whose keys are 0, 1, ... were lists."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(type(key) is int for key in node) and sorted(node) == list(range(len(node))):
+        return [_lists(node[k]) for k in range(len(node))]
+    return {key: _lists(value) for key, value in node.items()}
