@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
@@ -168,6 +169,17 @@ class DirectoryStore:
         else:
             os.replace(temporary, target)
         sync_directory(target.parent)
+        if target.parent != self.path:
+            sync_directory(target.parent.parent)  # the folder may be new itself
+
+    def drop_temporaries(self, folder: str, older_than_s: float = 0.0) -> None:
+        """Removes what writers that died left behind in a folder."""
+        now = time.time()
+        with suppress(OSError):
+            for path in self.file(folder).glob(f"{TEMPORARY}*"):
+                with suppress(OSError):
+                    if now - path.stat().st_mtime >= older_than_s:
+                        path.unlink()
 
 
 def open_store(url: str) -> BlobStore:

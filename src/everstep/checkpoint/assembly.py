@@ -1,0 +1,164 @@
+"""From the reports of all parts to one manifest: is the state whole, and where does each block of it lie.
+
+Apart from the writing because it decides alone, from what it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.base.errors import StoreError, check
+from everstep.checkpoint.manifest import Manifest, PartFile, compact
+from everstep.checkpoint.part import PartReport, entries_within, file_of, split_digests
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, manifest_of
+from everstep.exact.topology import merge_with_sources
+
+Place = tuple[PartFile, int]
+"""A file, and the byte in it where a block begins."""
+
+
+_EMPTY = digest_bytes(b"")
+
+
+@dataclass
+class Assembly:
+    """The parts of one checkpoint, as they arrive."""
+
+    step: int
+    generation: int
+    stages: int
+    reports: dict[tuple[int, int], PartReport] = field(default_factory=dict)
+
+    def add(self, report: PartReport) -> bool:
+        """Takes a report in; whether it belongs here. One of another step or generation does not."""
+        if (report.step, report.generation) != (self.step, self.generation) or not 0 <= report.stage < self.stages:
+            return False
+        self.reports[report.stage, report.worker_id] = report
+        return True
+
+    @property
+    def error(self) -> str:
+        """Why there will be no checkpoint, as far as a worker said so."""
+        return next((f"worker {r.worker_id}: {r.error}" for r in self.reports.values() if r.error), "")
+
+    def missing(self) -> str:
+        """What has not arrived yet, in words; empty if everything has."""
+        for stage in range(self.stages):
+            parts = self._parts(stage)
+            if not any(p.entries is not None for p in parts):
+                return f"what the state of stage {stage} consists of"
+            at = 0
+            for part in parts:
+                if part.first > at:
+                    return f"blocks {at} to {part.first - 1} of stage {stage}"
+                at = max(at, part.last)
+            n_blocks = _n_blocks(parts)
+            if at < n_blocks:
+                return f"blocks {at} to {n_blocks - 1} of stage {stage}"
+        return ""
+
+    def files(self) -> list[str]:
+        """The names of the files that were written for it."""
+        return [report.file[0] for report in self.reports.values() if report.file is not None]
+
+    def stage_manifest(self, stage: int) -> dict[str, Any]:
+        """Of one stage, as its own state would describe itself."""
+        parts = self._parts(stage)
+        entries, (groups, transient, facts) = _entries(parts), _first(parts).outline or ([], [], None)
+        blocks = [""] * _n_blocks(parts)
+        digests = [_EMPTY] * len(entries)
+        for part in parts:
+            blocks[part.first : part.last] = split_digests(part.digests)
+            numbers = entries_within(entries, part.first, part.last)
+            for k, digest in zip(numbers, split_digests(part.entry_digests), strict=True):
+                digests[k] = digest
+        outline = Outline(tuple((label, count) for label, count in groups), tuple(transient), facts)
+        return manifest_of(entries, _first(parts).values, outline, blocks, digests)
+
+    def written(self, stage: int) -> dict[int, Place]:
+        """Where the blocks are that were written for this checkpoint, by number in the stage's state."""
+        places: dict[int, Place] = {}
+        for part in self._parts(stage):
+            file = file_of(part)
+            if file is not None:
+                numbers = [k for first, count in part.written for k in range(first, first + count)]
+                check(len(numbers) == file.n_blocks, f"{file.name} has {file.n_blocks} blocks, not {len(numbers)}")
+                places |= {k: (file, file.data_at + at * BLOCK_BYTES) for at, k in enumerate(numbers)}
+        return places
+
+    def _parts(self, stage: int) -> list[PartReport]:
+        return sorted((r for (s, _), r in self.reports.items() if s == stage), key=lambda r: (r.first, r.last))
+
+
+def assemble(assembly: Assembly, older: Callable[[int | None], Manifest | None], facts: Mapping[str, Any]) -> Manifest:
+    """The manifest of a checkpoint of which nothing is missing.
+
+    older: the manifest of an older checkpoint by step (None: the newest), None if it is gone. facts: the fields of
+    `Manifest` that the parts do not know.
+
+    Raises: StoreError if a block that was said to be in an older checkpoint is not.
+    """
+    stages = [assembly.stage_manifest(stage) for stage in range(assembly.stages)]
+    whole, sources = merge_with_sources(stages)
+    written = [assembly.written(stage) for stage in range(assembly.stages)]
+    known = _Known(older, sorted({r.base for r in assembly.reports.values() if r.base is not None}, reverse=True))
+    files: dict[PartFile, int] = {}
+    places = []
+    for index, (stage, local) in enumerate(sources):
+        place = written[stage].get(local) or known.find(whole["blocks"][index])
+        if place is None:
+            raise StoreError(f"block {index} was taken from an older checkpoint, which has gone since")
+        places.append((files.setdefault(place[0], len(files)), place[1]))
+    return Manifest(
+        step=assembly.step,
+        generation=assembly.generation,
+        state=whole,
+        files=tuple(files),
+        runs=compact(places),
+        base=known.step,
+        depth=known.depth,
+        written_bytes=sum(r.written_bytes for r in assembly.reports.values()),
+        **facts,
+    )
+
+
+class _Known:
+    """Blocks of older checkpoints, by digest; they are looked into as far as needed, the newest first."""
+
+    def __init__(self, older: Callable[[int | None], Manifest | None], steps: Sequence[int]) -> None:
+        self._older = older
+        self._steps: list[int | None] = [*steps, None]
+        self._places: dict[str, tuple[Place, Manifest]] = {}
+        self.step: int | None = None
+        self.depth = 0
+
+    def find(self, digest: str) -> Place | None:
+        while digest not in self._places and self._steps:
+            manifest = self._older(self._steps.pop(0))
+            if manifest is not None:
+                for index, known in enumerate(manifest.state["blocks"]):
+                    self._places.setdefault(known, (manifest.place(index), manifest))
+        if digest not in self._places:
+            return None
+        place, manifest = self._places[digest]
+        self.step = manifest.step if self.step is None else max(self.step, manifest.step)
+        self.depth = max(self.depth, manifest.depth + 1)
+        return place
+
+
+def _first(parts: Sequence[PartReport]) -> PartReport:
+    """The one that says what the state consists of."""
+    return next(p for p in parts if p.entries is not None)
+
+
+def _entries(parts: Sequence[PartReport]) -> list[StateEntry]:
+    rows = _first(parts).entries or []
+    return [StateEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in rows]
+
+
+def _n_blocks(parts: Sequence[PartReport]) -> int:
+    end = max((e.offset + e.nbytes for e in _entries(parts)), default=0)
+    return -(-end // BLOCK_BYTES)

@@ -1,0 +1,237 @@
+"""The job's main: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
+
+One thread does the work; whoever brings a report waits for nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.base.config import TierConfig
+from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError
+from everstep.checkpoint.assembly import Assembly, assemble
+from everstep.checkpoint.manifest import Identity, Manifest
+from everstep.checkpoint.names import BEST, LATEST, manifest_name
+from everstep.checkpoint.part import PartReport
+from everstep.checkpoint.pointers import read_pins, write_pointer
+from everstep.checkpoint.policy import best_of, kept
+from everstep.checkpoint.reader import open_checkpoint, set_aside
+from everstep.checkpoint.retention import Shelf
+from everstep.checkpoint.store import DirectoryStore
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a checkpoint ended. error: why there is none; empty if there is. manifest: if it was written just now."""
+
+    step: int
+    error: str = ""
+    manifest: Manifest | None = None
+    duration_s: float = 0.0
+    stall_s: float = 0.0
+    deleted: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the main knows of a checkpoint, and no part does. stages: how many there are."""
+
+    step: int
+    generation: int
+    stages: int = 1
+    reason: str = ""
+    records: bytes = b""
+    application: Mapping[str, bytes] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ManifestWriter:
+    """Collects reports of the step that was `expect`ed last and completes it. Thread-safe."""
+
+    def __init__(
+        self,
+        store: DirectoryStore,
+        identity: Identity,
+        rule: TierConfig,
+        done: Callable[[Outcome], None],
+        best_metric: str | None = None,
+        best_mode: str = "max",
+    ) -> None:
+        """done: called from the thread for every step that was expected, once."""
+        self._store, self._identity, self._rule, self._done = store, identity, rule, done
+        self._metric, self._mode = best_metric, best_mode
+        self._lock = threading.Condition()
+        self._current: Assembly | None = None
+        self._facts: Facts | None = None
+        self._early: list[PartReport] = []
+        self._began = 0.0
+        self._work: queue.SimpleQueue[tuple[Assembly, Facts, str, float] | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._shelf: Shelf | None = None
+        self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
+        self._thread.start()
+
+    def expect(self, facts: Facts) -> None:
+        """A checkpoint begins. One that is still incomplete is given up."""
+        self.abandon("the next checkpoint began")
+        with self._lock:
+            self._current = Assembly(facts.step, facts.generation, facts.stages)
+            self._facts, self._began = facts, time.monotonic()
+            self._unfinished += 1
+            early, self._early = self._early, []
+        for report in early:
+            self.add(report)
+
+    def add(self, report: PartReport) -> None:
+        """A part is there, or will never be. Of another step or generation: of no effect."""
+        with self._lock:
+            assembly = self._current
+            if assembly is None or (report.step, report.generation) > (assembly.step, assembly.generation):
+                self._early = [*self._early[-63:], report]  # its worker began before the main did
+                return
+            if not assembly.add(report):
+                return
+            if assembly.error:
+                self._hand_over(assembly.error)
+            elif not assembly.missing():
+                self._hand_over("")
+
+    def abandon(self, reason: str) -> None:
+        """Gives up what is still incomplete: a part will not come."""
+        with self._lock:
+            if self._current is not None:
+                self._hand_over(f"{reason}; {self._current.missing()} had not arrived")
+
+    @property
+    def waiting_for(self) -> str:
+        """What the current checkpoint lacks, in words; empty if there is none or nothing is missing."""
+        with self._lock:
+            return self._current.missing() if self._current is not None else ""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Until every checkpoint that began has ended; whether that came in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread after what is in its queue."""
+        self.abandon("the job ends")
+        self._work.put(None)
+        self._thread.join(timeout=10.0)
+
+    def _hand_over(self, error: str) -> None:
+        if self._current is not None and self._facts is not None:
+            self._work.put((self._current, self._facts, error, self._began))
+        self._current = self._facts = None
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            assembly, facts, error, began = item
+            stall_s = max((r.stall_s for r in assembly.reports.values()), default=0.0)
+            manifest, deleted = None, 0
+            try:
+                if error:
+                    raise StoreError(error)
+                manifest = self._complete(assembly, facts)
+            except Exception as fault:  # whatever it is: training goes on without this checkpoint
+                error = str(fault) or type(fault).__name__
+                self._withdraw(assembly)
+            if manifest is not None:
+                with suppress(EverstepError):  # the checkpoint is there; the next one tries again
+                    deleted = self._tidy(manifest)
+            outcome = Outcome(facts.step, error, manifest, time.monotonic() - began, stall_s, deleted)
+            try:
+                self._done(outcome)
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+                    self._lock.notify_all()
+
+    def _complete(self, assembly: Assembly, facts: Facts) -> Manifest:
+        given: dict[str, Any] = {
+            "identity": self._identity.to_dict(),
+            "created_unix_ns": time.time_ns(),
+            "reason": facts.reason,
+            "records": facts.records,
+            "application": facts.application,
+            "metrics": facts.metrics,
+        }
+        manifest = assemble(assembly, self._older, given)
+        self._check_files(manifest)
+        data = manifest.encode()
+        name = manifest_name(facts.step)
+        try:
+            self._store.write(name, [data], len(data), if_absent=True)
+        except BlobExists:
+            return self._existing(manifest, data, assembly)
+        return manifest
+
+    def _existing(self, manifest: Manifest, data: bytes, assembly: Assembly) -> Manifest:
+        """The step was done before: what is there stays if it is the same, and is set aside if it is damaged."""
+        try:
+            found = open_checkpoint(self._store, manifest.step)
+            found.check_files()
+        except CheckpointCorrupt:
+            set_aside(self._store, manifest.step)
+            self._shelf = None
+            self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
+            return manifest
+        if found.manifest.state["digest"] != manifest.state["digest"]:
+            raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
+        self._withdraw(assembly)
+        return found.manifest
+
+    def _check_files(self, manifest: Manifest) -> None:
+        """Raises: StoreError if a part that was reported is not here."""
+        for file in manifest.files:
+            try:
+                size = self._store.size(file.name)
+            except BlobMissing:
+                raise StoreError(
+                    f"{file.name} is not in {self._store.url}: checkpoint.disk.path must be a directory that all "
+                    "workers share"
+                ) from None
+            if size != file.size:
+                raise StoreError(f"{file.name} has {size} bytes, expected {file.size}")
+
+    def _older(self, step: int | None) -> Manifest | None:
+        with suppress(EverstepError):
+            shelf = self._the_shelf()
+            if step is None and shelf.steps:
+                step = shelf.steps[-1]
+            if step is not None:
+                return open_checkpoint(self._store, step).manifest
+        return None
+
+    def _withdraw(self, assembly: Assembly) -> None:
+        """The parts of a checkpoint that will never be."""
+        for name in assembly.files():
+            with suppress(EverstepError):
+                self._store.delete(name)
+
+    def _the_shelf(self) -> Shelf:
+        if self._shelf is None or self._shelf.broken:
+            self._shelf = Shelf.read(self._store, self._metric)
+        return self._shelf
+
+    def _tidy(self, manifest: Manifest) -> int:
+        shelf = self._the_shelf()
+        shelf.add(manifest)
+        write_pointer(self._store, LATEST, shelf.steps[-1])
+        best = best_of(shelf.steps, shelf.scores, self._mode)
+        if best:
+            write_pointer(self._store, BEST, best[0], metric=self._metric, value=float(shelf.scores[best[0]]).hex())
+        pins = set(read_pins(self._store).values())
+        stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode)
+        shelf.retire([step for step in shelf.steps if step not in stay])
+        with self._lock:
+            busy = {self._current.step} if self._current is not None else set()
+        return len(shelf.sweep(busy | {manifest.step}))

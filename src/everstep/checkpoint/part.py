@@ -1,0 +1,367 @@
+"""One worker's part of a checkpoint: written by a thread, straight from the live state, while training goes on.
+
+The file is a safetensors file whose tensors are runs of consecutive blocks, as bytes. Its header is written last, into
+room that was left for it; then the file is synced and given its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from everstep.base.errors import EverstepError, StoreError, check
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest import PartFile
+from everstep.checkpoint.names import part_name
+from everstep.checkpoint.store import DirectoryStore, write_all
+from everstep.exact.digest import bytes_of, digest_bytes
+from everstep.exact.image import BLOCK_BYTES, StateEntry
+
+_PAGE = 4096
+_BYTES_PER_RUN = 112
+_PATIENCE_S = 0.05
+_ATTEMPTS = 1000
+
+
+class PartReport(msgspec.Struct, frozen=True):
+    """What a worker tells the job's main about its part. Goes over connections as `encode_report` says.
+
+    first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
+    text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
+    newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file:
+    (name, size, data_at, head, tree). entries, values and outline (groups, transient, stage): from the first worker of
+    a pool alone. error: why there is none.
+    """
+
+    step: int
+    generation: int
+    stage: int
+    worker_id: int
+    first: int
+    last: int
+    digests: str = ""
+    entry_digests: str = ""
+    written: list[tuple[int, int]] = []
+    file: tuple[str, int, int, str, str] | None = None
+    base: int | None = None
+    depth: int = 0
+    entries: list[tuple[str, str, list[int], int, int]] | None = None
+    values: Any = None
+    outline: tuple[list[tuple[int, int]], list[str], Any] | None = None
+    written_bytes: int = 0
+    stall_s: float = 0.0
+    duration_s: float = 0.0
+    error: str = ""
+
+
+_decoder = msgspec.msgpack.Decoder(PartReport)
+
+
+def encode_report(report: PartReport) -> bytes:
+    """For the way to the main."""
+    return msgspec.msgpack.encode(report)
+
+
+def decode_report(data: bytes) -> PartReport:
+    """What `encode_report` made."""
+    return _decoder.decode(data)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What is known of the checkpoint before: the digests of its blocks."""
+
+    step: int | None = None
+    depth: int = 0
+    digests: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PartJob:
+    """What a part is of. first, last: blocks. metadata: text for the safetensors header. with_state: whether the report
+    has the stage's entries and values. limit_bytes: memory that may be taken when the update comes too early."""
+
+    step: int
+    generation: int
+    stage: int
+    worker_id: int
+    first: int
+    last: int
+    with_state: bool
+    limit_bytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class PartWriter:
+    """Writes one part. `start`; `before_update` before the state changes; the report arrives from the thread."""
+
+    def __init__(
+        self,
+        store: DirectoryStore,
+        job: PartJob,
+        live: LiveState,
+        base: Callable[[], Base],
+        done: Callable[[PartReport], None],
+    ) -> None:
+        """base: asked for in the thread. done: called from the thread, once, unless the part was abandoned."""
+        self._store, self._job, self._live = store, job, live
+        self._find_base, self._done = base, done
+        self._changed = threading.Condition()
+        self._next = job.first  # blocks before it are copied out of the live state
+        self._end = _end_of(live.entries, job)
+        self._copying = False
+        self._saved: dict[int, torch.Tensor] = {}
+        self._stop = ""
+        self._ended = threading.Event()
+        self._stall_s = 0.0
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="everstep-part", daemon=True)
+
+    def start(self) -> None:
+        """Begins to write."""
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is through, one way or the other."""
+        return self._ended.is_set()
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Until the thread is through; whether that came in time."""
+        return self._ended.wait(timeout_s)
+
+    def abandon(self, reason: str) -> None:
+        """Writes no further and says so in the report; the state may change."""
+        with self._changed:
+            self._stop = self._stop or reason
+            self._changed.wait_for(lambda: not self._copying)
+            self._changed.notify_all()
+
+    def before_update(self, patience_s: float = _PATIENCE_S) -> bool:
+        """After this the state may change. Copies what is not yet written, as far as the limit allows, waits a little
+        for the rest, and abandons the part otherwise. Returns whether the part is still being made."""
+        began = time.monotonic()
+        with self._changed:
+            if self._stop:
+                return False
+            if self._next >= self._end and not self._copying:
+                return True
+            try:
+                return self._rescue(began + patience_s)
+            finally:
+                self._stall_s = time.monotonic() - began
+
+    def _rescue(self, deadline: float) -> bool:
+        """Copies blocks from the far end, while the thread goes on at the near one. Called with the lock."""
+        room = self._job.limit_bytes // BLOCK_BYTES
+        low = self._end
+        while low - 1 > self._next or (low - 1 == self._next and not self._copying):
+            if len(self._saved) >= room:
+                break
+            low -= 1
+            saved = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+            self._changed.wait_for(lambda: not self._copying)
+            if low < self._next:  # it came to it while this one waited
+                break
+            self._live.copy_block(low, saved)
+            self._saved[low] = saved
+        in_time = self._changed.wait_for(
+            lambda: bool(self._stop) or (not self._copying and self._covered()), max(0.0, deadline - time.monotonic())
+        )
+        if not in_time:
+            self._stop = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
+            self._changed.wait_for(lambda: not self._copying)
+        return in_time and not self._stop
+
+    def _covered(self) -> bool:
+        return all(k in self._saved for k in range(self._next, self._end))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        job = self._job
+        temporary = None
+        report = None
+        try:
+            base = self._find_base()
+            name = part_name(job.step, job.stage, job.worker_id, job.generation)
+            temporary = self._store.temporary(name)
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                report = self._write(fd, base)
+            finally:
+                os.close(fd)
+            if report.file is not None:
+                report = self._publish(temporary, report)
+        except (EverstepError, OSError, MemoryError, RuntimeError) as error:  # CUDA errors are RuntimeErrors
+            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__) + (
+                f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+            )
+            with self._changed:
+                self._stop = self._stop or reason
+            report = self._failed(self._stop)
+        finally:
+            if temporary is not None:
+                with suppress(OSError):
+                    temporary.unlink()
+            with self._changed:
+                self._saved.clear()
+                self._live.release()
+                self._changed.notify_all()
+        try:
+            self._done(report or self._failed("the writer ended"))
+        finally:
+            self._ended.set()
+
+    def _failed(self, reason: str) -> PartReport:
+        job = self._job
+        return PartReport(
+            job.step, job.generation, job.stage, job.worker_id, job.first, job.last, stall_s=self._stall_s, error=reason
+        )
+
+    def _write(self, fd: int, base: Base) -> PartReport:
+        job = self._job
+        n = job.last - job.first
+        data_at = -(-(512 + _BYTES_PER_RUN * (n // 2 + 1)) // _PAGE) * _PAGE
+        live, buffer, n_own = self._live, self._live.buffer(), self._live.n_own
+        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, job.first, job.last)}
+        digests: list[str] = []
+        runs: list[tuple[int, int]] = []
+        tree: list[str] = []
+        for index in range(job.first, self._end):
+            view = bytes_of(self._take(index, buffer))
+            for k, lo, hi in live.pieces(index):
+                if k in mine:
+                    mine[k].update(view[lo:hi])
+            if index >= job.last:
+                continue
+            digest = digest_bytes(view)
+            digests.append(digest)
+            if digest in base.digests or index >= n_own:
+                continue
+            write_all(fd, view, data_at + len(tree) * BLOCK_BYTES)
+            tree.append(digest)
+            if runs and runs[-1][0] + runs[-1][1] == index:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((index, 1))
+        file = None
+        if runs:
+            header = _header(runs, data_at, {**job.metadata, "stage": str(job.stage), "step": str(job.step)})
+            write_all(fd, memoryview(header), 0)
+            os.fsync(fd)
+            size = data_at + len(tree) * BLOCK_BYTES
+            file = ("", size, data_at, digest_bytes(header), tree_digest(tree))
+        return self._reported(
+            PartReport(
+                job.step,
+                job.generation,
+                job.stage,
+                job.worker_id,
+                job.first,
+                job.last,
+                digests="".join(digests),
+                entry_digests="".join(h.hexdigest() for h in mine.values()),
+                written=runs,
+                file=file,
+                base=base.step,
+                depth=base.depth,
+                written_bytes=len(tree) * BLOCK_BYTES,
+            )
+        )
+
+    def _reported(self, report: PartReport) -> PartReport:
+        """With what the state consists of, where this is the one to say so."""
+        live = self._live
+        if not self._job.with_state:
+            return report
+        return msgspec.structs.replace(
+            report,
+            entries=[(e.name, e.dtype, list(e.shape), e.offset, e.nbytes) for e in live.entries],
+            values=dict(live.values),
+            outline=([*live.outline.groups], [*live.outline.transient], live.outline.stage),
+        )
+
+    def _take(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """A block as it was when the part began. Raises: StoreError if the part was abandoned."""
+        with self._changed:
+            if self._stop:
+                raise StoreError(self._stop)
+            self._next = index + 1
+            saved = self._saved.pop(index, None)
+            if saved is not None:
+                return saved
+            self._copying = True
+        try:
+            self._live.copy_block(index, buffer)
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify_all()
+        return buffer
+
+    def _publish(self, temporary: Any, report: PartReport) -> PartReport:
+        """Gives the file a name that no file has."""
+        job = self._job
+        check(report.file is not None, "only a part with a file is published")
+        file: Any = report.file
+        for attempt in range(_ATTEMPTS):
+            name = part_name(job.step, job.stage, job.worker_id, job.generation, attempt)
+            try:
+                self._store.publish(temporary, name, if_absent=True)
+            except FileExistsError:
+                continue
+            elapsed = time.monotonic() - self._began
+            changes = {"file": (name, *file[1:]), "stall_s": self._stall_s, "duration_s": elapsed}
+            return msgspec.structs.replace(report, **changes)
+        raise StoreError(f"{name} and {_ATTEMPTS - 1} further names are taken")
+
+
+def file_of(report: PartReport) -> PartFile | None:
+    """The file that a part is in; None if nothing in it was new."""
+    return PartFile(*report.file) if report.file is not None else None
+
+
+def entries_within(entries: Sequence[StateEntry], first: int, last: int) -> list[int]:
+    """The numbers of the entries that begin in these blocks; empty ones belong to none."""
+    return [k for k, e in enumerate(entries) if e.nbytes and first * BLOCK_BYTES <= e.offset < last * BLOCK_BYTES]
+
+
+def _end_of(entries: Sequence[StateEntry], job: PartJob) -> int:
+    """The block after the last one that is read: further ones are not written but needed for the digest of an entry."""
+    ends = [entries[k].offset + entries[k].nbytes for k in entries_within(entries, job.first, job.last)]
+    return max([job.last, *(-(-end // BLOCK_BYTES) for end in ends)])
+
+
+def split_digests(text: str) -> list[str]:
+    """The digests that a text consists of."""
+    return [text[at : at + 32] for at in range(0, len(text), 32)]
+
+
+def tree_digest(digests: Sequence[str]) -> str:
+    """Of blocks that have these digests, one after the other."""
+    return digest_bytes("".join(digests).encode())
+
+
+def _header(runs: Sequence[tuple[int, int]], data_at: int, metadata: Mapping[str, str]) -> bytes:
+    """The first `data_at` bytes of a safetensors file with these runs of blocks."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for first, count in runs:
+        size = count * BLOCK_BYTES
+        table[f"blocks-{first}-{first + count}"] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    check(len(text) <= data_at - 8, f"a header of {len(text)} bytes has no room in {data_at}")
+    return (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)

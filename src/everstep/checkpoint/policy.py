@@ -1,0 +1,169 @@
+"""When checkpoints are taken, and which are kept: small objects that decide from what they are told.
+
+No clock and no files: time and measurements are passed in. Only the job's main asks what is due; everybody else is told
+through the records of the step before, so that all of them take the same snapshots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from everstep.base.config import CheckpointConfig, TierConfig
+
+Tier = Literal["memory", "disk", "object"]
+TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
+
+LEAST_INTERVAL_S = 10.0
+MOST_INTERVAL_S = 3600.0
+MOST_COST = 0.02
+"""At most this share of the time goes into checkpoints, by the automatic interval."""
+_DEFAULT_MTBF_S = 4 * 3600.0
+_FIRST_S = 30.0
+
+
+@dataclass(frozen=True)
+class Due:
+    """The tiers that take a checkpoint after a step, and why."""
+
+    tiers: tuple[Tier, ...] = ()
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds between checkpoints, and how that came about."""
+
+    seconds: float
+    reason: str
+
+
+def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> Interval:
+    """The interval at which the time lost to checkpoints and to work done again is least: sqrt(2 x cost x time between
+    failures), clamped.
+
+    cost_s: training time that one checkpoint takes, None before the first. failures: seen in elapsed_s. mtbf_s: the
+    configured time between failures, None to go by those seen (one in four hours is assumed beforehand).
+
+    Source: Young 1974; Daly, A higher order estimate of the optimum checkpoint interval, 2006, section 3.
+    """
+    if cost_s is None:
+        return Interval(_FIRST_S, f"{_FIRST_S:g} s until the cost of the first one is known")
+    if mtbf_s is not None:
+        between, whence = mtbf_s, "as configured"
+    else:
+        between = (elapsed_s + _DEFAULT_MTBF_S) / (failures + 1)
+        whence = f"{failures} seen in {elapsed_s / 60:.0f} min"
+    cost = max(cost_s, 1e-3)
+    ideal = math.sqrt(2 * cost * between) - cost if cost < between / 2 else between
+    least = max(LEAST_INTERVAL_S, cost / MOST_COST)
+    seconds = min(max(ideal, least), max(MOST_INTERVAL_S, least))
+    clamped = "" if seconds == ideal else f", kept within {least:.0f} and {max(MOST_INTERVAL_S, least):.0f} s"
+    return Interval(
+        seconds,
+        f"every {seconds:.0f} s: one costs {cost_s * 1e3:.0f} ms of training, a failure comes every {between / 60:.0f} "
+        f"min ({whence}){clamped}",
+    )
+
+
+@dataclass
+class Schedule:
+    """What is due after which step, for the main. Call `due` once per step, in order.
+
+    `wanted` are requests to be answered at the next step: reasons such as "requested" or "emergency". memory: whether
+    the memory tier goes by the interval too where it has no rule of its own.
+    """
+
+    config: CheckpointConfig
+    memory: bool = False
+    wanted: list[str] = field(default_factory=list)
+    _last_s: dict[Tier, float] = field(default_factory=dict)
+
+    def active(self) -> tuple[Tier, ...]:
+        """The tiers that are used at all."""
+        return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
+
+    def request(self, reason: str) -> None:
+        """Whoever asked for one gets it after the next step."""
+        if reason not in self.wanted:
+            self.wanted.append(reason)
+
+    def due(
+        self, step: int, now_s: float, *, interval: Interval, epoch_end: bool = False, improved: bool = False
+    ) -> Due:
+        """What is due after this step.
+
+        now_s: monotonic. interval: for tiers without a rule of their own. improved: an evaluation after this step was
+        the best so far.
+        """
+        if self.wanted:
+            reason, self.wanted = ", ".join(self.wanted), []
+            return self._taken(now_s, self._stored(), reason)
+        reasons: dict[Tier, str] = {}
+        for tier in self.active():
+            rule: TierConfig = getattr(self.config, tier)
+            self._last_s.setdefault(tier, now_s)
+            waited = now_s - self._last_s[tier]
+            if improved and rule.keep_best and tier != "memory":
+                reasons[tier] = "the best so far"
+            elif epoch_end and tier != "memory":
+                reasons[tier] = "the end of an epoch"
+            elif rule.every_steps is not None and step % rule.every_steps == 0:
+                reasons[tier] = f"every {rule.every_steps} steps"
+            elif rule.every_minutes is not None and waited >= rule.every_minutes * 60:
+                reasons[tier] = f"every {rule.every_minutes:g} minutes"
+            elif self._automatic(tier, rule) and waited >= interval.seconds:
+                reasons[tier] = interval.reason
+        if "object" in reasons and "disk" not in reasons:
+            reasons["disk"] = f"{reasons['object']} (for the object store)"
+        return self._taken(now_s, tuple(t for t in TIERS if t in reasons), "; ".join(dict.fromkeys(reasons.values())))
+
+    def _automatic(self, tier: Tier, rule: TierConfig) -> bool:
+        without_rule = rule.every_steps is None and rule.every_minutes is None
+        return without_rule and (tier == "disk" or (tier == "memory" and self.memory))
+
+    def _stored(self) -> tuple[Tier, ...]:
+        return tuple(tier for tier in self.active() if tier != "memory")
+
+    def _taken(self, now_s: float, tiers: tuple[Tier, ...], reason: str) -> Due:
+        for tier in tiers:
+            self._last_s[tier] = now_s
+        return Due(tiers, reason)
+
+
+def kept(
+    steps: Iterable[int],
+    rule: TierConfig,
+    *,
+    pins: Collection[int] = (),
+    scores: Mapping[int, float] | None = None,
+    best_mode: str = "max",
+) -> dict[int, str]:
+    """The steps of checkpoints that stay, each with the reason; the newest one always does.
+
+    scores: the metric by step, where it was evaluated (NaN counts as the worst).
+    """
+    ordered = sorted(set(steps), reverse=True)
+    reasons: dict[int, str] = {}
+    for step in ordered[: max(1, rule.keep_last)]:
+        reasons[step] = "one of the newest"
+    for step in best_of(ordered, scores or {}, best_mode)[: rule.keep_best]:
+        reasons.setdefault(step, "one of the best")
+    for step in ordered:
+        if rule.keep_every is not None and step % rule.keep_every == 0:
+            reasons.setdefault(step, f"every {rule.keep_every} steps")
+        if step in pins:
+            reasons.setdefault(step, "pinned")
+    return reasons
+
+
+def best_of(steps: Iterable[int], scores: Mapping[int, float], best_mode: str) -> list[int]:
+    """The steps that have a score, the best first; of equal ones the earlier."""
+    sign = -1.0 if best_mode == "max" else 1.0
+    judged = [step for step in steps if step in scores and not math.isnan(scores[step])]
+    return sorted(judged, key=lambda step: (sign * scores[step], step))

@@ -1,0 +1,242 @@
+"""Reading checkpoints: every byte that is used is verified, what is wrong is named, and the next older one is found.
+
+A reader knows nothing of the topology that wrote a checkpoint, nor need it be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
+from everstep.checkpoint.manifest import Manifest, PartFile, decode
+from everstep.checkpoint.names import DAMAGED, MANIFEST, manifest_name, step_name, step_of
+from everstep.checkpoint.store import BlobStore
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.state import ModelState
+from everstep.exact.topology import select
+
+PIECE_BLOCKS = 16
+"""At most so many blocks are read at once: 4 MiB."""
+THREADS = min(4, os.cpu_count() or 1)
+_AHEAD = 2
+
+Told = Callable[[int, str], None]
+"""Is told the step of a checkpoint that cannot be used, and why."""
+
+
+class Checkpoint:
+    """One checkpoint of a store, whose manifest is whole. Thread-safe."""
+
+    def __init__(self, store: BlobStore, manifest: Manifest) -> None:
+        self.store, self.manifest = store, manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.store.url}/{step_name(self.step)}"
+
+    def check_file(self, file: PartFile) -> None:
+        """Raises: CheckpointCorrupt if a file is missing, of another size, or begins otherwise than it was written."""
+        where = f"{self.store.url}/{file.name}"
+        try:
+            size = self.store.size(file.name)
+            head = self.store.read(file.name, 0, min(size, file.data_at))
+        except BlobMissing:
+            raise CheckpointCorrupt(f"{where} is missing, which step {self.step} needs") from None
+        if digest_bytes(head) != file.head:
+            foreign = _foreign(head, file.name, self.manifest)
+            raise CheckpointCorrupt(f"{where} {foreign or 'does not begin as it was written: altered or truncated'}")
+        if size != file.size:
+            what = "truncated" if size < file.size else "too long"
+            raise CheckpointCorrupt(f"{where} is {what}: it has {size} bytes, expected {file.size}")
+
+    def check_files(self) -> None:
+        """Of every file that it needs, what `check_file` does; the blocks are not read. Raises: CheckpointCorrupt."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(self.check_file, self.manifest.files))
+
+    def read_block(self, index: int) -> memoryview:
+        """The bytes of a block of the whole state. Raises: CheckpointCorrupt if it does not match its digest."""
+        return self._read_piece([index])[0]
+
+    def read_blocks(self, indices: Sequence[int], threads: int = THREADS) -> Iterator[memoryview]:
+        """The bytes of blocks, in this order, verified, read ahead by several threads.
+
+        Raises: CheckpointCorrupt naming file and block.
+        """
+        pieces = self._pieces(indices)
+        with ThreadPoolExecutor(threads) as pool:
+            waiting: deque[Future[list[memoryview]]] = deque()
+            try:
+                for piece in pieces:
+                    waiting.append(pool.submit(self._read_piece, piece))
+                    if len(waiting) > threads + _AHEAD:
+                        yield from waiting.popleft().result()
+                while waiting:
+                    yield from waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def load_into(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+        """Gives each stage's state what it needs of the checkpoint. If it raises, load again before using them.
+
+        Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
+        """
+        for state in states.values():
+            manifest, blocks = select(self.manifest.state, state.names)
+            found = self.read_blocks(blocks, threads)
+            state.load(manifest, lambda _, found=found: next(found))  # type: ignore[misc]
+
+    def _pieces(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Runs of blocks that lie one after the other in one file."""
+        piece: list[int] = []
+        expected: Any = None
+        for index in indices:
+            file, at = self.manifest.place(index)
+            if piece and ((file, at) != expected or len(piece) == PIECE_BLOCKS):
+                yield piece
+                piece = []
+            piece.append(index)
+            expected = (file, at + BLOCK_BYTES)
+        if piece:
+            yield piece
+
+    def _read_piece(self, piece: Sequence[int]) -> list[memoryview]:
+        file, at = self.manifest.place(piece[0])
+        try:
+            data = memoryview(self.store.read(file.name, at, len(piece) * BLOCK_BYTES)).cast("B")
+        except BlobMissing:
+            raise CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs") from None
+        blocks = [data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES] for k in range(len(piece))]
+        for index, block in zip(piece, blocks, strict=True):
+            if digest_bytes(block) != self.manifest.state["blocks"][index]:
+                raise CheckpointCorrupt(
+                    f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its "
+                    f"digest ({len(block)} bytes)"
+                )
+        return blocks
+
+    def inside(self, index: int, most: int = 3) -> list[str]:
+        """The names of the first tensors that a block holds a part of."""
+        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+        found = [e.name for e in self.manifest.entries if e.nbytes and e.offset < stop and e.offset + e.nbytes > start]
+        return [*found[:most], f"{len(found) - most} more"] if len(found) > most else found
+
+
+def steps_in(store: BlobStore) -> list[int]:
+    """The steps of which there is a manifest, ascending. Raises: StoreError."""
+    found = (step_of(name) for name in store.list("step-") if name.endswith(f"/{MANIFEST}"))
+    return sorted(step for step in found if step is not None)
+
+
+def open_checkpoint(store: BlobStore, step: int) -> Checkpoint:
+    """The checkpoint of a step, after a check of its manifest alone.
+
+    Raises: BlobMissing if there is none. CheckpointCorrupt if the manifest was altered or is of another step.
+    ConfigError if it is of a newer format.
+    """
+    name = manifest_name(step)
+    manifest = decode(store.read(name), f"{store.url}/{name}")
+    if manifest.step != step:
+        raise CheckpointCorrupt(f"{store.url}/{name} is the manifest of step {manifest.step}: it belongs elsewhere")
+    try:
+        _ = manifest.entries
+    except (TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{store.url}/{name} is not as Everstep writes it: {error}") from error
+    return Checkpoint(store, manifest)
+
+
+def verify_blocks(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda n: None) -> None:
+    """Reads all that the checkpoint needs. progress: is told how many bytes were read each time.
+
+    Raises: CheckpointCorrupt for the first thing that is wrong. StoreError.
+    """
+    checkpoint.check_files()
+    order = sorted(range(checkpoint.manifest.n_blocks), key=lambda k: _reading_order(checkpoint.manifest, k))
+    for block in checkpoint.read_blocks(order):
+        progress(len(block))
+
+
+def newest_complete(
+    store: BlobStore,
+    *,
+    verify: bool = True,
+    accept: Callable[[Checkpoint], str | None] = lambda checkpoint: None,
+    told: Told = lambda step, reason: None,
+    before: int | None = None,
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None if there is none. What is damaged is set aside, and `told`.
+
+    verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: says
+    why a whole one is passed over, None if it is not; what it raises ends the search. before: only older ones.
+
+    Raises: StoreError if the store cannot be read. ConfigError for a checkpoint of a newer format.
+    """
+    for step in reversed(steps_in(store)):
+        if before is not None and step >= before:
+            continue
+        try:
+            checkpoint = open_checkpoint(store, step)
+            refused = accept(checkpoint)
+            if refused:
+                told(step, refused)
+                continue
+            if verify:
+                verify_blocks(checkpoint)
+            else:
+                checkpoint.check_files()
+        except CheckpointCorrupt as error:
+            told(step, f"{error}{_set_aside(store, step)}")
+        except BlobMissing:
+            continue  # retired while this one looked
+        else:
+            return checkpoint
+    return None
+
+
+def set_aside(store: BlobStore, step: int) -> str:
+    """Gives a damaged checkpoint's manifest another name: it is no checkpoint any more, and nothing is lost. Its parts
+    stay where they are, since others may need them. Returns the new name. Raises: StoreError."""
+    taken = set(store.list(f"{step_name(step)}/{DAMAGED}"))
+    number = 1
+    while (name := f"{step_name(step)}/{DAMAGED}{number}-{MANIFEST}") in taken:
+        number += 1
+    store.move(manifest_name(step), name)
+    return name
+
+
+def _set_aside(store: BlobStore, step: int) -> str:
+    try:
+        return f"; set aside as {set_aside(store, step)}"
+    except EverstepError as error:
+        return f"; it cannot be set aside: {error}"
+
+
+def _reading_order(manifest: Manifest, index: int) -> tuple[str, int]:
+    file, at = manifest.place(index)
+    return file.name, at
+
+
+def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest) -> str:
+    """Says so if these bytes begin a part of another job or step."""
+    with suppress(ValueError, AttributeError):
+        text = bytes(head)
+        metadata = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["__metadata__"]
+        job, step = metadata.get("job"), metadata.get("step")
+        if job and job != manifest.identity["job"]:
+            return f"is a part of another job ({job}, not {manifest.identity['job']})"
+        if step and step != str(step_of(name)):
+            return f"is a part of step {step}"
+    return ""

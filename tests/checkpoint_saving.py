@@ -1,0 +1,150 @@
+"""States without training, and whole checkpoints of them, written as several workers would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from everstep.base.config import DiskTierConfig
+from everstep.base.errors import CheckpointCorrupt, StoreError
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest import Identity, Manifest
+from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.state import ModelState
+from everstep.placement.owners import owners
+from torch import nn
+
+NUMERICS = {"lanes": 8, "seed": 3, "micro_batch": 4}
+
+
+class Tensors(nn.Module):
+    """Parameters of the given shapes, and a buffer."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+SHAPES = {"small": (7,), "wide": (300, 700), "none": (0, 3), "deep": (3, 90_000)}
+
+
+def make_state(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = 1) -> ModelState:
+    """A model with an AdamW optimizer and a scheduler, and random numbers everywhere."""
+    model = Tensors(shapes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = ModelState(model, optimizer, scheduler)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    for _ in range(steps):
+        advance(state, seed)
+    return state
+
+
+def advance(state: ModelState, seed: int) -> None:
+    """One update with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in state.model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    state.optimizer.step()
+    state.scheduler.step()
+    state.model.count.add_(1)
+
+
+def identity_of(state: ModelState, job: str = "job-a", **numerics: Any) -> Identity:
+    rows = [e for e in state.manifest()["entries"] if e[0].startswith("model/")]
+    tensors = tuple((e[0].removeprefix("model/"), e[1], tuple(e[2])) for e in rows)
+    return Identity("task", {**NUMERICS, **numerics}, tensors, job)
+
+
+def base_of(store: DirectoryStore, step: int | None = None) -> Base:
+    """What the newest checkpoint (or that of a step) has."""
+    try:
+        manifest = open_checkpoint(store, steps_in(store)[-1] if step is None else step).manifest
+    except (CheckpointCorrupt, StoreError, IndexError):
+        return Base()
+    return Base(manifest.step, manifest.depth, frozenset(manifest.state["blocks"]))
+
+
+def write_part(
+    store: DirectoryStore,
+    state: ModelState,
+    step: int,
+    *,
+    workers: int = 1,
+    worker_id: int = 0,
+    generation: int = 1,
+    base: Base | None = None,
+    job: str = "job-a",
+    limit_bytes: int = 1 << 30,
+) -> PartReport:
+    """One worker's part."""
+    live = LiveState.of(state)
+    first, last = owners(live.n_blocks, range(workers))[worker_id]
+    reports: list[PartReport] = []
+    what = PartJob(step, generation, 0, worker_id, first, last, worker_id == 0, limit_bytes, {"job": job})
+    writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
+    writer.start()
+    writer.before_update(60.0)
+    if not writer.join(60.0):
+        raise TimeoutError("the part was not written")
+    return reports[0]
+
+
+def save(
+    directory: Path | DirectoryStore,
+    state: ModelState,
+    step: int,
+    *,
+    workers: int = 1,
+    generation: int = 1,
+    incremental: bool = False,
+    rule: DiskTierConfig | None = None,
+    job: str = "job-a",
+    **facts: Any,
+) -> Manifest:
+    """A checkpoint of an unsplit job. Raises: StoreError if there is none in the end."""
+    store = directory if isinstance(directory, DirectoryStore) else DirectoryStore(directory)
+    base = base_of(store) if incremental else Base()
+    ended = threading.Event()
+    outcomes: list[Outcome] = []
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        ended.set()
+
+    writer = ManifestWriter(
+        store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy"
+    )
+    try:
+        writer.expect(Facts(step, generation, **facts))
+        for worker_id in range(workers):
+            writer.add(
+                write_part(
+                    store,
+                    state,
+                    step,
+                    workers=workers,
+                    worker_id=worker_id,
+                    generation=generation,
+                    base=base,
+                    job=job,
+                )
+            )
+        if not ended.wait(60.0):
+            raise TimeoutError(writer.waiting_for)
+    finally:
+        writer.close()
+    if outcomes[0].manifest is None:
+        raise StoreError(outcomes[0].error)
+    return outcomes[0].manifest
