@@ -12,7 +12,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def _appearing(path: Path) -> Iterator[Path]:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -90,7 +90,7 @@ def _states(
         raise ConfigError(f"the optimizer's part is not as torch writes it: no {error}") from None
     by_memory: dict[tuple[Any, ...], list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_memory.setdefault(memory_of(name, parameter), []).append(name)
+        by_memory.setdefault(memory_of(str(id(parameter)), parameter), []).append(name)
     parameters: dict[Any, nn.Parameter] = {}
     number = 0
     if len(theirs) != len(optimizer.param_groups):
@@ -98,7 +98,7 @@ def _states(
     for k, group in enumerate(optimizer.param_groups):
         allowed: set[Any] = set()
         for parameter in group["params"]:
-            keys = [*by_memory.get(memory_of("", parameter), []), number]
+            keys = [*by_memory.get(memory_of(str(id(parameter)), parameter), []), number]
             parameters |= dict.fromkeys(keys, parameter)
             allowed |= set(keys)
             number += 1

@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 class Transferred:
     """What a transfer did. bytes, files: written; skipped_bytes: already there."""
 
-    step: int
+    manifest: Manifest
     bytes: int
     files: int
     skipped_bytes: int
@@ -63,7 +63,7 @@ def transfer(
     total = sum(part.size for part in manifest.files)
     if _is_there(target, manifest, text):
         progress(total, total)
-        return Transferred(step, 0, 0, total)
+        return Transferred(manifest, 0, 0, total)
     present = frozenset(n for folder in _folders(manifest) for n in target.list(f"{folder}/"))
     done = wrote = files = 0
     for part in manifest.files:
@@ -78,7 +78,7 @@ def transfer(
         target.write(name, [text], len(text), if_absent=True)
     except BlobExists:
         _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
-    return Transferred(step, wrote + len(text), files, total - wrote)
+    return Transferred(manifest, wrote + len(text), files, total - wrote)
 
 
 def _advance(progress: Progress, before: int, total: int, count: int) -> None:

@@ -13,15 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.base.config import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
+from everstep.checkpoint.manifest import Manifest
+from everstep.checkpoint.names import BEST, LATEST
 from everstep.checkpoint.object_store import StoreRefused
+from everstep.checkpoint.pointers import read_pins, write_pointer
+from everstep.checkpoint.policy import best_of, kept
+from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
 
 Report = Callable[[str, dict[str, Any]], None]
 """Told (kind, fields) of an event; from the uploader's thread."""
-Prune = Callable[[BlobStore], list[int]]
-"""Applies the tier's retention to a store; returns the steps that it deleted."""
+Prune = Callable[[BlobStore, Manifest], list[int]]
+"""Applies the tier's retention to a store that has just got this checkpoint; returns the steps that it deleted."""
 
 _STOP_PATIENCE_S = 2.0
 
@@ -40,6 +46,36 @@ class Backoff:
         return uniform(0.0, min(self.max_s, self.initial_s * 2.0 ** min(failures, 30)))
 
 
+def retention(rule: TierConfig, best_metric: str | None = None, best_mode: str = "max") -> Prune:
+    """What an object tier keeps: the newest, every k-th, the best, the pinned ones; `latest` and `best` point at them.
+
+    The result remembers what it has read of a store: it is for one store, whose only writer it is with.
+    """
+    shelves: list[Shelf] = []
+
+    def prune(store: BlobStore, newest: Manifest) -> list[int]:
+        if not shelves or shelves[0].broken:
+            shelves[:] = [Shelf.read(store, best_metric)]
+        shelf = shelves[0]
+        shelf.add(newest)
+        write_pointer(store, LATEST, shelf.steps[-1])
+        best = best_of(shelf.steps, shelf.scores, best_mode)
+        if best:
+            write_pointer(store, BEST, best[0], metric=best_metric, value=float(shelf.scores[best[0]]).hex())
+        pins = set(read_pins(store).values())
+        stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=best_mode)
+        gone = [step for step in shelf.steps if step not in stay]
+        shelf.retire(gone)
+        shelf.sweep({newest.step})
+        return gone
+
+    return prune
+
+
+def _keep_all(store: BlobStore, newest: Manifest) -> list[int]:
+    return []
+
+
 class Uploader:
     """Brings complete checkpoints of `source` (the disk tier) to `target`, one after the other, newest first.
 
@@ -52,7 +88,7 @@ class Uploader:
         source: BlobStore,
         target: BlobStore,
         report: Report,
-        prune: Prune = lambda store: [],
+        prune: Prune = _keep_all,
         backoff: Backoff | None = None,
         seed: int | None = None,
     ) -> None:
@@ -206,7 +242,7 @@ class Uploader:
             fields["reason"] = f"works again after: {recovered}"
         self._report("checkpoint_completed", fields)
         try:
-            self._prune(self._target)
+            self._prune(self._target, done.manifest)
         except EverstepError as error:
             self._troubled(step, f"old checkpoints could not be removed: {error}")
 

@@ -1,0 +1,208 @@
+"""Interchange, both ways, with the tools that others use."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from exchange_cases import Awkward, checkpoint_of, rest, same_bits, trained
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
+from everstep.checkpoint.interchange import read_weights
+from everstep.checkpoint.interchange_formats import DCP, FORMATS, HF, SAFETENSORS, TORCH, load_weights, write_weights
+from everstep.checkpoint.interchange_import import take_weights
+from everstep.checkpoint.reader import Checkpoint, open_checkpoint
+from everstep.checkpoint.store import DirectoryStore
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    model, optimizer = trained()
+    return checkpoint_of(model, optimizer, tmp_path_factory.mktemp("checkpoint"))
+
+
+def expected() -> dict[str, torch.Tensor]:
+    return trained()[0].state_dict()
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    assert [n for n in wanted if not same_bits(found[n], wanted[n])] == []
+
+
+def exported(checkpoint: Checkpoint, path: Path, kind: str, optimizer: bool = False) -> Path:
+    write_weights(read_weights(checkpoint, optimizer=optimizer), path, kind)
+    return path
+
+
+def test_state_is_the_models_own(checkpoint: Checkpoint) -> None:
+    found = read_weights(checkpoint).model
+    assert_same(found, expected())
+    assert "head.weight" in found and "scratch" not in found
+
+
+def test_safetensors(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    assert_same(load_file(exported(checkpoint, tmp_path / "m.safetensors", SAFETENSORS)), expected())
+
+
+def test_torch_save(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    assert_same(torch.load(exported(checkpoint, tmp_path / "m.pt", TORCH), weights_only=True), expected())
+
+
+def test_dcp(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = exported(checkpoint, tmp_path / "dcp", DCP)
+    model = trained(seed=2, steps=0)[0]
+    found = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=path)
+    assert_same(found, expected())
+
+
+@pytest.mark.parametrize("kind", [DCP, TORCH])
+def test_optimizer_goes_to_torchs_own_functions(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    path = exported(checkpoint, tmp_path / "out", kind, optimizer=True)
+    loaded = load_weights(path) if kind == DCP else None
+    optimizer_part = loaded.optimizer if loaded else torch.load(path, weights_only=True)["optimizer"]
+    model, optimizer = trained(seed=3, steps=1)
+    before = trained()[1]
+    set_optimizer_state_dict(model, optimizer, optimizer_part)
+    for mine, theirs in zip(optimizer.param_groups, before.param_groups, strict=True):
+        assert mine["lr"] == theirs["lr"]
+        for p, q in zip(mine["params"], theirs["params"], strict=True):
+            assert all(torch.equal(v, optimizer.state[p][k]) for k, v in before.state[q].items())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_there_and_back(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    path = exported(checkpoint, tmp_path / f"out.{'safetensors' if kind == SAFETENSORS else kind}", kind)
+    model, optimizer = trained(seed=4, steps=1)
+    scratch = model.scratch.clone()
+    told = take_weights(load_weights(path), model, optimizer)
+    assert told.endswith("optimizer state fresh")
+    assert_same(model.state_dict(), expected())
+    assert model.head.weight is model.embed.weight and model.turned.stride() == trained()[0].turned.stride()
+    assert torch.equal(model.scratch, scratch)
+
+
+@pytest.mark.parametrize("kind", [DCP, TORCH])
+def test_there_and_back_with_optimizer(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    path = exported(checkpoint, tmp_path / "out", kind, optimizer=True)
+    model, optimizer = trained(seed=4, steps=1)
+    optimizer.param_groups[0]["lr"] = 7.0
+    take_weights(load_weights(path), model, optimizer)
+    wanted_model, wanted = trained()
+    for m, o in ((model, optimizer), (wanted_model, wanted)):  # one more step: the same bits come out
+        o.zero_grad()
+        m.total().backward()
+        o.step()
+    assert_same(model.state_dict(), wanted_model.state_dict())
+
+
+def test_plain_torch_optimizer_by_number(tmp_path: Path) -> None:
+    source, its_optimizer = trained()
+    torch.save({"model": source.state_dict(), "optimizer": its_optimizer.state_dict()}, tmp_path / "m.pt")
+    model, optimizer = trained(seed=4, steps=0)
+    take_weights(load_weights(tmp_path / "m.pt"), model, optimizer)
+    ours, theirs = optimizer.state_dict(), its_optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert all(torch.equal(v, ours["state"][i][k]) for i, s in theirs["state"].items() for k, v in s.items())
+
+
+def test_hugging_face_folder_is_loaded_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=8)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path / "config")
+    weights = read_weights(checkpoint_of(model, None, tmp_path / "checkpoint"))
+    for name, shard in (("one", 1 << 30), ("many", 4096)):
+        write_weights(weights, tmp_path / name, HF, hf_config=tmp_path / "config", shard_bytes=shard)
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name)
+        assert_same(loaded.state_dict(), model.state_dict())
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="8KB")  # leaves one of the tied names out
+    assert json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    other = transformers.GPT2LMHeadModel(config)
+    take_weights(load_weights(tmp_path / "theirs"), other)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_what_does_not_fit_is_named(checkpoint: Checkpoint) -> None:
+    model, optimizer = trained(seed=5)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    weights = read_weights(checkpoint)
+    del weights.model["scale"], weights.model["head.weight"]  # the latter may lack: it is tied
+    weights.model["low.weight"] = weights.model["low.weight"].float()
+    weights.model["low.bias"] = weights.model["low.bias"][:3]
+    weights.model["foreign"] = torch.zeros(1)
+    with pytest.raises(ConfigError) as told:
+        take_weights(weights, model, optimizer)
+    text = str(told.value)
+    assert "missing: scale;" in text and "unexpected: foreign;" in text and "\n" not in text
+    assert "low.weight (float32[6, 6] there, bfloat16[6, 6] in the model)" in text and "low.bias (bfloat16[3]" in text
+    assert_same(model.state_dict(), before)
+
+
+def test_ties_that_differ_are_refused(checkpoint: Checkpoint) -> None:
+    weights = read_weights(checkpoint)
+    weights.model["head.weight"] = weights.model["head.weight"] + 1
+    with pytest.raises(ConfigError, match=r"tied in the model but different there: embed.weight and head.weight"):
+        take_weights(weights, Awkward())
+
+
+def test_optimizer_of_other_groups_is_refused(checkpoint: Checkpoint) -> None:
+    weights = read_weights(checkpoint, optimizer=True)
+    model = Awkward()
+    with pytest.raises(ConfigError, match="has 1 groups"):
+        take_weights(weights, model, torch.optim.AdamW(model.parameters()))
+    others = torch.optim.AdamW([{"params": [model.embed.weight]}, {"params": [*model.low.parameters(), *rest(model)]}])
+    with pytest.raises(ConfigError, match="group 0 holds other parameters"):
+        take_weights(weights, model, others)
+
+
+def test_unusable_paths_are_told_in_a_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 30)
+    (tmp_path / "bad.pt").write_bytes(b"x" * 30)
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"model": Awkward()}, tmp_path / "module.pt")  # pickled code: weights_only refuses it
+    for name, words in {
+        "empty": "no format that is known",
+        "none": "there is no",
+        "bad.safetensors": "cannot read",
+        "bad.pt": "cannot read",
+        "list.pt": "expected a state dict",
+        "module.pt": "cannot read",
+    }.items():
+        with pytest.raises(ConfigError, match=words) as told:
+            load_weights(tmp_path / name)
+        assert "\n" not in str(told.value)
+    weights = read_weights(checkpoint, optimizer=True)
+    with pytest.raises(ConfigError, match="holds no optimizer state"):
+        write_weights(weights, tmp_path / "x", SAFETENSORS)
+    with pytest.raises(ConfigError, match="is there already"):
+        write_weights(weights, tmp_path / "empty", DCP)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write"):
+        write_weights(weights, tmp_path / "file" / "x", DCP)
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_altered_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint_of(model, optimizer, tmp_path)
+    (part,) = tmp_path.glob("step-*/part*")
+    data = bytearray(part.read_bytes())
+    data[4096 + 100] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
+        read_weights(open_checkpoint(DirectoryStore(tmp_path), 5), optimizer=True)
