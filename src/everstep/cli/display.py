@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from everstep.cli.story import Event, Story, sentence
 from everstep.observe.events import follow
+from everstep.train.console import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -116,7 +117,7 @@ class LiveDisplay:
         self._live.update(self._render(story), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -154,7 +155,10 @@ class LiveDisplay:
 
 
 class Watcher:
-    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `story` is what it has seen."""
+    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `story` is what it has seen.
+
+    What the leader of a script prints from now on is shown between the events.
+    """
 
     def __init__(self, path: Path, begin_ns: int, display: Display, story: Story) -> None:
         self.story = story
@@ -164,6 +168,7 @@ class Watcher:
         self._ended = threading.Event()
         self._notes: deque[str] = deque()
         self._due: list[str] = []
+        self._output = Output(path.parent / OUTPUT_FILE)
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
     def start(self) -> None:
@@ -188,10 +193,15 @@ class Watcher:
     def _stopped(self) -> bool:
         """Asked by `follow` about 10 times a second, and before its last read: a good moment to redraw."""
         ended = self._ended.is_set()
+        self._tell_output()
         self._tell_notes()
         if not ended:
             self._display.refresh(self.story)
         return ended
+
+    def _tell_output(self) -> None:
+        for line in self._output.lines():
+            self._display.note(line)
 
     def _tell_notes(self) -> None:
         """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
@@ -209,6 +219,26 @@ class Watcher:
             self._tell_notes()
         except BrokenPipeError:
             pass  # nobody reads any more; the job goes on
+
+
+class Output:
+    """The lines that are appended to a text file from now on; each is whole when its end is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """What is new."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return whole.decode(errors="replace").splitlines()
 
 
 def choose_display(*, as_json: bool, log_every: int) -> Callable[[Board], Display]:

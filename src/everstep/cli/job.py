@@ -201,8 +201,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     import yaml
 
+    from everstep.cli.config_file import load_yaml
+
     try:
-        data = yaml.safe_load(path.read_text())
+        data = load_yaml(path.read_text())
+    except ConfigError as error:
+        raise ConfigError(f"the config file {path}, {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

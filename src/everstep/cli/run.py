@@ -169,7 +169,9 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
 def _opening(run_dir: Path, found: Found, aside: Path | None, is_script: bool) -> list[str]:
     lines = [f"run directory {run_dir}"]
     if is_script:
-        lines.append(f"what the script prints goes to {run_dir / 'logs'}/worker-*.log")
+        lines.append(
+            f"what the leader prints is shown here; that of all workers goes to {run_dir / 'logs'}/worker-*.log"
+        )
     if aside is not None:
         lines.append(f"what was there is now in {aside}")
     if found.state == "stopped":

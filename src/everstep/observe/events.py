@@ -181,6 +181,25 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
         return 0
 
 
+def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
+    """(kind, step) of the events at the end of a file since the last `job_started`; reads the last megabyte at most."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = max(0, end - (1 << 20))
+            file.seek(start)
+            data = file.read(end - start)
+    except FileNotFoundError:
+        return set()
+    told: set[tuple[str, int]] = set()
+    for event in parse_events(data if start == 0 else data[data.find(b"\n") + 1 :]):
+        if event["kind"] == "job_started":
+            told = set()
+        elif event.get("step") is not None:
+            told.add((event["kind"], event["step"]))
+    return told
+
+
 def follow(
     path: str | os.PathLike[str],
     *,

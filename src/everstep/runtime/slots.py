@@ -130,16 +130,28 @@ class Slot:
 
 @dataclass
 class StepCrashes:
-    """Own crashes while one step was being computed, by whichever worker. Three alike, and the step cannot be done.
+    """Crashes of workers by their own doing, over all slots, and whether they keep the job from getting any further.
 
-    A worker that crashes while others are ahead of it is no such case: it may be its host that is ill.
+    Three alike at one step, and that step cannot be done; three of each worker without a new step, and nothing can.
     """
 
     at: tuple[int, str] = (-1, "")
-    count: int = 0
+    alike: int = 0
+    furthest: int = -1
+    fruitless: int = 0
 
-    def observe(self, step: int, how: str) -> bool:
-        """A worker crashed in this way while it computed `step`. Returns whether to give up."""
-        self.count = self.count + 1 if (step, how) == self.at else 1
+    def observe(self, step: int, how: str, furthest: int, workers: int) -> str:
+        """A worker crashed in this way while it computed `step`; `furthest`: the newest step that any has committed.
+
+        Returns why to give up, "" while there is hope.
+        """
+        if furthest > self.furthest:
+            self.at, self.alike, self.furthest, self.fruitless = (-1, ""), 0, furthest, 0
+        self.alike = self.alike + 1 if (step, how) == self.at else 1
         self.at = (step, how)
-        return self.count >= LOOP_OWN
+        self.fruitless += 1
+        if self.alike >= LOOP_OWN:
+            return f"workers ended themselves {self.alike} times in a row while they computed step {step}"
+        if self.fruitless >= LOOP_OWN * workers:
+            return f"workers ended themselves {self.fruitless} times without getting beyond step {self.furthest}"
+        return ""

@@ -210,15 +210,14 @@ class Workers:
         orderly = os.WIFEXITED(status) and os.WEXITSTATUS(status) in _ORDERLY_CODES
         if orderly or killed_from_outside(status) or pulse.phase not in _COMPUTING:
             return
-        if any(self._board.read(life.worker_id).step > pulse.step for life in self.lives()):
-            return
-        step = pulse.step + 1
-        if self._crashes.observe(step, describe_status(status)):
+        furthest = max(self._board.read(slot.worker_id).step for slot in self.slots)
+        if furthest > pulse.step:
+            return  # others are ahead of it: it may be its host that is ill
+        wanted = max(1, self.wanted_slots())
+        why = self._crashes.observe(pulse.step + 1, describe_status(status), furthest, wanted)
+        if why:
             log = self._make_context(worker_id, 0).log_path
-            self.hopeless = (
-                f"crash loop: {self._crashes.count} times a worker ended itself while it computed step {step}, last "
-                f"worker {worker_id}: {reason}; its output is in {log}"
-            )
+            self.hopeless = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
 
     def _last_words(self, worker_id: int, incarnation: int) -> str:
         with contextlib.suppress(OSError):

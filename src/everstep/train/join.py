@@ -26,6 +26,7 @@ from everstep.train.run import Run
 
 _launched: LaunchedLink | None = None
 _called = False
+_run: Run | None = None
 
 
 def launched_with(link: LaunchedLink) -> None:
@@ -38,6 +39,11 @@ def launched_with(link: LaunchedLink) -> None:
 def was_called() -> bool:
     """Whether the script has called `join`."""
     return _called
+
+
+def leads() -> bool | None:
+    """Whether this worker leads the job that the script has joined; None while there is no plan to say so."""
+    return _run.leads if _run is not None else None
 
 
 def join(
@@ -67,7 +73,7 @@ def join(
 
     Raises: ConfigError for what cannot work, in one line.
     """
-    global _called
+    global _called, _run
     if _called and _launched is not None:
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
@@ -81,7 +87,8 @@ def join(
     device = prepare_torch(link.config)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)
-    return assemble(link, parts, dataset, collate, device)
+    _run = assemble(link, parts, dataset, collate, device)
+    return _run
 
 
 def _tell_ledger(link: Link, dataset: Any) -> None:

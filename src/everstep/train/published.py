@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.plan import WorkerKey
-from everstep.observe.events import EventLog, last_committed_step
+from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
+from everstep.runtime.address import EVENTS_FILE
 from everstep.train.record import Outcome
 
 _Held = tuple[Outcome, int, dict[str, Any]]
+_REPORTS = 4  # the newest ones: of the last step or two
 _UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
 
 
@@ -37,10 +39,11 @@ class Publisher:
         self._ledger: int | None = None
         self._leading = False
         self._reported_through = 0
+        self._reports: dict[tuple[str, int], dict[str, Any]] = {}
         if run_dir is not None:
             (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
             self.events = EventLog(
-                run_dir / "events.jsonl", worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
+                run_dir / EVENTS_FILE, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
             )
             path = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
             self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -61,6 +64,8 @@ class Publisher:
             held = self._untold[number] = self._pending.pop(number)
             self._write_ledger(*held[:2])
         if leads:
+            if not self._leading:
+                self._repeat_reports()
             self._report_untold()
         for number in sorted(self._untold)[: -_UNTOLD or None]:
             del self._untold[number]
@@ -69,13 +74,35 @@ class Publisher:
 
     def _report_untold(self) -> None:
         if not self._leading and self.run_dir is not None:
-            self._reported_through = last_committed_step(self.run_dir / "events.jsonl")
+            self._reported_through = last_committed_step(self.run_dir / EVENTS_FILE)
         for number in sorted(self._untold):
             if number > self._reported_through:
                 self._report(*self._untold[number])
         self._reported_through = max(self._reported_through, max(self._untold, default=0))
         self._untold.clear()
         self._committed_ns = {n: t for n, t in self._committed_ns.items() if n > self._reported_through}
+
+    def report(self, kind: str, step: int, leads: bool, fields: dict[str, Any]) -> None:
+        """An event that all workers know of and one tells: the leader, or the next one if that died meanwhile.
+
+        One per kind and step.
+        """
+        self._reports[kind, step] = fields
+        for old in list(self._reports)[:-_REPORTS]:
+            del self._reports[old]
+        if leads and self._leading:
+            self.emit(kind, step=step, **fields)
+        elif leads:
+            self._repeat_reports()
+
+    def _repeat_reports(self) -> None:
+        """A new leader: what the one before has not told. It may have told some of it."""
+        if self.run_dir is None or not self._reports:
+            return
+        told = told_lately(self.run_dir / EVENTS_FILE)
+        for (kind, step), fields in self._reports.items():
+            if (kind, step) not in told:
+                self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """An event of this worker's."""

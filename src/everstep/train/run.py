@@ -92,10 +92,17 @@ class Run:
         """Whether this worker is the leader at the moment."""
         return self._session.is_main
 
+    @property
+    def leads(self) -> bool | None:
+        """As `is_main`; None before there is a plan."""
+        return None if self._session.engine.plan is None else self._session.is_main
+
     def report(self, kind: str, **fields: Any) -> None:
-        """An event of the job, told by the leader alone."""
-        if self.is_main:
-            self._session.publisher.emit(kind, generation=self._session.engine.machine.generation, **fields)
+        """An event of the job at this step, told once: by the leader, or by the next one if it died meanwhile."""
+        session = self._session
+        step = fields.pop("step", session.engine.position.step)
+        fields.setdefault("generation", session.engine.machine.generation)
+        session.publisher.report(kind, step, self.is_main, fields)
 
     def stop(self) -> None:
         """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import runpy
 import sys
@@ -24,6 +25,7 @@ from everstep.runtime.context import WorkerContext
 from everstep.train import join
 from everstep.train.assembly import assemble_task
 from everstep.train.calling import where
+from everstep.train.console import LeaderConsole
 from everstep.train.link import Faults, LaunchedLink
 from everstep.train.task import Task
 from everstep.train.trainer import train
@@ -48,7 +50,7 @@ def run_worker(
             run, early_stop = assemble_task(link, task)
             train(task, run, early_stop)
         elif script is not None:
-            _run_script(link, script, context.argv)
+            _run_script(link, script, context)
         return 0
     except (JobFailed, Evicted) as end:
         print(f"leaving: {end}", file=sys.stderr, flush=True)
@@ -60,11 +62,16 @@ def run_worker(
         link.close()
 
 
-def _run_script(link: LaunchedLink, script: str, argv: list[str]) -> None:
+def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
     join.launched_with(link)
-    sys.argv = [script, *argv]
+    sys.argv = [script, *context.argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    console = LeaderConsole(sys.stdout, context.run_path, join.leads)
+    with contextlib.redirect_stdout(console):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            console.finish()
     if not join.was_called():
         raise ConfigError(f"{script} ended without calling everstep.join(model, optimizer, dataset)")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot
+from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
 
 POLICY = RestartPolicy(max_restarts=20, initial_s=0.5, max_s=30.0)
 
@@ -120,3 +120,27 @@ def test_shrink_never_restarts() -> None:
     _live(slot, 0.0)
     verdict = _die(slot, 1.0, RestartPolicy(20, 0.5, 30.0, restart=False))
     assert isinstance(verdict, GiveUp) and "shrink" in verdict.reason
+
+
+def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:
+    crashes = StepCrashes()
+    assert [crashes.observe(7, "exit code 7", 6, 4) for _ in range(2)] == ["", ""]
+    assert "3 times in a row while they computed step 7" in crashes.observe(7, "exit code 7", 6, 4)
+
+
+def test_another_way_to_die_is_not_the_same_crash() -> None:
+    crashes = StepCrashes()
+    ways = ["exit code 7", "killed by SIGSEGV"] * 3
+    assert not any(crashes.observe(7, how, 6, 4) for how in ways)
+
+
+def test_crashes_that_move_on_are_no_loop() -> None:
+    crashes = StepCrashes()
+    assert not any(crashes.observe(step, "exit code 7", step - 1, 2) for step in range(1, 50))
+
+
+def test_crashes_at_changing_steps_that_get_nowhere_are_a_loop() -> None:
+    crashes = StepCrashes()
+    told = [crashes.observe(step, "exit code 7", step - 1, 2) for step in (5, 4, 3, 5, 4, 3)]
+    assert told[:5] == [""] * 5
+    assert "6 times without getting beyond step 4" in told[5]

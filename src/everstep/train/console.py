@@ -1,0 +1,75 @@
+"""What a script prints: everything goes to the worker's log, and what the leader prints also to where the user looks.
+
+The leader may change at any line, so each worker looks anew, line by line, whether it leads. What is printed before the
+job has a plan waits until it has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+_MOST_WAITING = 10_000  # characters of a script that prints before it joins
+OUTPUT_FILE = Path("logs") / "output.log"
+
+
+class LeaderConsole(io.TextIOBase):
+    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows."""
+
+    def __init__(self, log: TextIO, run_dir: Path, leads: Callable[[], bool | None]) -> None:
+        self._log = log
+        self._path = run_dir / OUTPUT_FILE
+        self._leads = leads
+        self._line = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the log."""
+        return self._log.encoding
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        """The log's: what writes there directly is not shown."""
+        return self._log.fileno()
+
+    def write(self, text: str) -> int:
+        """To the log at once; to the user by whole lines."""
+        written = self._log.write(text)
+        self._line += text
+        self._show(self._line.rfind("\n") + 1)
+        return written
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def finish(self) -> None:
+        """Show what the last line lacks an end for; the log is written to directly from now on."""
+        if self._line:
+            self._line += "\n"
+            self._show(len(self._line))
+        self._log.flush()
+
+    def _show(self, end: int) -> None:
+        if end == 0:
+            return
+        leads = self._leads()
+        if leads is None:
+            self._line = self._line[-_MOST_WAITING:]
+            return
+        lines, self._line = self._line[:end], self._line[end:]
+        if leads:
+            with contextlib.suppress(OSError):  # a full disk does not stop training
+                fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    os.write(fd, lines.encode(errors="replace"))
+                finally:
+                    os.close(fd)
