@@ -38,13 +38,13 @@ def _stop(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _scale(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     wanted = args.get("workers")
-    least, most = state.min_workers, state.config.lanes
+    least, most = _least(state), state.capacity
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
-        return f"expected a number of workers from {least} (min_workers) to {most} (lanes), got {wanted!r}", {}
+        return f"expected a number of workers from {least} ({_why_least(state)}) to {most} (lanes), got {wanted!r}", {}
     slots = state.slot_ids()
     size = wanted + max(0, len(slots) - state.target)
     members = [m.worker_id for m in _newest(state).members] if state.plan is not None else []
-    keep = [i for i in sorted(members) if i in slots][:wanted]
+    keep = _keep(state, [i for i in sorted(members) if i in slots], wanted)
     dropped = set(members) - set(keep)
     others = [i for i in sorted(slots) if i not in keep and i not in dropped and i not in state.lost_slots]
     chosen = set((keep + others)[:size])
@@ -67,8 +67,44 @@ def _drain(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     target = state.target if spare else state.target - 1
     if target < state.min_workers:
         return f"cannot drain worker {worker_id}: {target} workers would be left and min_workers is {least(state)}", {}
+    alone = [] if spare else _alone_in(state, worker_id)
+    if alone:
+        where = f"stage {listed(set(alone))}"
+        return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
     state.set_target(target, slots - {worker_id}, f"worker {worker_id} drained by request")
     return "", {"workers": target}
+
+
+def _least(state: State) -> int:
+    """To how many workers a job may be scaled down: every stage keeps one, as far as each has one of its own."""
+    members = len(state.plan.members) if state.plan is not None else state.config.workers
+    return max(state.min_workers, min(state.config.stages, members))
+
+
+def _why_least(state: State) -> str:
+    return "min_workers" if _least(state) == state.min_workers else "one per stage"
+
+
+def _keep(state: State, members: list[int], wanted: int) -> list[int]:
+    """Who stays when only so many are wanted: the last of the largest pool goes first."""
+    if state.plan is None or state.config.stages == 1:
+        return members[:wanted]
+    plan, kept = _newest(state), set(members)
+    while len(kept) > wanted:
+        pools = [[s.worker_id for s in plan.pool(k) if s.worker_id in kept] for k in range(plan.stages)]
+        free = [pool for pool in pools if len(pool) > 1]
+        if not free:
+            break
+        kept.discard(max(free, key=len)[-1])
+    return sorted(kept)
+
+
+def _alone_in(state: State, worker_id: int) -> list[int]:
+    """The stages that nobody but this member holds."""
+    if state.plan is None or state.config.stages == 1:
+        return []
+    plan = _newest(state)
+    return [stage for stage in plan.stages_of(worker_id) if len(plan.pool(stage)) == 1]
 
 
 def least(state: State) -> int:
@@ -148,11 +184,16 @@ def job_state(state: State) -> str:
 def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
     plan = state.plan
     member = plan is not None and plan.has(worker.key)
-    role, stage, lanes = "spare", None, []
+    worker_id = worker.key.worker_id
+    role: str = "spare"
+    stages: tuple[int, ...] = ()
+    lanes: set[int] = set()
     if plan is not None and member:
-        seat = plan.seat(worker.key.worker_id)
-        stage, lanes = seat.stage, list(seat.lanes)
-        role = "leader" if plan.leader(seat.stage) == worker.key.worker_id else seat.role
+        stages = plan.stages_of(worker_id)
+        lanes = {lane for seat in plan.seats_of(worker_id) for lane in seat.lanes}
+        role = "active" if lanes else "standby"
+        if any(plan.leader(stage) == worker_id for stage in stages):
+            role = "leader"
     elif worker.key.worker_id in state.joins or state.in_any_plan(worker.key) or not worker.ready:
         role = "joining"
     return {
@@ -160,9 +201,10 @@ def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
         "incarnation": worker.key.incarnation,
         "pid": worker.pid,
         "host": worker.host,
-        "stage": stage,
+        "stage": stages[0] if stages else None,
+        "stages": list(stages),
         "role": role,
         "step": worker.step,
-        "lanes": lanes,
+        "lanes": sorted(lanes),
         "samples_per_s": worker.samples_per_s,
     }

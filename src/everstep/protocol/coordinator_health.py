@@ -124,11 +124,14 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
     if state.ended is not None:
         state.send(connection, state.ended)
         return
-    agent.lives = set()
+    before = agent.lives | agent.restored
+    agent.lives, agent.restored = set(), set()
     for life in sorted(hello.workers, key=lambda w: w.worker_id):
         saw_life(state, agent, life)
-    for worker in [w for _, w in sorted(state.workers.items())]:
-        if worker.agent_id == agent.agent_id and worker.key not in agent.lives:
+    # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
+    for key in sorted(before - agent.lives):
+        worker = state.alive(key)
+        if worker is not None and worker.agent_id == agent.agent_id:
             evict(state, worker, f"it no longer runs on host {agent.host}", kill=False)
     running = {key.worker_id for key in agent.lives}
     state.retiring -= {i for i in state.retiring - running if state.slot_owner.get(i) == agent.agent_id}

@@ -6,7 +6,7 @@ tickets to joiners, and prepares a plan once joiners have healed or members are 
 
 from __future__ import annotations
 
-from everstep.base.plan import Member
+from everstep.base.plan import Member, Seat
 from everstep.protocol.coordinator_health import evict
 from everstep.protocol.coordinator_plans import candidates, dismiss, prepare
 from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, describe, listed
@@ -69,16 +69,30 @@ def _choose_joiners(state: State, leaving: list[Worker]) -> None:
             _send_heal(state, join)
 
 
-def donors(state: State, attempt: int) -> list[Member]:
-    """Who may give the state, the preferred first: the backups, another one at each attempt, then the leader."""
+def donors(state: State, attempt: int, stage: int = 0) -> list[Member]:
+    """Who may give a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
     plan = state.plan
     if plan is None:
         return []
-    leader = plan.leader(0)
-    alive = [w.member for w in state.survivors() if w.member is not None]
+    leader = plan.leader(stage)
+    pool = {s.worker_id for s in plan.pool(stage)}
+    alive = [w.member for w in state.survivors() if w.member is not None and w.key.worker_id in pool]
     backups = [m for m in alive if m.worker_id != leader]
     turn = attempt % len(backups) if backups else 0
     return backups[turn:] + backups[:turn] + [m for m in alive if m.worker_id == leader]
+
+
+def _stages_for(state: State, join: Join) -> tuple[int, ...]:
+    """Where a joiner will sit, if nothing else changes: what it has to copy."""
+    plan = state.plan
+    if plan is None or state.config.stages == 1:
+        return (0,)
+    on_the_way = [j for j in state.joins.values() if j.key != join.key and j.ticket]
+    seats = [*plan.seats, *(Seat(j.key.worker_id, k, "standby", ()) for j in on_the_way for k in j.stages)]
+    staying = {w.key.worker_id for w in state.survivors()} - {w.key.worker_id for w in leavers(state)}
+    ids = sorted(staying | {j.key.worker_id for j in on_the_way} | {join.key.worker_id})
+    found = state.seats(ids, seats, anew=True)
+    return tuple(s.stage for s in found if s.worker_id == join.key.worker_id)
 
 
 def _send_heal(state: State, join: Join) -> None:
@@ -87,9 +101,14 @@ def _send_heal(state: State, join: Join) -> None:
         return
     state.ticket += 1
     state.persist("ticket", ticket=state.ticket, worker_id=join.key.worker_id, incarnation=join.key.incarnation)
+    join.stages = _stages_for(state, join)
     join.ticket, join.retry_ns, join.healed_ns = state.ticket, None, None
     worker.ordered_ns = state.now
-    state.send(worker.connection, Heal(ticket=join.ticket, plan=state.plan, donors=donors(state, state.ticket)))
+    by_stage = [donors(state, state.ticket, stage) for stage in join.stages]
+    everybody = list({m.worker_id: m for found in by_stage for m in found}.values())
+    holders = [[m.worker_id for m in found] for found in by_stage]
+    heal = Heal(ticket=join.ticket, plan=state.plan, donors=everybody, stages=list(join.stages), holders=holders)
+    state.send(worker.connection, heal)
 
 
 def restart(state: State) -> None:
@@ -132,9 +151,34 @@ def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
 
 
 def _idle_members(state: State) -> bool:
-    """Whether repairs have left members without lanes although there are enough for all."""
+    """Whether repairs have left seats without lanes that would have some if lanes were laid out anew."""
     plan = state.plan
-    return plan is not None and len(plan.members) <= plan.lanes and any(s.role == "standby" for s in plan.seats)
+    if plan is None or all(s.lanes for s in plan.seats):
+        return False
+    if state.idle[0] != plan.generation:
+        without = {(s.worker_id, s.stage) for s in plan.seats if not s.lanes}
+        again = state.seats(plan.worker_ids, plan.seats, anew=True)
+        state.idle = (plan.generation, any((s.worker_id, s.stage) in without and s.lanes for s in again))
+    return state.idle[1]
+
+
+def _may_go(state: State, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:
+    """Of those who are to leave, the last ones for whom enough others stay: in all, and in each of their stages."""
+    plan = state.plan
+    may_leave = len(state.survivors()) + len(joiners) - state.min_workers
+    going = leaving[-may_leave:] if may_leave > 0 else []
+    if plan is None or plan.stages == 1:
+        return going
+    staying = [w.key.worker_id for w in state.survivors() if w not in going]
+    held = {stage for i in staying for stage in plan.stages_of(i)} | {k for j in joiners for k in j.stages}
+    free = []
+    for worker in reversed(going):
+        own = set(plan.stages_of(worker.key.worker_id))
+        if own <= held:
+            free.append(worker)
+        else:
+            held |= own
+    return sorted(free, key=lambda w: w.key)
 
 
 def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
@@ -144,19 +188,18 @@ def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
         # Others are about to follow: one change of generation for all of them.
         state.alarms.set("joins", min(healed_at) + BATCH_NS)
         return
-    healed = [j.key for _, j in sorted(state.joins.items()) if j.healed_ns is not None]
-    joiners = [w for w in (state.alive(key) for key in healed) if w is not None]
-    room = state.config.lanes - len(state.survivors()) + len(leaving)
-    joiners = joiners[: max(0, room)]
-    may_leave = len(state.survivors()) + len(joiners) - state.min_workers
-    going = leaving[-may_leave:] if may_leave > 0 else []
+    healed = [j for _, j in sorted(state.joins.items()) if j.healed_ns is not None and state.alive(j.key) is not None]
+    room = state.capacity - len(state.survivors()) + len(leaving)
+    healed = healed[: max(0, room)]
+    joiners = [(w, j.stages) for w, j in ((state.alive(j.key), j) for j in healed) if w is not None]
+    going = _may_go(state, leaving, healed)
     parts = []
     if not joiners and not going:
         if not _idle_members(state):
             return
         parts.append("members without lanes get their share")
     if joiners:
-        parts.append(f"worker {listed({w.key.worker_id for w in joiners})} healed and joins")
+        parts.append(f"worker {listed({w.key.worker_id for w, _ in joiners})} healed and joins")
     if going:
         parts.append(f"worker {listed({w.key.worker_id for w in going})} leaves as asked")
     prepare(state, joiners, [w.key for w in going], "; ".join(parts))

@@ -6,10 +6,10 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from everstep.base.errors import check
-from everstep.base.plan import Plan, WorkerKey
+from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.protocol import coordinator_recovery as recovery
 from everstep.protocol.coordinator_journal import plan_to_entry, record_plan, restore_member
 from everstep.protocol.coordinator_state import SECOND_NS, State, Worker, describe, listed
@@ -53,13 +53,14 @@ def _start(state: State) -> None:
     if all_there and expected >= state.min_workers:
         some = willing if len(willing) >= expected else ready
         _make_now(state, some[:expected], "all workers are there", fresh=True)
-    elif state.first_hello_ns is not None and len(ready) >= state.min_workers:
-        if state.now >= state.first_hello_ns + START_PATIENCE_NS:
+    elif state.first_hello_ns is not None:
+        patient_until = state.first_hello_ns + START_PATIENCE_NS
+        if state.now < patient_until:
+            state.alarms.set("start", patient_until)
+        elif len(ready) >= state.min_workers:
             some = ready[: state.target]
             text = f"{len(some)} of {state.target} workers came within {START_PATIENCE_NS // SECOND_NS} s"
             _make_now(state, some, text, fresh=True)
-        else:
-            state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
 
 
 def _regroup(state: State) -> None:
@@ -76,17 +77,58 @@ def _regroup(state: State) -> None:
     needed = state.min_workers
     if wait_for_all and state.plan is not None:
         needed = max(needed, min(state.expected(), len(state.plan.members)))
-    members = survivors
-    if len(survivors) < needed:
-        members = survivors + candidates(state)[: max(0, state.target - len(survivors))]
+    lost = _lost_stages(state, survivors)
+    members = survivors + _newcomers(state, survivors, needed, lost)
     if len(members) >= needed:
         newcomers = {w.key.worker_id for w in members[len(survivors) :]}
         if newcomers:
             cause += f"; worker {listed(newcomers)} takes part from here"
+        if lost:
+            cause += f"; stage {listed(set(lost))} has lost its whole pool: every stage goes back to the newest copy"
         _make_now(state, members, cause, fresh=False)
+        _tell_lost(state, lost)
         return
     policy = "on_failure is 'wait'" if needed > state.min_workers else "min_workers is the least the job may run with"
     _await(state, f"{cause}. {len(members)} of {needed} workers are ready ({policy}): waiting for more")
+
+
+def _lost_stages(state: State, survivors: Sequence[Worker]) -> list[int]:
+    """The stages of the plan that no survivor holds. Who joined in this plan and has not settled holds nothing yet."""
+    plan = state.plan
+    if plan is None or plan.stages == 1:
+        return []
+    new = set(plan.joining) - state.entered
+    held = {stage for w in survivors if w.key.worker_id not in new for stage in plan.stages_of(w.key.worker_id)}
+    return [stage for stage in range(plan.stages) if stage not in held]
+
+
+def _newcomers(state: State, survivors: Sequence[Worker], needed: int, lost: Sequence[int]) -> list[Worker]:
+    """Who is taken in at once: whoever has little to copy; any others only where there would be too few."""
+    room = max(0, state.target - len(survivors))
+    ready = candidates(state)[:]
+    small = [w for w in ready if 0 <= w.state_bytes <= state.config.small_state_bytes]
+    large = [w for w in ready if w not in small]
+    chosen = small[:room]
+    wanted = max(len(lost), needed - len(survivors)) if len(survivors) < needed or lost else 0
+    if len(survivors) + len(chosen) < needed:
+        return (chosen + large)[:room]
+    return chosen + large[: max(0, min(wanted, room) - len(chosen))]
+
+
+def _tell_lost(state: State, lost: Sequence[int]) -> None:
+    """A pool is gone, and with it the newest state of its stage: say who serves it, and what that means."""
+    plan = state.plan
+    if not lost or plan is None:
+        return
+    state.lost_stages = list(lost)
+    who = "; ".join(f"worker {listed({s.worker_id for s in plan.pool(k)})} takes stage {k}" for k in lost)
+    state.report(
+        "fallback",
+        reason=f"stage {listed(set(lost))} has lost its whole pool: {who}, and every stage goes back to the newest "
+        "step of which there is a copy of all of them, in memory or on disk",
+        step=None,
+        generation=plan.generation,
+    )
 
 
 def _fall_back(state: State) -> None:
@@ -94,7 +136,7 @@ def _fall_back(state: State) -> None:
         state.fallback = True
         state.first_hello_ns = None
     # A joiner that follows the members is the next best: it may even have switched with them already.
-    ready = sorted(candidates(state), key=lambda w: -w.step)
+    ready = sorted(candidates(state), key=lambda w: -_held_step(state, w))
     if ready and state.first_hello_ns is None:
         state.first_hello_ns = state.now
     wait_for_all = state.config.on_failure == "wait"
@@ -107,20 +149,32 @@ def _fall_back(state: State) -> None:
         if patient and state.first_hello_ns is not None:
             state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
         return
-    step = ready[0].step
-    text = f"every worker that held the training state is gone ({cause}): starting over from step {step}"
+    step = _held_step(state, ready[0])
+    text = f"every worker that held the training state is gone ({cause}): "
+    if step:
+        text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
+    else:
+        text += "starting over from step 0, or from the newest copy that is left"
     state.report("fallback", reason=text, step=step, generation=state.generation + 1)
     state.step = step
     _make_now(state, ready[: state.target], text, fresh=True)
+
+
+def _held_step(state: State, worker: Worker) -> int:
+    """The step that a worker outside the plan is known to hold: none, unless it has said that it has healed."""
+    join = state.joins.get(worker.key.worker_id)
+    healed = join is not None and join.key == worker.key and join.healed_ns is not None
+    prepared = state.prepared is not None and state.prepared.has(worker.key)
+    return worker.step if healed or prepared else 0
 
 
 def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bool) -> None:
     old = state.plan
     repaired = old is not None and not fresh
     ids = sorted(w.key.worker_id for w in members)
-    seats = state.place(
-        ids, state.config.lanes, stages=state.config.stages, previous=old.seats if old is not None and repaired else ()
-    )
+    seats = state.seats(ids, old.seats if old is not None and repaired else ())
+    if old is not None and repaired:
+        reason += _promotions(old, seats)
     newcomers = []
     if old is not None and not fresh:
         still_new = set(old.joining) - state.entered
@@ -134,9 +188,11 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         stages=state.config.stages,
         previous=old.generation if old is not None and repaired else 0,
         joining=tuple(sorted(newcomers)),
+        leaders=_leaders(state, seats),
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
+    state.lost_stages = []
     state.entered = set()
     state.broken, state.accusations, state.accusation_reasons = [], {}, []
     state.fallback = False
@@ -148,6 +204,33 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     for member in plan.members:
         order(state, state.workers[member.worker_id], PlanNow(plan=plan))
     _announce(state, old)
+
+
+def _leaders(state: State, seats: Sequence[Seat]) -> tuple[int | None, ...]:
+    """By stage: whom the config names, where it has a seat there; nothing if it names nobody."""
+    sitting = {(s.stage, s.worker_id) for s in seats}
+    named = tuple(i if (stage, i) in sitting else None for stage, i in enumerate(state.config.wish.leaders))
+    return named if any(i is not None for i in named) else ()
+
+
+def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
+    """Which standbys take over whose lanes, as the end of a reason."""
+    was = {(s.worker_id, s.stage): s for s in old.seats}
+    staying = {(s.worker_id, s.stage) for s in seats}
+    text = ""
+    for seat in seats:
+        before = was.get((seat.worker_id, seat.stage))
+        if not seat.lanes or before is None or before.lanes:
+            continue
+        gone = {
+            s.worker_id
+            for s in old.pool(seat.stage)
+            if (s.worker_id, s.stage) not in staying and set(s.lanes) & set(seat.lanes)
+        }
+        where = f" of stage {seat.stage}" if old.stages > 1 else ""
+        whose = f"the lanes of worker {listed(gone)}" if gone else f"lanes {listed(set(seat.lanes))}"
+        text += f"; worker {seat.worker_id}, standby{where}, takes {whose}"
+    return text
 
 
 def _issue(state: State, plan: Plan) -> None:
@@ -197,15 +280,25 @@ def check_quorum(state: State) -> None:
 # ---- prepared plans
 
 
-def prepare(state: State, joiners: Sequence[Worker], leaving: Sequence[WorkerKey], reason: str) -> None:
-    """Hand out a plan to which the members switch by themselves, after an agree in which all hold it."""
+def prepare(
+    state: State,
+    joiners: Sequence[tuple[Worker, tuple[int, ...]]],
+    leaving: Sequence[WorkerKey],
+    reason: str,
+    speeds: Mapping[int, float] | None = None,
+) -> None:
+    """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
+
+    joiners: with the stages whose state they hold. speeds: lanes per second, by worker id, where lanes follow them.
+    """
     plan = state.plan
     check(plan is not None and state.prepared is None, "a plan is prepared upon a current one, one at a time")
     if plan is None:
         return
     staying = [w for w in state.survivors() if w.key not in leaving]
-    members = sorted([*staying, *joiners], key=lambda w: w.key)
-    seats = state.place([w.key.worker_id for w in members], state.config.lanes, stages=state.config.stages, previous=())
+    members = sorted([*staying, *(w for w, _ in joiners)], key=lambda w: w.key)
+    healed = [Seat(w.key.worker_id, stage, "standby", ()) for w, stages in joiners for stage in stages]
+    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True, speeds=speeds)
     prepared = Plan(
         generation=state.generation + 1,
         reason=reason,
@@ -213,12 +306,14 @@ def prepare(state: State, joiners: Sequence[Worker], leaving: Sequence[WorkerKey
         seats=seats,
         lanes=state.config.lanes,
         stages=state.config.stages,
+        speeds=tuple(sorted(speeds.items())) if speeds else (),
         prepared=True,
-        joining=tuple(sorted(w.key.worker_id for w in joiners)),
+        joining=tuple(sorted(w.key.worker_id for w, _ in joiners)),
+        leaders=_leaders(state, seats),
     )
     _issue(state, prepared)
     state.prepared = prepared
-    told = {w.key.worker_id: w for w in [*state.survivors(), *joiners]}
+    told = {w.key.worker_id: w for w in [*state.survivors(), *(w for w, _ in joiners)]}
     for _, worker in sorted(told.items()):
         order(state, worker, PlanPrepared(plan=prepared))
 
@@ -230,7 +325,7 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
     plan = state.plan
     if plan is None or generation != plan.generation or not plan.has(worker.key):
         return
-    state.step = max(state.step, step - 1)
+    _note_step(state, plan, step - 1)
     if worker.key.worker_id not in state.entered:
         if not state.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
             state.dirty = True
@@ -238,6 +333,23 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
         if worker.key.worker_id in plan.joining:
             _report_healed(state, worker, step)
     recovery.entered(state, generation, phases_ms)
+
+
+def _note_step(state: State, plan: Plan, step: int) -> None:
+    """The step that a member has settled at; the first of a generation knows whether there was a way back."""
+    if state.entered or plan.prepared or step >= state.step:
+        state.step = max(state.step, step)
+        return
+    if state.lost_stages:
+        state.report(
+            "fallback",
+            reason=f"stage {listed(set(state.lost_stages))} was restored from a copy of step {step}: "
+            f"{state.step - step} steps are done again, to the same bits",
+            step=step,
+            generation=plan.generation,
+            steps_redone=state.step - step,
+        )
+    state.step = step
 
 
 def follow(state: State, generation: int) -> None:
@@ -317,16 +429,28 @@ def _announce(state: State, old: Plan | None) -> None:
         workers=list(plan.worker_ids),
         leader=leader,
         lanes={str(seat.worker_id): list(seat.lanes) for seat in plan.pool(0)},
+        seats=[[s.worker_id, s.stage, s.role, list(s.lanes)] for s in plan.seats],
+        leaders=[plan.leader(stage) for stage in range(plan.stages)],
     )
-    if old is not None and old.member(old.leader(0)).key != plan.member(leader).key:
-        state.report(
-            "leader_changed",
-            generation=plan.generation,
-            step=state.step,
-            worker_id=leader,
-            incarnation=plan.member(leader).incarnation,
-            reason=f"worker {leader} is the first member of generation {plan.generation}: {plan.reason}",
-        )
+    for stage in range(plan.stages):
+        _announce_leader(state, plan, old, stage)
+
+
+def _announce_leader(state: State, plan: Plan, old: Plan | None, stage: int) -> None:
+    leader = plan.leader(stage)
+    if old is None or old.member(old.leader(stage)).key == plan.member(leader).key:
+        return
+    where = f" of stage {stage}" if plan.stages > 1 else ""
+    named = "the leader that the map names" if plan.leaders and plan.leaders[stage] == leader else "the first member"
+    state.report(
+        "leader_changed",
+        generation=plan.generation,
+        step=state.step,
+        worker_id=leader,
+        incarnation=plan.member(leader).incarnation,
+        stage=stage,
+        reason=f"worker {leader} is {named}{where} of generation {plan.generation}: {plan.reason}",
+    )
 
 
 def adopt(state: State, plan: Plan, source: WorkerKey) -> None:

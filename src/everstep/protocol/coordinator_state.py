@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.pool_wish import PoolWish
 from everstep.protocol.coordinator_types import (
     Close,
     CoordinatorConfig,
@@ -39,8 +40,10 @@ class Place(Protocol):
         lanes: int,
         *,
         stages: int = 1,
-        speeds: Any = None,
+        speeds: Mapping[int, float] | None = None,
         previous: Sequence[Seat] = (),
+        wish: PoolWish = ...,
+        anew: bool = False,
     ) -> tuple[Seat, ...]: ...
 
 
@@ -55,13 +58,17 @@ class Connection:
 
 @dataclass
 class Agent:
-    """The supervisor of one host's workers. `lives`: the processes it runs, as it last said."""
+    """The supervisor of one host's workers. `lives`: the processes it runs, as it last said.
+
+    restored: those that it ran according to the journal, until it says hello to this life of the coordinator.
+    """
 
     agent_id: str
     host: str
     detector: PhiDetector
     connection: str | None = None
     lives: set[WorkerKey] = field(default_factory=set)
+    restored: set[WorkerKey] = field(default_factory=set)
     slots: int = 0
     sent_slots: list[int] | None = None
     suspected: bool = False
@@ -75,7 +82,7 @@ class Worker:
 
     member: as it said in its hello (or as the journal says), None before; greeted: it said hello to this coordinator.
     gone_ns: when its connection ended, None while connected or before the first hello. ordered_ns: when it was last
-    given a plan or a ticket.
+    given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown.
     """
 
     key: WorkerKey
@@ -93,6 +100,7 @@ class Worker:
     step: int = 0
     phase: str = "starting"
     samples_per_s: float = 0.0
+    state_bytes: int = -1
 
     @property
     def ready(self) -> bool:
@@ -101,10 +109,14 @@ class Worker:
 
 @dataclass
 class Join:
-    """A worker on its way in. `healed_ns`: since when it follows closely enough; `retry_ns`: next attempt."""
+    """A worker on its way in. `healed_ns`: since when it follows closely enough; `retry_ns`: next attempt.
+
+    stages: whose state it copies, and where it is to sit.
+    """
 
     key: WorkerKey
     ticket: int
+    stages: tuple[int, ...] = (0,)
     healed_ns: int | None = None
     retry_ns: int | None = None
 
@@ -180,6 +192,7 @@ class State:
         self.broken: list[str] = []  # why the current plan cannot go on
         self.fallback = False  # all state is lost; the next plan starts at step 0
         self.step = 0
+        self.lost_stages: list[int] = []  # whose whole pool was gone when `plan` was made
         # What is wanted.
         self.target = config.workers
         self.slots: set[int] | None = None  # None: as the agents started them
@@ -188,6 +201,8 @@ class State:
         self.lost_slots: dict[int, str] = {}
         # What is going on.
         self.joins: dict[int, Join] = {}
+        self.greeted: set[int] = set()  # who has said hello to this life of the coordinator, living or not
+        self.idle: tuple[int, bool] = (0, False)  # generation, and whether its members have lanes to share out anew
         self.ticket = 0
         self.recovery: Recovery | None = None
         self.first_hello_ns: int | None = None
@@ -230,6 +245,27 @@ class State:
     @property
     def min_workers(self) -> int:
         return max(1, self.config.min_workers)
+
+    @property
+    def capacity(self) -> int:
+        """How many members there is room for."""
+        config = self.config
+        return max(config.lanes * config.stages, config.workers)
+
+    def seats(
+        self, worker_ids: Sequence[int], previous: Sequence[Seat], *, anew: bool = False, speeds: Any = None
+    ) -> tuple[Seat, ...]:
+        """Placement, with what the job's config says about it."""
+        config = self.config
+        return self.place(
+            worker_ids,
+            config.lanes,
+            stages=config.stages,
+            speeds=speeds,
+            previous=previous,
+            wish=config.wish,
+            anew=anew,
+        )
 
     @property
     def in_grace(self) -> bool:

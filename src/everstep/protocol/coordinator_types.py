@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.pool_wish import PoolWish
 from everstep.protocol.messages import AnyMessage
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What the coordinator needs of the job's config. Times in nanoseconds."""
+    """What the coordinator needs of the job's config. Times in nanoseconds.
+
+    small_state_bytes: who has no larger state to copy is taken into a plan for at once, and copies it there.
+    """
 
     lanes: int
     stages: int
@@ -23,6 +27,8 @@ class CoordinatorConfig:
     heartbeat_interval_ns: int | None
     quorum_wait_ns: int
     grace_ns: int = 2_000_000_000
+    wish: PoolWish = field(default_factory=PoolWish)
+    small_state_bytes: int = 32 << 20
 
 
 # ---- events

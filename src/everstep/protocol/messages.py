@@ -13,7 +13,7 @@ import msgspec
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -33,7 +33,10 @@ class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved."""
+    """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved.
+
+    compute_ms_per_lane: what a lane's forward and backward passes took of late, waiting excluded; 0 if not known.
+    """
 
     worker_id: int
     incarnation: int
@@ -41,6 +44,7 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     phase: str
     still_ms: int
     samples_per_s: float
+    compute_ms_per_lane: float = 0.0
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
@@ -92,13 +96,15 @@ class SlotLost(Message, frozen=True, kw_only=True):
 class WorkerHello(Message, frozen=True, kw_only=True):
     """First message of a worker, also after a reconnect. `plan`: the newest plan it follows, None if none yet.
 
-    A worker without a plan has no state newer than step 0. `wants_spare`: it would rather be a spare.
+    A worker without a plan has no state newer than step 0. `wants_spare`: it would rather be a spare. `state_bytes`:
+    size of what it would have to copy to become a member, -1 if it does not know.
     """
 
     member: Member
     step: int
     plan: Plan | None
     wants_spare: bool = False
+    state_bytes: int = -1
 
 
 class WorkerHealed(Message, frozen=True, kw_only=True):
@@ -189,11 +195,17 @@ class PlanPrepared(Message, frozen=True, kw_only=True):
 
 
 class Heal(Message, frozen=True, kw_only=True):
-    """To a joiner: copy the state from one of `donors` (in this order of preference), then follow."""
+    """To a joiner: copy the state of `stages` (in which it is to sit), then follow.
+
+    donors: members that hold any of them, in order of preference. holders: for each of `stages`, the worker ids among
+    them that hold it, in order of preference.
+    """
 
     ticket: int
     plan: Plan
     donors: list[Member]
+    stages: list[int] = msgspec.field(default_factory=lambda: [0])
+    holders: list[list[int]] = []
 
 
 class Dismissed(Message, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import uvloop
 
-from everstep.base.config import Config, load_config
+from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
 from everstep.placement.lanes import place
@@ -275,6 +275,7 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         heartbeat_ceiling_ns=int(config.heartbeat.ceiling_s * 1e9),
         heartbeat_interval_ns=None if isinstance(interval, str) else int(interval * 1e9),
         quorum_wait_ns=int(config.quorum_wait_s * 1e9),
+        wish=pool_wish(config),
     )
 
 
