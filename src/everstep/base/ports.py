@@ -1,13 +1,13 @@
-"""What the pure machines and the training loop need from the world, as protocols: clock and transport.
+"""What the pure machines and the training loop need from the world, as protocols: clock, transport and channel.
 
 Apart so that production, tests and the simulator plug in their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from everstep.base.plan import Plan
 
@@ -28,6 +28,23 @@ class Tag(NamedTuple):
     kind: str
     step: int
     seq: int
+
+
+HopKind = Literal["act", "grad", "tied", "eval"]
+
+
+class Hop(NamedTuple):
+    """Names one message between two members inside a generation; nobody sends the same one to the same member twice.
+
+    kind: activations on their way forward, their gradients on the way back, a reduced gradient of a tied parameter,
+    activations of an evaluation. part: the part of the model that receives it. lane: the lane, or the number of the
+    batch in an evaluation.
+    """
+
+    step: int
+    kind: HopKind
+    part: int
+    lane: int
 
 
 class Clock(Protocol):
@@ -93,6 +110,51 @@ class Transport(Protocol):
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records: returns every member's payload by worker_id, this one's included."""
+        ...
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Channel(Protocol):
+    """Moves single messages between members of one generation, whatever their stages; a member may write to itself.
+
+    One thread calls all methods but `abort`. `recv` raises `CollectiveAborted` within milliseconds after
+    `abort(generation)` was called for its generation, and when the sender died (`accused` names it).
+    """
+
+    @property
+    def segment(self) -> str:
+        """What `Member.segment` must say in the plan given to `open`, so that peers can attach."""
+        ...
+
+    def open(self, plan: Plan) -> None:
+        """Regroup. Forgets everything sent or received in older generations."""
+        ...
+
+    def send(self, to: int, key: Hop, tensors: Sequence[Any], meta: bytes = b"") -> None:
+        """Copies the tensors and never waits for the receiver. `meta`: an opaque description that comes with them."""
+        ...
+
+    def expect(self, source: int, key: Hop) -> None:
+        """A hint: `recv` will be called for it. Lets the transfer overlap with computing where there is one."""
+        ...
+
+    def recv(self, source: int, key: Hop) -> tuple[list[Any], bytes]:
+        """Waits. Fresh tensors that belong to the caller, at 64-byte boundaries, and the description.
+
+        Bits, dtypes and shapes are the sender's, and its strides where they are dense (else contiguous ones); they do
+        not require gradients.
+        """
+        ...
+
+    def forget(self, step: int) -> None:
+        """All members have received what was sent for steps up to this one: call it after the step's agree."""
         ...
 
     def abort(self, generation: int) -> None:

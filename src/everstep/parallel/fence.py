@@ -26,6 +26,11 @@ class Fence:
             self._aborted = max(self._aborted, generation)
 
     @property
+    def aborted(self) -> int:
+        """The newest generation that has been aborted."""
+        return self._aborted
+
+    @property
     def down(self) -> bool:
         """Whether the current generation has been aborted."""
         return self._aborted >= self.generation

@@ -42,6 +42,7 @@ def _find() -> tuple[ctypes._NamedFuncPointer, int] | None:
 
 
 _FUTEX = _find()
+_FENCE = ctypes.c_uint32(0)
 
 
 def available() -> bool:
@@ -56,6 +57,12 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
         return
     call, number = _FUTEX
     call(number, address, _WAIT, expected, ctypes.byref(_Timespec(0, int(timeout_s * 1e9))), None, 0)
+
+
+def load_fence() -> None:
+    """What was read before stays before what is read afterwards. x86 keeps that order by itself."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        wake(ctypes.addressof(_FENCE))
 
 
 def wake(address: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -55,6 +55,7 @@ class GroupTransport:
         device: torch.device | str = "cpu",
         *,
         bind_host: str | None = None,
+        name: str = "",
     ) -> None:
         self._device = torch.device(device)
         if (backend, self._device.type) not in (("gloo", "cpu"), ("nccl", "cuda")):
@@ -64,6 +65,7 @@ class GroupTransport:
         self._n_lanes = n_lanes
         self._store = store
         self._bind_host = bind_host
+        self._name = f"/{name}" if name else ""
         self._fence = Fence()
         self._lock = threading.Lock()
         self._records: PeerSockets | None = None
@@ -94,11 +96,11 @@ class GroupTransport:
             self._old += [group for group in (self._links, self._records) if group is not None]
             host = self._bind_host or _own_host(plan, self._me)
             common = (plan.worker_ids, self._me.worker_id, self._store)
-            records = self._records = PeerSockets(*common, host, self._fence, self._tick)
+            records = self._records = PeerSockets(*common, host, self._fence, self._tick, self._name)
             links = self._links = (
-                NcclLinks(*common, self._device, self._fence)
+                NcclLinks(*common, self._device, self._fence, self._name)
                 if self._device.type == "cuda"
-                else GlooMesh(*common, host, self._fence)
+                else GlooMesh(*common, host, self._fence, self._name)
             )
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
@@ -106,6 +108,22 @@ class GroupTransport:
             if len(plan.members) > 1:
                 records.connect()
                 links.connect()
+
+    @property
+    def mesh(self) -> GlooMesh:
+        """What else may go point to point among the members of the generation; not connected for a member alone."""
+        check(isinstance(self._links, GlooMesh), "expected an open transport over gloo")
+        return self._links  # type: ignore[return-value]
+
+    def ticking(self) -> AbstractContextManager[None]:
+        """While the caller is blocked inside torch, the progress counter goes on."""
+        return self._ticker.ticking()
+
+    def settled(self) -> None:
+        """All members are known to have received everything that was sent here in this generation."""
+        self._retire_old()
+        if self._links is not None:
+            self._links.settled()
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] on the transport's device."""

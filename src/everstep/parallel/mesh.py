@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
@@ -52,7 +52,9 @@ class GlooMesh:
     Raises (constructor): CollectiveAborted if the generation ends or a member cannot be reached.
     """
 
-    def __init__(self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence) -> None:
+    def __init__(
+        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, name: str = ""
+    ) -> None:
         self.worker_ids = tuple(worker_ids)
         self.me = me
         self._fence = fence
@@ -63,7 +65,7 @@ class GlooMesh:
         self._sent: list[Any] = []
         self._posted: list[Batch] = []
         self._empty = torch.empty(0)
-        self._store = PrefixStore(f"generation{fence.generation}", store)
+        self._store = PrefixStore(f"generation{fence.generation}{name}", store)
         self._host = host
 
     def connect(self) -> None:
@@ -127,6 +129,33 @@ class GlooMesh:
         except RuntimeError as error:
             self._failed(None, error)
 
+    def receive_apart(self, transfer: Transfer) -> Batch:
+        """Begin one receive outside of the order of batches; its marker bears the tag after the transfer's.
+
+        The caller keeps the batch, and so the memory, until it has come or is given up.
+
+        Raises: CollectiveAborted.
+        """
+        tensor, w, tag = transfer
+        try:
+            work = self._group.recv([tensor], self._rank(w), self._wire_tag(tag, w, self.me))
+            marker = self._group.recv([self._empty], self._rank(w), self._wire_tag(tag + 1, w, self.me))
+        except RuntimeError as error:
+            self._failed(w, error)
+        return Batch([work], [(w, marker)])
+
+    def send_apart(self, transfer: Transfer) -> list[Any]:
+        """The other side of `receive_apart`. The caller keeps works and tensor until all has been received.
+
+        Raises: CollectiveAborted.
+        """
+        tensor, w, tag = transfer
+        try:
+            work = self._group.send([tensor], self._rank(w), self._wire_tag(tag, self.me, w))
+            return [work, self._group.send([self._empty], self._rank(w), self._wire_tag(tag + 1, self.me, w))]
+        except RuntimeError as error:
+            return self._failed(w, error)
+
     def wait(self, batch: Batch) -> None:
         """Until all of the batch has come.
 
@@ -156,7 +185,7 @@ class GlooMesh:
         """All members are known to have received all that was sent here."""
         self._sent.clear()
 
-    def _failed(self, worker_id: int | None, error: RuntimeError) -> None:
+    def _failed(self, worker_id: int | None, error: RuntimeError) -> NoReturn:
         """Leave the group for good, and say whose fault it was unless the generation has ended anyway.
 
         A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us.

@@ -26,13 +26,15 @@ _POLL_S = 0.0005
 class NcclLinks:
     """The NCCL side of a generation; see `GlooMesh` for what its methods promise."""
 
-    def __init__(self, worker_ids: Sequence[int], me: int, store: Store, device: torch.device, fence: Fence) -> None:
+    def __init__(
+        self, worker_ids: Sequence[int], me: int, store: Store, device: torch.device, fence: Fence, name: str = ""
+    ) -> None:
         self.worker_ids = tuple(worker_ids)
         self.me = me
         self._device = device
         self._fence = fence
         self._generation = fence.generation
-        self._store = PrefixStore(f"generation{fence.generation}/nccl", store)
+        self._store = PrefixStore(f"generation{fence.generation}{name}/nccl", store)
         self._group: Any = None
 
     def connect(self) -> None:

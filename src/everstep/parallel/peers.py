@@ -53,10 +53,12 @@ class PeerSockets:
     raises CollectiveAborted within milliseconds after the fence went down.
     """
 
-    def __init__(self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: Tick) -> None:
+    def __init__(
+        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: Tick, name: str = ""
+    ) -> None:
         self._worker_ids = tuple(worker_ids)
         self._me = me
-        self._store = PrefixStore(f"generation{fence.generation}/records", store)
+        self._store = PrefixStore(f"generation{fence.generation}{name}/records", store)
         self._fence = fence
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}

@@ -8,6 +8,7 @@ from everstep.base.ports import Tick, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
 from everstep.train.link import Link
 from everstep.train.rendezvous import Rendezvous
@@ -25,3 +26,15 @@ def open_transport(
         return SharedMemoryTransport(link.me, layout, link.config.lanes, tick)
     store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
     return GroupTransport(link.me, layout, link.config.lanes, store, tick, backend=kind, device=device)
+
+
+def open_staged(link: Link, tick: Tick, rendezvous: Rendezvous, device: torch.device) -> StagedTransport:
+    """The same choice for a model that is split into stages; layouts are given when a generation is opened.
+
+    Raises: ConfigError if it is not to be had on this device.
+    """
+    kind = link.config.transport
+    if kind in ("auto", "shm"):
+        return StagedTransport(link.me, link.config.lanes, tick, device=device)
+    store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
+    return StagedTransport(link.me, link.config.lanes, tick, kind=kind, store=store, device=device)

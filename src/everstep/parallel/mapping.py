@@ -1,0 +1,166 @@
+"""Shared memory with one writer: a memfd that its owner maps for writing and its peers read-only.
+
+Single writer: a process that was evicted and comes back to life can damage nothing but its own memory. A memfd leaves
+nothing behind when everybody is killed, does not depend on the size of /dev/shm, and stays readable through existing
+mappings after its owner's death. Only touched pages cost memory, so a file may be laid out for the worst case.
+
+Its first page holds a header (who, facts about the layout) and, at byte 256, the *bell*: a 32-bit counter that the
+owner raises after every record it has written; peers sleep on it (futex). What lies in the other pages is the business
+of those who build on this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import select
+import stat
+import struct
+from typing import Any
+
+import numpy as np
+
+from everstep.base.errors import MembershipError
+from everstep.base.plan import WorkerKey
+from everstep.parallel import futex
+
+PAGE = 4096
+_BELL_AT = 256
+_HEADER = struct.Struct("<8s16sqqqqqq")
+
+Facts = tuple[int, int, int, int]
+"""Four numbers that the writer and its readers must agree on before they look at anything else."""
+
+
+def pages(size_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-size_bytes // PAGE) * PAGE
+
+
+class Mapping:
+    """A mapped segment, from either side."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        # The address of a read-only mapping is only to be had through an array over it.
+        self.address: int = np.frombuffer(memory, np.uint8, count=1).ctypes.data
+        self._bell = ctypes.c_uint32.from_address(self.address + _BELL_AT)
+
+    @property
+    def bell(self) -> int:
+        return int(self._bell.value)
+
+    @property
+    def bell_address(self) -> int:
+        return self.address + _BELL_AT
+
+    def array(self, kind: Any, count: int, offset: int) -> Any:
+        """A ctypes array over the mapping. It keeps the mapping alive, and nothing else has to."""
+        array = (kind * count).from_address(self.address + offset)
+        array.keep_alive = self.memory
+        return array
+
+
+class OwnMapping(Mapping):
+    """The memory that this process writes. `magic`: 8 bytes that name the layout."""
+
+    def __init__(self, me: WorkerKey, size_bytes: int, magic: bytes, facts: Facts) -> None:
+        self._fd = os.memfd_create(f"everstep-{me}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size_bytes)
+        super().__init__(mmap.mmap(self._fd, size_bytes))
+        self._nonce = os.urandom(8).hex().encode()
+        _HEADER.pack_into(self.memory, 0, magic, self._nonce, me.worker_id, me.incarnation, *facts)
+
+    @property
+    def name(self) -> str:
+        """ "memfd:<pid>:<fd>:<nonce>": with it a process of the same user and host attaches."""
+        return f"memfd:{os.getpid()}:{self._fd}:{self._nonce.decode()}"
+
+    def ring(self) -> None:
+        """Wake whoever sleeps on the bell: something has been written. A full memory barrier."""
+        self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
+        futex.wake(self.bell_address)
+
+    def give_back(self, offset: int, size_bytes: int) -> None:
+        """Give whole pages back to the system; they read as zeros until they are written again."""
+        self.memory.madvise(mmap.MADV_REMOVE, offset, size_bytes)
+
+    def close(self) -> None:
+        """No peer can attach any more; existing mappings stay readable."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class PeerMapping(Mapping):
+    """A peer's memory, mapped read-only, and a watch on the peer's life.
+
+    Raises: ProcessLookupError or FileNotFoundError if the process or its memory is gone (a dying process may have
+    something else behind that descriptor already); MembershipError if it is of another model or job.
+    """
+
+    def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: Facts) -> None:
+        pid, fd, nonce = _parse(name)
+        self.pid = pid
+        self._pidfd = _pidfd(pid)
+        try:
+            expected = (magic, nonce, key.worker_id, key.incarnation, *facts)
+            super().__init__(_map_readonly(f"/proc/{pid}/fd/{fd}", size_bytes, expected))
+        except BaseException:
+            self.close()
+            raise
+
+    def alive(self) -> bool:
+        """Whether the process still runs (one that was killed and not yet waited for does not)."""
+        if self._pidfd is None:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            return True
+        watch = select.poll()
+        watch.register(self._pidfd, select.POLLIN)
+        return not watch.poll(0)
+
+    def close(self) -> None:
+        """Stop watching. The mapping goes when the last tensor over it does."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _parse(name: str) -> tuple[int, int, bytes]:
+    kind, *rest = name.split(":")
+    if kind != "memfd" or len(rest) != 3 or not rest[0].isdecimal() or not rest[1].isdecimal():
+        raise MembershipError(f"expected a segment as memfd:<pid>:<fd>:<nonce>, got {name!r}")
+    return int(rest[0]), int(rest[1]), rest[2].encode()
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # kernel without pidfd
+        return None
+
+
+def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket is behind it by now
+            raise FileNotFoundError(f"segment {path} is gone") from None
+        raise
+    try:
+        header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        found = _HEADER.unpack(header) if len(header) == _HEADER.size else ()
+        if found[:2] != expected[:2]:
+            raise FileNotFoundError(f"segment {path} is gone: something else is behind that descriptor")
+        if found != expected:
+            raise MembershipError(f"segment {path}: expected header {expected}, found {found}; another model or lanes?")
+        return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)

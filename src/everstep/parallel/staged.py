@@ -1,0 +1,219 @@
+"""The transport of a model that is split into stages: an exchange among all, a reduction per pool, and a channel.
+
+It is made of the transports for one stage. Records go through one without gradients, over all members. Each stage that
+this worker holds has one of its own, over the plan restricted to the stage's pool; it lives for as long as the worker
+keeps the stage, so what the one-stage transport promises about results and lane sums holds here too, for each stage by
+itself. A stage that is given away takes its memory with it, except for what results that were handed out still need.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import Store
+
+from everstep.base.errors import ConfigError, check
+from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Channel, Node, Reduced, Tag, Tick
+from everstep.exact.layout import GradientLayout
+from everstep.parallel.channel import SharedMemoryChannel
+from everstep.parallel.fence import Fence
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.group_channel import GroupChannel
+from everstep.parallel.reaper import Reaper
+from everstep.parallel.shared_memory import SharedMemoryTransport
+
+_NO_GRADIENTS = GradientLayout((), (), 0)
+_OPEN = "open"
+
+_Pool = SharedMemoryTransport | GroupTransport
+
+
+class StagedTransport:
+    """Moves gradients, records and activations among the members of one generation, whatever their stages.
+
+    kind: 'shm' (members of one host), 'gloo' or 'nccl' (any hosts; with nccl gradients stay on the CUDA device, and
+    records and single messages go through host memory). store: for gloo and nccl, as `GroupTransport` wants it. device:
+    where gradients and received tensors are. bind_host: as for `GroupTransport`.
+
+    One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
+    `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
+    least every 20 ms while they wait.
+
+    Raises: ConfigError for another kind.
+    """
+
+    def __init__(
+        self,
+        me: WorkerKey,
+        n_lanes: int,
+        tick: Tick,
+        *,
+        kind: str = "shm",
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        bind_host: str | None = None,
+    ) -> None:
+        if kind not in ("shm", "gloo", "nccl"):
+            raise ConfigError(f"expected transport shm, gloo or nccl, got {kind!r}")
+        self._me = me
+        self._n_lanes = n_lanes
+        self._tick = tick
+        self._kind = kind
+        self._store = store
+        self._device = torch.device(device)
+        self._bind_host = bind_host
+        self._fence = Fence()
+        self._lock = threading.Lock()
+        self._reaper = Reaper()
+        self._pools: dict[int, _Pool] = {}
+        self._layouts: dict[int, str] = {}
+        self._records: _Pool
+        self._channel: SharedMemoryChannel | GroupChannel
+        if kind == "shm":
+            self._records = SharedMemoryTransport(me, _NO_GRADIENTS, n_lanes, tick)
+            self._channel = SharedMemoryChannel(me, tick, device=self._device)
+        else:
+            self._records = self._group(_NO_GRADIENTS, "", torch.device("cpu"))
+            self._channel = GroupChannel(me, self._records, device=self._device)
+
+    @property
+    def segment(self) -> str:
+        """What `Member.segment` must say so that peers can attach; the rest they are told when they meet."""
+        return self._records.segment
+
+    @property
+    def channel(self) -> Channel:
+        """Single messages between any two members; opened, aborted and closed with the transport."""
+        return self._channel
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this worker held when `open` was last called, ascending."""
+        return tuple(self._pools)
+
+    def open(self, plan: Plan, layouts: Mapping[int, GradientLayout]) -> None:
+        """Regroup: meet the members of the plan, and those of the pools of the own stages.
+
+        layouts: of the stages in which this worker has a seat, and no others. A stage with the layout that it had
+        before keeps its memory: lane sums and results stay. Waits for the other members.
+
+        Raises: CollectiveAborted if members are dead, or the generation ends before all are there; MembershipError if
+        a segment is not that of a member, or a stage has another layout there.
+        """
+        check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
+        seats = {s.stage for s in plan.seats if s.worker_id == self._me.worker_id}
+        check(seats == set(layouts), f"expected layouts of the stages {sorted(seats)}, got {sorted(layouts)}")
+        self._fence.enter(plan.generation)
+        self._records.open(plan)
+        self._renew(layouts)
+        told = self._tell_segments(plan.generation)
+        self._channel.open(_at_segments(plan, {w: segments[""] for w, segments in told.items()}))
+        for stage, pool in self._pools.items():
+            part = _restricted(plan, stage)
+            pool.open(_at_segments(part, {w: told[w][str(stage)] for w in part.worker_ids}))
+
+    def node(self, stage: int, step: int, node: Node) -> torch.Tensor:
+        """The flat tensor, `layout.numel` elements, 64-byte aligned, that the caller fills with the node's sum.
+
+        The same (stage, step, node) gives the same memory for as long as the worker keeps the stage, so results survive
+        a change of generation. Calling with a new step frees those of the stage's step before.
+        """
+        return self._pools[stage].node(step, node)
+
+    def reduce(self, stage: int, step: int, presence: Mapping[Node, bytes]) -> Reduced:
+        """Offer the filled nodes of this step, wait for everybody's in the stage's pool, finish the tree.
+
+        Workers with several stages in common must reduce them in the same order: ascend. The result stays valid and
+        unchanged until the reduction of step + 2 of this stage begins, even if the process that owns it dies or the
+        worker gives the stage away.
+        """
+        return self._pools[stage].reduce(step, presence)
+
+    def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """All-gather of small records over all members of all stages, by worker id, this one's included."""
+        found = self._records.exchange(tag, payload)
+        for pool in self._pools.values():
+            if isinstance(pool, GroupTransport):
+                pool.settled()  # whoever wrote a record has left the reductions before it
+        return found
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        with self._lock:
+            self._fence.abort(generation)
+            for part in (self._records, self._channel, *self._pools.values()):
+                part.abort(generation)
+
+    def close(self) -> None:
+        """Give everything back. Tensors that were handed out stay valid for as long as they are referred to."""
+        self.abort(1 << 62)
+        with self._lock:
+            parts = (self._channel, *self._pools.values(), self._records)
+            self._pools = {}
+        for part in parts:
+            part.close()
+        self._reaper.close()
+
+    # ---- inside
+
+    def _group(self, layout: GradientLayout, name: str, device: torch.device) -> GroupTransport:
+        store = self._store
+        if store is None:
+            raise ConfigError(f"transport {self._kind} needs a store through which its groups meet")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        common = (self._me, layout, self._n_lanes, store, self._tick)
+        return GroupTransport(*common, backend, device, bind_host=self._bind_host, name=name)
+
+    def _new_pool(self, stage: int, layout: GradientLayout) -> _Pool:
+        if self._kind == "shm":
+            return SharedMemoryTransport(self._me, layout, self._n_lanes, self._tick)
+        return self._group(layout, f"stage{stage}", self._device)
+
+    def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
+        """Close the transports of stages that are gone, make those of stages that are new, keep the others."""
+        prints = {stage: layouts[stage].fingerprint() for stage in sorted(layouts)}
+        kept = {s: pool for s, pool in self._pools.items() if prints.get(s) == self._layouts[s]}
+        gone = [pool for s, pool in self._pools.items() if s not in kept]
+        fresh = {s: self._new_pool(s, layouts[s]) for s in prints if s not in kept}
+        with self._lock:
+            for pool in fresh.values():
+                pool.abort(self._fence.aborted)
+            self._pools = {s: kept.get(s) or fresh[s] for s in prints}
+            self._layouts = prints
+        while gone:
+            self._reaper.take(_Closing(gone.pop()))
+
+    def _tell_segments(self, generation: int) -> dict[int, dict[str, str]]:
+        """Of all members: how to attach to their channels ("") and pools (the stage)."""
+        own = {"": self._channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
+        records = self._records.exchange(Tag(_OPEN, generation, 0), msgspec.msgpack.encode(own))
+        return {w: msgspec.msgpack.decode(record, type=dict[str, str]) for w, record in records.items()}
+
+
+class _Closing:
+    """A transport that is no longer needed, for the reaper."""
+
+    def __init__(self, transport: _Pool) -> None:
+        self._transport = transport
+
+    def retire(self) -> None:
+        self._transport.close()
+
+
+def _restricted(plan: Plan, stage: int) -> Plan:
+    """The plan as the pool of one stage sees it: nobody else takes part."""
+    seats = plan.pool(stage)
+    ids = {seat.worker_id for seat in seats}
+    members = tuple(m for m in plan.members if m.worker_id in ids)
+    joining = tuple(w for w in plan.joining if w in ids)
+    return replace(plan, members=members, seats=seats, joining=joining)
+
+
+def _at_segments(plan: Plan, segments: Mapping[int, str]) -> Plan:
+    members = tuple(replace(m, segment=segments[m.worker_id]) for m in plan.members)
+    return replace(plan, members=members)
