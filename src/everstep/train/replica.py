@@ -81,6 +81,13 @@ class Replica:
 
     # ---- lanes
 
+    def expected_bytes(self) -> int:
+        """About how large the state is in training: an optimizer fills two values per parameter, if any."""
+        model = self.parts.model
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        return parameters * (3 if self.parts.optimizer is not None else 1) + buffers
+
     def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor]) -> None:
         """The lanes of a step that are wanted from here; what has been computed of them already counts."""
         if step != self._step:

@@ -101,6 +101,7 @@ class Session:
         self._member = Member(
             me.worker_id, me.incarnation, self.link.host, os.getpid(), address, self.transport.segment
         )
+        self._state_bytes = self.replica.expected_bytes()
         self.link.row.set(phase="idle")
         self.link.connect(self._hello, self._deliver, self._reconnected)
         while not self.engine.settled:
@@ -114,7 +115,12 @@ class Session:
             self.publisher.emit("warning", step=0, reason=_NOT_EXACT)
 
     def _hello(self) -> wire.AnyMessage:
-        return wire.WorkerHello(member=self._member, step=self.engine.position.step, plan=self.engine.plan)
+        return wire.WorkerHello(
+            member=self._member,
+            step=self.engine.position.step,
+            plan=self.engine.plan,
+            state_bytes=self._state_bytes,
+        )
 
     def _tell(self, message: wire.AnyMessage) -> None:
         """Send, and remember what a coordinator that missed it would have to hear again."""
