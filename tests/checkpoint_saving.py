@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from everstep.base.config import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.live import LiveState
@@ -18,7 +20,6 @@ from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
-from torch import nn
 
 NUMERICS = {"lanes": 8, "seed": 3, "micro_batch": 4}
 

@@ -73,9 +73,17 @@ class TierConfig:
 
 
 @dataclass(frozen=True)
+class MemoryTierConfig(TierConfig):
+    """Snapshots in the workers' memory."""
+
+    limit_mb: int = key(4096, "int", "memory for snapshots per worker", low=1)
+
+
+@dataclass(frozen=True)
 class DiskTierConfig(TierConfig):
     """Checkpoints in a directory."""
 
+    full_every: int = key(10, "int", "every so many checkpoints all is written anew, not only what changed", low=1)
     path: str | None = key(None, "str", "directory; none: 'checkpoints' in the run directory", none=True)
 
 
@@ -94,7 +102,7 @@ class ObjectTierConfig(TierConfig):
 class CheckpointConfig:
     """Snapshots beyond what the workers hold."""
 
-    memory: TierConfig = field(default_factory=TierConfig)
+    memory: MemoryTierConfig = field(default_factory=MemoryTierConfig)
     disk: DiskTierConfig = field(default_factory=DiskTierConfig)
     object: ObjectTierConfig = field(default_factory=ObjectTierConfig)
     interval: float | Literal["auto"] = key(
@@ -104,6 +112,9 @@ class CheckpointConfig:
         low=0,
         above=True,
         auto=True,
+    )
+    mtbf_minutes: float | None = key(
+        None, "float", "time between failures, for interval: auto; none: as observed", low=0, above=True, none=True
     )
     best_metric: str | None = key(None, "str", "evaluated metric by which checkpoints are compared", none=True)
     best_mode: str = key("max", "str", "whether more or less of it is better", choices=("max", "min"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +28,17 @@ from everstep.checkpoint.store import DirectoryStore
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a checkpoint ended. error: why there is none; empty if there is. manifest: if it was written just now."""
+    """How a checkpoint ended. error: why there is none; empty if there is. stall_s: the longest that a worker stood
+    still. cost_s: the same, and the processor time of its writer. reason: why it was taken."""
 
     step: int
     error: str = ""
     manifest: Manifest | None = None
     duration_s: float = 0.0
     stall_s: float = 0.0
+    cost_s: float = 0.0
     deleted: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ class ManifestWriter:
         done: Callable[[Outcome], None],
         best_metric: str | None = None,
         best_mode: str = "max",
+        held: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """done: called from the thread for every step that was expected, once."""
+        """done: called from the thread for every step that was expected, once. held: steps that must stay for now."""
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
-        self._metric, self._mode = best_metric, best_mode
+        self._metric, self._mode, self._held = best_metric, best_mode, held
         self._lock = threading.Condition()
         self._current: Assembly | None = None
         self._facts: Facts | None = None
@@ -109,6 +113,14 @@ class ManifestWriter:
                 self._hand_over(f"{reason}; {self._current.missing()} had not arrived")
 
     @property
+    def busy_with(self) -> tuple[int, float] | None:
+        """The step that is incomplete, and for how many seconds; None if there is none."""
+        with self._lock:
+            if self._current is None:
+                return None
+            return self._current.step, time.monotonic() - self._began
+
+    @property
     def waiting_for(self) -> str:
         """What the current checkpoint lacks, in words; empty if there is none or nothing is missing."""
         with self._lock:
@@ -136,6 +148,7 @@ class ManifestWriter:
         while (item := self._work.get()) is not None:
             assembly, facts, error, began = item
             stall_s = max((r.stall_s for r in assembly.reports.values()), default=0.0)
+            cost_s = max((r.stall_s + r.cpu_s for r in assembly.reports.values()), default=0.0)
             manifest, deleted = None, 0
             try:
                 if error:
@@ -147,7 +160,8 @@ class ManifestWriter:
             if manifest is not None:
                 with suppress(EverstepError):  # the checkpoint is there; the next one tries again
                     deleted = self._tidy(manifest)
-            outcome = Outcome(facts.step, error, manifest, time.monotonic() - began, stall_s, deleted)
+            took = time.monotonic() - began
+            outcome = Outcome(facts.step, error, manifest, took, stall_s, cost_s, deleted, facts.reason)
             try:
                 self._done(outcome)
             finally:
@@ -229,7 +243,7 @@ class ManifestWriter:
         best = best_of(shelf.steps, shelf.scores, self._mode)
         if best:
             write_pointer(self._store, BEST, best[0], metric=self._metric, value=float(shelf.scores[best[0]]).hex())
-        pins = set(read_pins(self._store).values())
+        pins = {*read_pins(self._store).values(), *self._held()}
         stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode)
         shelf.retire([step for step in shelf.steps if step not in stay])
         with self._lock:

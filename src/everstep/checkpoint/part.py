@@ -61,6 +61,7 @@ class PartReport(msgspec.Struct, frozen=True):
     written_bytes: int = 0
     stall_s: float = 0.0
     duration_s: float = 0.0
+    cpu_s: float = 0.0
     error: str = ""
 
 
@@ -89,7 +90,8 @@ class Base:
 @dataclass(frozen=True)
 class PartJob:
     """What a part is of. first, last: blocks. metadata: text for the safetensors header. with_state: whether the report
-    has the stage's entries and values. limit_bytes: memory that may be taken when the update comes too early."""
+    has the stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. stall_s:
+    how long training stood still already."""
 
     step: int
     generation: int
@@ -100,6 +102,7 @@ class PartJob:
     with_state: bool
     limit_bytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
+    stall_s: float = 0.0
 
 
 class PartWriter:
@@ -123,13 +126,17 @@ class PartWriter:
         self._saved: dict[int, torch.Tensor] = {}
         self._stop = ""
         self._ended = threading.Event()
-        self._stall_s = 0.0
+        self._stall_s = job.stall_s
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="everstep-part", daemon=True)
 
     def start(self) -> None:
         """Begins to write."""
         self._thread.start()
+
+    @property
+    def step(self) -> int:
+        return self._job.step
 
     @property
     def ended(self) -> bool:
@@ -159,7 +166,7 @@ class PartWriter:
             try:
                 return self._rescue(began + patience_s)
             finally:
-                self._stall_s = time.monotonic() - began
+                self._stall_s += time.monotonic() - began
 
     def _rescue(self, deadline: float) -> bool:
         """Copies blocks from the far end, while the thread goes on at the near one. Called with the lock."""
@@ -219,16 +226,16 @@ class PartWriter:
                 self._saved.clear()
                 self._live.release()
                 self._changed.notify_all()
+        report = report or self._failed("the writer ended")
+        times = {"stall_s": self._stall_s, "duration_s": time.monotonic() - self._began, "cpu_s": time.thread_time()}
         try:
-            self._done(report or self._failed("the writer ended"))
+            self._done(msgspec.structs.replace(report, **times))
         finally:
             self._ended.set()
 
     def _failed(self, reason: str) -> PartReport:
         job = self._job
-        return PartReport(
-            job.step, job.generation, job.stage, job.worker_id, job.first, job.last, stall_s=self._stall_s, error=reason
-        )
+        return PartReport(job.step, job.generation, job.stage, job.worker_id, job.first, job.last, error=reason)
 
     def _write(self, fd: int, base: Base) -> PartReport:
         job = self._job
@@ -322,9 +329,7 @@ class PartWriter:
                 self._store.publish(temporary, name, if_absent=True)
             except FileExistsError:
                 continue
-            elapsed = time.monotonic() - self._began
-            changes = {"file": (name, *file[1:]), "stall_s": self._stall_s, "duration_s": elapsed}
-            return msgspec.structs.replace(report, **changes)
+            return msgspec.structs.replace(report, file=(name, *file[1:]))
         raise StoreError(f"{name} and {_ATTEMPTS - 1} further names are taken")
 
 

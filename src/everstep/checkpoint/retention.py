@@ -10,9 +10,12 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from everstep.base.config import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import DAMAGED, manifest_name, step_name, step_of
+from everstep.checkpoint.pointers import read_pins
+from everstep.checkpoint.policy import kept
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 
@@ -93,3 +96,17 @@ class Shelf:
                 if step is not None and step < newest and step not in busy:
                     self.store.drop_temporaries(step_name(step))
         return gone
+
+
+def apply(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
+    """Retires what the rule does not keep, and deletes what nobody needs then; returns the steps retired.
+
+    Raises: StoreError. CheckpointCorrupt if the pins cannot be read: nothing is deleted then.
+    """
+    pins = set(read_pins(store).values())
+    shelf = Shelf.read(store, metric)
+    stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=mode)
+    retired = [step for step in shelf.steps if step not in stay]
+    shelf.retire(retired)
+    shelf.sweep()
+    return retired

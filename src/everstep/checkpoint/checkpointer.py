@@ -1,0 +1,405 @@
+"""The checkpoints of a job, as one worker sees them: every worker writes its parts, the main completes them.
+
+The only object of this package that a session needs. No tier ever stops training: what is slow, dead or full is told as
+an event, and the snapshot is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError
+from everstep.base.plan import Plan
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest import Identity, Manifest, refuse_foreign
+from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.part import (
+    Base,
+    PartJob,
+    PartReport,
+    PartWriter,
+    decode_report,
+    encode_report,
+)
+from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval
+from everstep.checkpoint.reader import Checkpoint, newest_complete, open_checkpoint, set_aside, steps_in
+from everstep.checkpoint.retention import apply
+from everstep.checkpoint.store import BlobStore, DirectoryStore, open_store
+from everstep.checkpoint.upload import Uploader
+from everstep.checkpoint.vault import Vault
+from everstep.exact.state import ModelState
+from everstep.placement.owners import owners
+
+log = logging.getLogger(__name__)
+
+Event = Callable[[str, dict[str, Any]], None]
+"""Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`) and the fields of an event."""
+
+_GIVE_UP_S = 300.0
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside the state: opaque bytes, as they were given to `start`."""
+
+    step: int
+    records: bytes
+    application: Mapping[str, bytes]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is to be saved, as everybody knows it from the records, and what the main alone adds.
+
+    tiers and reason: as `Due` says. records: of the step's decision. application: further opaque parts by name.
+    """
+
+    step: int
+    due: Due
+    records: bytes = b""
+    application: Mapping[str, bytes] | None = None
+    metrics: Mapping[str, float] | None = None
+
+
+class Checkpointer:
+    """One worker's. `start`, `before_update` and `finish` are the training thread's; the rest may be called from any.
+
+    The main is the leader of stage 0.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        identity: Identity,
+        worker_id: int,
+        *,
+        send: Callable[[bytes], None],
+        events: Event = lambda kind, fields: None,
+        staged: bool = False,
+    ) -> None:
+        """directory: `DIR/checkpoints`, unless the config names another. send: a report to the main, where this worker
+        is not the main; called from a thread, may raise. staged: the memory tier goes by the interval too."""
+        self.store = DirectoryStore(config.disk.path or directory)
+        self.vault = Vault(config.memory.limit_mb * _MB)
+        self.identity, self.worker_id = identity, worker_id
+        self.schedule = Schedule(config, memory=staged)
+        self._config, self._send, self._events = config, send, events
+        self._is_main = False
+        self._parts: list[PartWriter] = []
+        self._copying: list[Any] = []
+        self._lock = threading.Lock()
+        self._manifests: ManifestWriter | None = None
+        self._uploader: Uploader | None = None
+        self._to_upload: set[int] = set()
+        self._base = Base()
+        self._sound: dict[int, Checkpoint] = {}
+        self._began_s: float | None = None
+        self._cost_s: float | None = None
+        self._failures = 0
+        self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
+
+    # ---- the main: what is due
+
+    def due(self, step: int, now_s: float, *, epoch_end: bool = False, improved: bool = False) -> Due:
+        """What the main asks for after this step, for its record; never while the one before is still being written.
+
+        now_s: monotonic.
+        """
+        if self._began_s is None:
+            self._began_s = now_s
+        due = self.schedule.due(step, now_s, interval=self.interval(now_s), epoch_end=epoch_end, improved=improved)
+        busy = self._manifests.busy_with if self._manifests is not None else None
+        if "disk" in due.tiers and busy is not None:
+            if busy[1] > _GIVE_UP_S and self._manifests is not None:
+                self._manifests.abandon(f"it took longer than {_GIVE_UP_S:.0f} s")
+            else:
+                self._skip("disk", step, f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s")
+                due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
+        return due
+
+    def request(self, reason: str) -> None:
+        """One more checkpoint, as soon as possible: on request, in an emergency."""
+        self.schedule.request(reason)
+
+    def failure_seen(self) -> None:
+        """A worker failed: the automatic interval goes by it."""
+        self._failures += 1
+
+    def interval(self, now_s: float) -> Interval:
+        """The interval as it is now, with its reason."""
+        if self._config.interval != "auto":
+            return Interval(self._config.interval, f"every {self._config.interval:g} s, as configured")
+        minutes = self._config.mtbf_minutes
+        elapsed_s = now_s - (self._began_s if self._began_s is not None else now_s)
+        return automatic_interval(self._cost_s, self._failures, elapsed_s, None if minutes is None else minutes * 60)
+
+    # ---- every worker: saving
+
+    def start(self, extent: Extent, states: Mapping[int, ModelState], plan: Plan) -> float:
+        """At the boundary after a step: begins to save this worker's share of the state; the caller goes on at once.
+
+        states: those that this worker holds, by stage. Every seated worker calls it with the same step and tiers.
+        Returns the seconds that this took.
+        """
+        began = time.monotonic()
+        self._is_main = plan.leader(0) == self.worker_id
+        if "disk" in extent.due.tiers:
+            if self._is_main:
+                self._expect(extent, plan)
+            for stage, state in states.items():
+                self._start_part(extent, stage, state, plan, began)
+        if "memory" in extent.due.tiers:
+            for stage, state in states.items():
+                self._keep(stage, extent.step, state)
+        return time.monotonic() - began
+
+    def before_update(self) -> float:
+        """Before anything changes the state: what is not written yet is copied, or given up. Returns the seconds."""
+        if not self._parts and not self._copying:
+            return 0.0
+        began = time.monotonic()
+        for snapshot in self._copying:
+            with suppress(Exception):  # it failed: the vault does not count it
+                snapshot.wait()
+        self._copying = []
+        for part in self._parts:
+            part.before_update()
+        self._parts = [part for part in self._parts if not part.ended]
+        return time.monotonic() - began
+
+    def _keep(self, stage: int, step: int, state: ModelState) -> None:
+        try:
+            snapshot = state.clone_snapshot()
+            snapshot.start()
+        except (EverstepError, MemoryError, RuntimeError) as error:
+            self._skip("memory", step, str(error))
+            return
+        if self.vault.put(stage, step, snapshot):
+            self._copying.append(snapshot)
+        else:
+            self._skip("memory", step, f"it does not fit checkpoint.memory.limit_mb ({self._config.memory.limit_mb})")
+
+    def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
+        step, pool = extent.step, [seat.worker_id for seat in plan.pool(stage)]
+        self._parts = [part for part in self._parts if not part.ended]
+        if any(part.step != step for part in self._parts):
+            reason = "its part of an earlier checkpoint is still being written"
+            self._report(PartReport(step, plan.generation, stage, self.worker_id, 0, 0, error=reason))
+            return
+        try:
+            live = LiveState.of(state)
+        except (EverstepError, MemoryError, RuntimeError) as error:
+            self._report(PartReport(step, plan.generation, stage, self.worker_id, 0, 0, error=str(error)))
+            return
+        first, last = owners(live.n_blocks, pool)[self.worker_id]
+        metadata = {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)}
+        job = PartJob(
+            step,
+            plan.generation,
+            stage,
+            self.worker_id,
+            first,
+            last,
+            self.worker_id == min(pool),
+            self._config.memory.limit_mb * _MB,
+            metadata,
+            time.monotonic() - began,
+        )
+        part = PartWriter(self.store, job, live, self._find_base, self._report)
+        self._parts.append(part)
+        part.start()
+
+    def _find_base(self) -> Base:
+        """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
+        with suppress(EverstepError, IndexError):
+            step = steps_in(self.store)[-1]
+            if step != self._base.step:
+                manifest = open_checkpoint(self.store, step).manifest
+                self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"]))
+            return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
+        return Base()
+
+    def _report(self, report: PartReport) -> None:
+        if self._is_main:
+            self._writer().add(report)
+            return
+        try:
+            self._send(encode_report(report))
+        except (EverstepError, OSError) as error:
+            log.warning("the report of a part of step %d did not reach the main: %s", report.step, error)
+
+    # ---- the main: completing
+
+    def report(self, data: bytes) -> None:
+        """A report of another worker, as it was given to its `send`."""
+        self._writer().add(decode_report(data))
+
+    def regroup(self, plan: Plan, reason: str) -> None:
+        """Another generation began: a checkpoint of which a part is missing will not be completed."""
+        self._is_main = plan.leader(0) == self.worker_id
+        if self._manifests is not None:
+            self._manifests.abandon(reason)
+
+    def _expect(self, extent: Extent, plan: Plan) -> None:
+        if "object" in extent.due.tiers:
+            self._to_upload.add(extent.step)
+        self._writer().expect(
+            Facts(
+                extent.step,
+                plan.generation,
+                plan.stages,
+                extent.due.reason,
+                extent.records,
+                dict(extent.application or {}),
+                dict(extent.metrics or {}),
+            )
+        )
+
+    def _writer(self) -> ManifestWriter:
+        with self._lock:
+            if self._manifests is None:
+                config = self._config
+                self._manifests = ManifestWriter(
+                    self.store,
+                    self.identity,
+                    config.disk,
+                    self._ended,
+                    config.best_metric,
+                    config.best_mode,
+                    lambda: self._uploader.holds if self._uploader is not None else (),
+                )
+            return self._manifests
+
+    def _ended(self, outcome: Outcome) -> None:
+        """In the manifest writer's thread."""
+        if outcome.manifest is None:
+            self._skip("disk", outcome.step, outcome.error)
+            self._to_upload.discard(outcome.step)
+            return
+        self._cost_s = outcome.cost_s
+        fields = {
+            "tier": "disk",
+            "step": outcome.step,
+            "duration_s": outcome.duration_s,
+            "size_bytes": outcome.manifest.size_bytes,
+            "written_bytes": outcome.manifest.written_bytes,
+            "stall_s": outcome.stall_s,
+            "reason": outcome.reason,
+            "skipped": self.skipped["disk"],
+        }
+        self._events("checkpoint_completed", fields)
+        if outcome.step in self._to_upload:
+            self._to_upload.discard(outcome.step)
+            self._upload(outcome.step)
+
+    def _upload(self, step: int) -> None:
+        try:
+            if self._uploader is None:
+                self._uploader = Uploader(
+                    self.store, open_store(self._config.object.url or ""), self._events, self._prune
+                )
+            self._uploader.offer(step)
+        except EverstepError as error:
+            self._skip("object", step, str(error))
+
+    def _prune(self, store: BlobStore, newest: Manifest) -> list[int]:
+        rule: TierConfig = self._config.object
+        return apply(store, rule, self._config.best_metric, self._config.best_mode)
+
+    def _skip(self, tier: str, step: int, reason: str) -> None:
+        self.skipped[tier] += 1
+        self._events("checkpoint_failed", {"tier": tier, "step": step, "reason": reason, "skipped": self.skipped[tier]})
+
+    # ---- reading
+
+    def restorable(self, *, verify: bool = True, most: int = 1) -> tuple[int, ...]:
+        """The newest steps of which there is a whole checkpoint on disk, ascending. What is damaged is set aside and
+        told as a `fallback` event; what was verified once is not read again.
+
+        Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other settings.
+        """
+        found: list[int] = []
+        before: int | None = None
+        with suppress(StoreError):  # what cannot be read is not there; a start from nothing says so
+            while len(found) < most:
+                newest = steps_in(self.store)
+                candidates = [s for s in newest if before is None or s < before]
+                if candidates and candidates[-1] in self._sound:
+                    step = candidates[-1]
+                else:
+                    checkpoint = newest_complete(
+                        self.store, verify=verify, accept=self._accept, told=self._fell_back, before=before
+                    )
+                    if checkpoint is None:
+                        break
+                    step = checkpoint.step
+                    self._sound[step] = checkpoint
+                found.append(step)
+                before = step
+        return tuple(sorted(found))
+
+    def load(self, step: int, states: Mapping[int, ModelState], store: BlobStore | None = None) -> Restored:
+        """Gives the states, by stage, what they need of a checkpoint. store: another one than the disk tier.
+
+        Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
+        one. ConfigError, StoreError.
+        """
+        source = store or self.store
+        try:
+            checkpoint = open_checkpoint(source, step)
+            self._accept(checkpoint)
+            checkpoint.check_files()
+            checkpoint.load_into(states)
+        except CheckpointCorrupt as error:
+            self._sound.pop(step, None)
+            with suppress(EverstepError):
+                set_aside(source, step)
+            self._fell_back(step, str(error))
+            raise
+        manifest = checkpoint.manifest
+        return Restored(step, manifest.records, manifest.application, manifest.metrics)
+
+    def _accept(self, checkpoint: Checkpoint) -> str | None:
+        refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
+        return None
+
+    def _fell_back(self, step: int, reason: str) -> None:
+        self._events("fallback", {"step": step, "reason": reason, "what": "checkpoint"})
+
+    # ---- the end
+
+    def finish(self, grace_s: float) -> bool:
+        """Waits until everything that began is durable, for at most so long; then ends. Whether it all is.
+
+        The state must not change meanwhile, or `before_update` have been called.
+        """
+        deadline = time.monotonic() + grace_s
+        ended = [part.join(max(0.0, deadline - time.monotonic())) for part in self._parts]
+        done = all(ended)
+        if self._manifests is not None:
+            done &= self._manifests.drain(max(0.0, deadline - time.monotonic()))
+        if self._uploader is not None:
+            done &= self._uploader.finish(max(0.0, deadline - time.monotonic()))
+        self.close()
+        return done
+
+    def close(self) -> None:
+        """Gives up what is not finished. Parts that are being written end by themselves."""
+        for part in self._parts:
+            part.abandon("the worker ends")
+        if self._manifests is not None:
+            self._manifests.close()
+        if self._uploader is not None:
+            self._uploader.finish(0.0)
+        self.vault.clear()

@@ -1,0 +1,170 @@
+"""The memory tier: snapshots of stages, own and for other pools, by (stage, step).
+
+Kept are the newest that is complete in all stages, as the caller says, and whatever is newer. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from everstep.base.errors import CheckpointCorrupt, StoreError
+from everstep.exact.digest import digest_bytes
+from everstep.exact.image import BLOCK_BYTES, entries_of
+
+
+class Kept(Protocol):
+    """A snapshot, as `everstep.exact.snapshot.Snapshot` is one."""
+
+    @property
+    def n_blocks(self) -> int: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is whole by then."""
+        ...
+
+    def manifest(self) -> dict[str, Any]: ...
+
+    def read_block(self, index: int) -> memoryview: ...
+
+    def release(self) -> None:
+        """Its memory is given back; it is not read any more."""
+        ...
+
+
+class Copy:
+    """A snapshot that came from a peer: its manifest and its blocks, all verified."""
+
+    def __init__(self, manifest: Mapping[str, Any], blocks: Iterable[bytes | bytearray | memoryview]) -> None:
+        """Raises: CheckpointCorrupt if something does not match its digest."""
+        entries_of(manifest)
+        self._manifest = dict(manifest)
+        self._blocks: list[memoryview] = []
+        expected: Sequence[str] = manifest["blocks"]
+        for index, block in enumerate(blocks):
+            data = memoryview(block).cast("B")
+            if index >= len(expected) or len(data) != BLOCK_BYTES or digest_bytes(data) != expected[index]:
+                raise CheckpointCorrupt(f"block {index} of the snapshot does not match its digest ({len(data)} bytes)")
+            self._blocks.append(data)
+        if len(self._blocks) != len(expected):
+            raise CheckpointCorrupt(f"the snapshot has {len(self._blocks)} of {len(expected)} blocks")
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self._blocks)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def manifest(self) -> dict[str, Any]:
+        return self._manifest
+
+    def read_block(self, index: int) -> memoryview:
+        return self._blocks[index]
+
+    def release(self) -> None:
+        self._blocks = []
+
+
+class Vault:
+    """Holds snapshots up to a limit in bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._held: dict[tuple[int, int], Kept] = {}
+        self._complete = -1
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is held."""
+        with self._lock:
+            return self._size()
+
+    def room_for(self, n_blocks: int) -> bool:
+        """Whether so many blocks more would fit, after dropping what is neither complete nor the newest."""
+        with self._lock:
+            staying = [s for key, s in self._held.items() if key in self._staying()]
+            return sum(s.n_blocks for s in staying) * BLOCK_BYTES + n_blocks * BLOCK_BYTES <= self.limit_bytes
+
+    def put(self, stage: int, step: int, snapshot: Kept) -> bool:
+        """Keeps a snapshot; older ones that never became complete in all stages make room for it. Whether it fits: if
+        not, it is released and nothing changes."""
+        with self._lock:
+            staying = self._staying()
+            held = sum(s.n_blocks for key, s in self._held.items() if key in staying and key != (stage, step))
+            fits = (held + snapshot.n_blocks) * BLOCK_BYTES <= self.limit_bytes
+            gone = [snapshot]
+            if fits:
+                gone = [self._held.pop(key) for key in list(self._held) if key not in staying or key == (stage, step)]
+                self._held[stage, step] = snapshot
+        for old in gone:
+            old.release()
+        return fits
+
+    def get(self, stage: int, step: int) -> Kept | None:
+        """A snapshot that is whole, None if there is none."""
+        with self._lock:
+            found = self._held.get((stage, step))
+        return found if found is not None and _whole(found) else None
+
+    def kept(self) -> tuple[tuple[int, int], ...]:
+        """(stage, step) of every snapshot that is whole, ascending."""
+        with self._lock:
+            held = dict(self._held)
+        return tuple(sorted(key for key, snapshot in held.items() if _whole(snapshot)))
+
+    def retire(self, complete_step: int) -> None:
+        """All stages have a snapshot of this step: older ones are dropped."""
+        with self._lock:
+            self._complete = max(self._complete, complete_step)
+            gone = [self._held.pop(key) for key in list(self._held) if key[1] < self._complete]
+        for old in gone:
+            old.release()
+
+    def forget(self, after_step: int) -> None:
+        """The job went back to this step: newer snapshots are dropped, since their steps are done again."""
+        with self._lock:
+            self._complete = min(self._complete, after_step)
+            gone = [self._held.pop(key) for key in list(self._held) if key[1] > after_step]
+        for old in gone:
+            old.release()
+
+    def serve(self, stage: int, step: int) -> tuple[dict[str, Any], Iterator[memoryview]] | None:
+        """Manifest and blocks of a snapshot, for a peer that makes a `Copy` of them; None if there is none.
+
+        The blocks raise StoreError if the snapshot is dropped meanwhile.
+        """
+        found = self.get(stage, step)
+        if found is None:
+            return None
+        return found.manifest(), self._blocks(stage, step, found)
+
+    def _blocks(self, stage: int, step: int, snapshot: Kept) -> Iterator[memoryview]:
+        for index in range(snapshot.n_blocks):
+            with self._lock:
+                if self._held.get((stage, step)) is not snapshot:
+                    raise StoreError(
+                        f"the snapshot of step {step} was dropped while it was served; a newer one is kept"
+                    )
+            yield snapshot.read_block(index)
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.forget(-1)
+
+    def _size(self) -> int:
+        return sum(s.n_blocks for s in self._held.values()) * BLOCK_BYTES
+
+    def _staying(self) -> set[tuple[int, int]]:
+        """What a newer snapshot does not displace: the complete step's, and those of the newest step."""
+        newest = max((step for _, step in self._held), default=-1)
+        return {key for key in self._held if key[1] in (self._complete, newest)}
+
+
+def _whole(snapshot: Kept) -> bool:
+    try:
+        return snapshot.wait(0.0)
+    except Exception:  # its thread failed: it is no snapshot
+        return False
