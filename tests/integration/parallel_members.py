@@ -158,7 +158,7 @@ class Hand:
 
 def serve(kind: str, worker_id: int, blocks: int, folder: str, connection: Connection) -> None:
     """The worker process: orders run in the main thread, aborts in the control thread."""
-    hand = Hand(kind, worker_id, blocks, Path(folder))
+    hand = _hand(kind, worker_id, blocks, Path(folder))
     orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
 
     def control() -> None:
@@ -184,6 +184,14 @@ def serve(kind: str, worker_id: int, blocks: int, folder: str, connection: Conne
             error.__notes__ = [traceback.format_exc()]
             result = error
         connection.send((name, result))
+
+
+def _hand(kind: str, worker_id: int, blocks: int, folder: Path) -> Any:
+    if not kind.startswith("staged-"):
+        return Hand(kind, worker_id, blocks, folder)
+    from parallel_stages import StagedHand  # it imports this module
+
+    return StagedHand(kind, worker_id, blocks, folder)
 
 
 class Crew:

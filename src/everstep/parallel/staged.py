@@ -44,7 +44,7 @@ class StagedTransport:
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
     least every 20 ms while they wait.
 
-    Raises: ConfigError for another kind.
+    Raises: ConfigError for another kind, or one that is not to be had on the device.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class StagedTransport:
     ) -> None:
         if kind not in ("shm", "gloo", "nccl"):
             raise ConfigError(f"expected transport shm, gloo or nccl, got {kind!r}")
+        if kind != "shm" and (kind == "nccl") != (torch.device(device).type == "cuda"):
+            raise ConfigError(f"expected gloo with cpu or nccl with cuda, got {kind} with {device}")
         self._me = me
         self._n_lanes = n_lanes
         self._tick = tick

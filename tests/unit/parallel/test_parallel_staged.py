@@ -246,3 +246,5 @@ def test_what_cannot_be_is_a_config_error() -> None:
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="carrier pigeon")
     with pytest.raises(ConfigError, match="store"):
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="gloo")
+    with pytest.raises(ConfigError, match="nccl with cuda"):
+        StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="nccl", store=HashStore())
