@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.whole import write_whole
@@ -87,3 +89,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         and a.shape == b.shape
         and torch.equal(raw_a.reshape(-1).view(torch.uint8), raw_b.reshape(-1).view(torch.uint8))
     )
+
+
+def write_unchanged(store: DirectoryStore, base: Checkpoint, step: int) -> Checkpoint:
+    """A checkpoint in which nothing changed: it refers to the files of another, and has none of its own."""
+    text = replace(base.manifest, step=step, base=base.step, depth=base.manifest.depth + 1, written_bytes=0).encode()
+    store.write(manifest_name(step), [text], len(text))
+    return open_checkpoint(store, step)
