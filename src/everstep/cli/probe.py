@@ -8,7 +8,7 @@ raises is not reported from here: the workers meet it too, and their logs keep t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from everstep.base.errors import ConfigError
@@ -30,12 +30,17 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found. `error`: a ConfigError's line, "" if none. `dataset_size` None: it could not be built."""
+    """What was found. `error`: a ConfigError's line, "" if none. `dataset_size` None: it could not be built.
+
+    cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
+    """
 
     defaults: dict[str, Any] = field(default_factory=dict)
     dataset_size: int | None = None
     units: list[UnitSize] = field(default_factory=list)
     error: str = ""
+    cut: list[list[int]] = field(default_factory=list)
+    stage_parameters: list[int] = field(default_factory=list)
 
 
 def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyZygote | None = None) -> Probe:
@@ -48,7 +53,7 @@ def probe_task(task: str, request: Request, *, units: bool = False, server: Earl
     try:
         data = (server or cast(EarlyZygote, own)).call(f"{__name__}:answer", question)
     except ForkEnded as error:
-        raise ConfigError(f"task {task!r}: its process ended while importing it ({error})") from None
+        raise ConfigError(f"task {task!r}: the process that imported it and built its dataset ended ({error})") from None
     finally:
         if own is not None:
             own.close()
@@ -70,20 +75,49 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
             error=f"{error}" if isinstance(error, ConfigError) else f"task {task_text!r}: its defaults: {error}"
         )
     size: int | None = None
-    sizes: list[UnitSize] = []
     try:
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
         check_metric(task)
-        if units:
-            model = task.build_model()
-            sizes = [
-                UnitSize(type(unit).__name__, sum(p.numel() for p in unit.parameters())) for unit in task.units(model)
-            ]
     except ConfigError as error:
         return Probe(error=str(error))
     except Exception:
         pass  # the workers meet it too, and say so
-    return Probe(defaults, size, sizes)
+    probe = Probe(defaults, size)
+    return look_at_model(task_text, task, probe) if units else probe
+
+
+def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
+    """The probe, with the model's units and where it is cut."""
+    from everstep.train.cut import chosen_cut, parameter_counts
+
+    try:
+        model = _build(task)
+        units = task.units(model)
+        cut = chosen_cut(task.config, task, model)
+    except ConfigError as error:
+        return Probe(error=str(error))
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+        return Probe(error=f"task {task_text!r}: its model cannot be built: {why}")
+    sizes = [UnitSize(type(u).__name__, n) for u, n in zip(units, parameter_counts(units), strict=True)]
+    by_stage = []
+    for stage in range(task.config.stages):
+        own = [units[i] for first, last in cut[stage :: task.config.stages] for i in range(first, last)]
+        by_stage.append(sum(p.numel() for p in {id(p): p for unit in own for p in unit.parameters()}.values()))
+    return replace(probe, units=sizes, cut=[list(part) for part in cut], stage_parameters=by_stage)
+
+
+def _build(task: Task) -> Any:
+    """The model without its memory, if it can be built that way; else really."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = task.build_model()
+        task.units(model)
+        return model
+    except Exception:
+        return task.build_model()
 
 
 def check_metric(task: Task) -> None:

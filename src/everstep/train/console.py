@@ -1,7 +1,7 @@
 """What a script prints: everything goes to the worker's log, and what the leader prints also to where the user looks.
 
 The leader may change at any line, so each worker looks anew, line by line, whether it leads. What is printed before the
-job has a plan waits until it has one.
+job has a plan waits until it has one; of a later life of a worker it is dropped, for the first one's was shown.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ OUTPUT_FILE = Path("logs") / "output.log"
 
 
 class LeaderConsole(io.TextIOBase):
-    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows."""
+    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life."""
 
-    def __init__(self, log: TextIO, run_dir: Path, leads: Callable[[], bool | None]) -> None:
+    def __init__(self, log: TextIO, run_dir: Path, leads: Callable[[], bool | None], first: bool = True) -> None:
         self._log = log
+        self._first = first
         self._path = run_dir / OUTPUT_FILE
         self._leads = leads
         self._line = ""
@@ -63,7 +64,7 @@ class LeaderConsole(io.TextIOBase):
             return
         leads = self._leads()
         if leads is None:
-            self._line = self._line[-_MOST_WAITING:]
+            self._line = self._line[-_MOST_WAITING:] if self._first else self._line[end:]
             return
         lines, self._line = self._line[:end], self._line[end:]
         if leads:

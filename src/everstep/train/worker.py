@@ -66,7 +66,7 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
     join.launched_with(link)
     sys.argv = [script, *context.argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    console = LeaderConsole(sys.stdout, context.run_path, join.leads)
+    console = LeaderConsole(sys.stdout, context.run_path, join.leads, first=context.incarnation == 0)
     with contextlib.redirect_stdout(console):
         try:
             runpy.run_path(script, run_name="__main__")
