@@ -40,6 +40,13 @@ fast: $(STAMP)
 
 test: check sim integration chaos e2e
 
+# Ceph RGW for the tests of object stores, where it can be had; else they use moto.
+$(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
+	tests/install_object_server.sh
+	touch $@
+
+integration chaos e2e: $(VENV)/.object-server
+
 # Real processes share the cores with each other already: these run one test at a time.
 sim integration chaos e2e: $(STAMP)
 	$(PYTEST) tests/$@

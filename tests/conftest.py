@@ -12,6 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from job_harness import Jobs
+    from object_server import ObjectServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -35,6 +36,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     found = Jobs(tmp_path_factory.mktemp("jobs"))
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """An S3 server, started when the first test asks for it (Ceph RGW takes 15 s, moto one)."""
+    from object_server import running_object_server
+
+    with running_object_server(tmp_path_factory.mktemp("object-server")) as server:
+        yield server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,173 @@
+"""`everstep checkpoints export | import | copy`: what leaves a job's checkpoints, and what comes in."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.cli.checkpoint_place import Place, choose, find_place, progress_bar
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.transfer import Transferred
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+_FORMATS = ("safetensors", "dcp", "torch", "hf")
+
+
+@click.command("export")
+@click.argument("checkpoint")
+@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="File or folder that is new.")
+@click.option("--format", "kind", type=click.Choice(_FORMATS), required=True, help="What other tool is to read it.")
+@click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
+@click.option("--optimizer", is_flag=True, help="The optimizer's state too (dcp, torch).")
+@click.option("--hf-config", type=click.Path(path_type=Path), help="config.json to put beside (hf).")
+@click.option("--shard-size", default="5GB", metavar="SIZE", help="Of a shard (hf); 5GB.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def export_command(
+    checkpoint: str,
+    target: Path,
+    kind: str,
+    which: str | None,
+    optimizer: bool,
+    hf_config: Path | None,
+    shard_size: str,
+    as_json: bool,
+) -> int:
+    """Write the model of a checkpoint for other tools.
+
+    CHECKPOINT is a run directory, a directory or URL with checkpoints, or one of them (.../step-0000000010).
+    """
+    shard_bytes = _bytes(shard_size)
+    if (hf_config is not None or shard_size != "5GB") and kind != "hf":
+        raise ConfigError(f"--hf-config and --shard-size belong to --format hf, not {kind}")
+    if target.exists():
+        raise ConfigError(f"{target} is there already: choose another --to")
+    found = choose(find_place(checkpoint), which)
+    from everstep.checkpoint.interchange import read_weights
+    from everstep.checkpoint.interchange_formats import write_weights
+
+    with progress_bar(f"reading step {found.step}", not as_json) as progress:
+        weights = read_weights(found, optimizer=optimizer, progress=progress)
+    files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes)
+    told = {
+        "from": found.name,
+        "step": found.step,
+        "to": str(target),
+        "format": kind,
+        "tensors": len(weights.model),
+        "bytes": sum(file.stat().st_size for file in files),
+        "files": [str(file) for file in files],
+        "optimizer": weights.optimizer is not None,
+    }
+    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}, {_shown(told['bytes'])}")
+    return 0
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--task", required=True, help="The task whose model the weights are for.")
+@click.option("--to", "target", required=True, metavar="DIR_OR_URL", help="Where the checkpoint is to be.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file of config keys.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a config key; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def import_command(
+    path: Path, task: str, target: str, config_file: Path | None, settings: tuple[str, ...], as_json: bool
+) -> int:
+    """Make a checkpoint of step 0 of weights from elsewhere, for `everstep run TASK --resume-from`.
+
+    PATH is a safetensors file, a Hugging Face folder, a torch.distributed.checkpoint directory or a torch.save file.
+    DCP directories hold a pickle that is executed: import none that you do not trust.
+    """
+    from everstep.cli.checkpoint_import import import_weights
+
+    place = find_place(target)
+    with tempfile.TemporaryDirectory(prefix="everstep-import-") as scratch:
+        told = import_weights(path, task, place.store, config_file, settings, Path(scratch))
+    _tell(told, as_json, f"{told['to']}: step 0 of {task}; {told['taken']}")
+    return 0
+
+
+@click.command("copy")
+@click.argument("source")
+@click.argument("target")
+@click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
+@click.option("--all", "everything", is_flag=True, help="All checkpoints, the oldest first.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def copy_command(source: str, target: str, which: str | None, everything: bool, as_json: bool) -> int:
+    """Copy checkpoints between directories and object stores; every byte is compared with its hash on the way.
+
+    Files that are there already stay, so that a copy that was interrupted goes on where it was. Both are a run
+    directory, a directory or URL with checkpoints; SOURCE may be one of them (.../step-0000000010).
+    """
+    if everything and which is not None:
+        raise ConfigError("--all and --step contradict each other: give one of them")
+    origin, goal = find_place(source), find_place(target)
+    if goal.step is not None:
+        raise ConfigError(f"{target} names one checkpoint: give the directory or URL that is to hold the copy")
+    if origin.store.url == goal.store.url:
+        raise ConfigError(f"{origin.store.url} cannot be copied to itself: give another target")
+    done = [_copy(origin, goal, step, as_json) for step in _steps(origin, which, everything)]
+    told: dict[str, Any] = {
+        "from": origin.store.url,
+        "to": goal.store.url,
+        "steps": [item.manifest.step for item in done],
+        "bytes": sum(item.bytes for item in done),
+        "files": sum(item.files for item in done),
+        "skipped_bytes": sum(item.skipped_bytes for item in done),
+    }
+    steps = ", ".join(str(step) for step in told["steps"])
+    there = f", {_shown(told['skipped_bytes'])} were there already" if told["skipped_bytes"] else ""
+    _tell(told, as_json, f"{goal.store.url}: step {steps}; {_shown(told['bytes'])} copied{there}")
+    return 0
+
+
+COMMANDS = {"export": export_command, "import": import_command, "copy": copy_command}
+"""For the group `everstep checkpoints`."""
+
+
+def _steps(origin: Place, which: str | None, everything: bool) -> list[int]:
+    from everstep.checkpoint.reader import steps_in
+
+    if not everything:
+        return [choose(origin, which).step]
+    steps = steps_in(origin.store)
+    if not steps:
+        raise ConfigError(f"there is no checkpoint in {origin.store.url}")
+    return steps
+
+
+def _copy(origin: Place, goal: Place, step: int, as_json: bool) -> Transferred:
+    from everstep.checkpoint.transfer import transfer
+
+    with progress_bar(f"copying step {step}", not as_json) as progress:
+        try:
+            return transfer(origin.store, goal.store, step, progress=progress)
+        except BlobMissing as error:
+            raise CheckpointCorrupt(f"{error}: step {step} of {origin.store.url} is not whole") from None
+
+
+def _bytes(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise ConfigError(f"--shard-size: expected a size such as 500MB or 5GB, got {text!r}")
+    return size
+
+
+def _shown(size: Any) -> str:
+    value = float(size)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _tell(told: dict[str, Any], as_json: bool, line: str) -> None:
+    print(json.dumps(told) if as_json else line)
