@@ -98,15 +98,24 @@ class Shelf:
         return gone
 
 
+def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
+    """The steps that the rule does not keep. Raises: StoreError. CheckpointCorrupt if the pins cannot be read."""
+    return _unkept(Shelf.read(store, metric), rule, mode)
+
+
 def apply(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
     """Retires what the rule does not keep, and deletes what nobody needs then; returns the steps retired.
 
     Raises: StoreError. CheckpointCorrupt if the pins cannot be read: nothing is deleted then.
     """
-    pins = set(read_pins(store).values())
     shelf = Shelf.read(store, metric)
-    stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=mode)
-    retired = [step for step in shelf.steps if step not in stay]
+    retired = _unkept(shelf, rule, mode)
     shelf.retire(retired)
     shelf.sweep()
     return retired
+
+
+def _unkept(shelf: Shelf, rule: TierConfig, mode: str) -> list[int]:
+    pins = set(read_pins(shelf.store).values())
+    stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=mode)
+    return [step for step in shelf.steps if step not in stay]

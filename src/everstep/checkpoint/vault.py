@@ -82,22 +82,21 @@ class Vault:
         with self._lock:
             return self._size()
 
-    def room_for(self, n_blocks: int) -> bool:
-        """Whether so many blocks more would fit, after dropping what is neither complete nor the newest."""
+    def room_for(self, stage: int, n_blocks: int) -> bool:
+        """Whether a snapshot of so many blocks would fit, with what it would displace gone."""
         with self._lock:
-            staying = [s for key, s in self._held.items() if key in self._staying()]
-            return sum(s.n_blocks for s in staying) * BLOCK_BYTES + n_blocks * BLOCK_BYTES <= self.limit_bytes
+            return self._fits(stage, n_blocks)
 
     def put(self, stage: int, step: int, snapshot: Kept) -> bool:
-        """Keeps a snapshot; older ones that never became complete in all stages make room for it. Whether it fits: if
-        not, it is released and nothing changes."""
+        """Keeps a snapshot; of its stage, it displaces all but the complete one and the newest before it (which may be
+        complete in all stages before that is known here). Whether it fits: if not, it is released and nothing changes.
+        """
         with self._lock:
-            staying = self._staying()
-            held = sum(s.n_blocks for key, s in self._held.items() if key in staying and key != (stage, step))
-            fits = (held + snapshot.n_blocks) * BLOCK_BYTES <= self.limit_bytes
+            fits = self._fits(stage, snapshot.n_blocks)
             gone = [snapshot]
             if fits:
-                gone = [self._held.pop(key) for key in list(self._held) if key not in staying or key == (stage, step)]
+                displaced = self._displaced(stage)
+                gone = [self._held.pop(key) for key in list(self._held) if key in displaced or key == (stage, step)]
                 self._held[stage, step] = snapshot
         for old in gone:
             old.release()
@@ -157,10 +156,15 @@ class Vault:
     def _size(self) -> int:
         return sum(s.n_blocks for s in self._held.values()) * BLOCK_BYTES
 
-    def _staying(self) -> set[tuple[int, int]]:
-        """What a newer snapshot does not displace: the complete step's, and those of the newest step."""
-        newest = max((step for _, step in self._held), default=-1)
-        return {key for key in self._held if key[1] in (self._complete, newest)}
+    def _displaced(self, stage: int) -> set[tuple[int, int]]:
+        """What goes when the stage gets a further snapshot."""
+        newest = max((step for k, step in self._held if k == stage), default=-1)
+        return {key for key in self._held if key[0] == stage and key[1] not in (self._complete, newest)}
+
+    def _fits(self, stage: int, n_blocks: int) -> bool:
+        displaced = self._displaced(stage)
+        staying = sum(s.n_blocks for key, s in self._held.items() if key not in displaced)
+        return (staying + n_blocks) * BLOCK_BYTES <= self.limit_bytes
 
 
 def _whole(snapshot: Kept) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
@@ -65,6 +66,15 @@ def verify_checkpoint(
         if known[file]:
             found.append(Problem(step, file.name, known[file]))
     return found
+
+
+def bytes_of_files(store: BlobStore, steps: Collection[int]) -> int:
+    """How much there is to read to verify these checkpoints."""
+    sizes: dict[str, int] = {}
+    for step in steps:
+        with suppress(CheckpointCorrupt, ConfigError, BlobMissing):
+            sizes |= {f.name: f.size - f.data_at for f in open_checkpoint(store, step).manifest.files}
+    return sum(sizes.values())
 
 
 def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: Progress) -> str:

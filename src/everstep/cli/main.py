@@ -29,6 +29,7 @@ COMMANDS = {
     "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
+    "checkpoints": ("everstep.cli.checkpoints", "List, verify, compare, prune, export and import checkpoints."),
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

@@ -1,0 +1,370 @@
+"""`everstep checkpoints`: what there is, whether it is whole, how two of them differ, and what need not be kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from everstep.base.config import TierConfig
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.manifest import Manifest
+    from everstep.checkpoint.reader import Checkpoint
+    from everstep.cli.checkpoint_place import Place
+
+_EXCHANGE = "everstep.cli.checkpoints_exchange"
+_NAMED = 10
+
+
+class _Group(click.Group):
+    """Knows the commands of the other module too, and imports it when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands, "export", "import", "copy"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in ("export", "import", "copy"):
+            found = import_module(_EXCHANGE).COMMANDS[cmd_name]
+            return found if isinstance(found, click.Command) else None
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group("checkpoints", cls=_Group)
+def command() -> None:
+    """Look at, verify, compare and tidy up checkpoints.
+
+    PLACE is a run directory, a directory with checkpoints, one of them (.../step-0000000010), or a URL such as
+    s3://bucket/prefix.
+    """
+
+
+# ---- ls, show
+
+
+@command.command("ls")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.option("--json", "as_json", is_flag=True, help="A JSON list, one object per checkpoint.")
+def ls_command(places: tuple[str, ...], as_json: bool) -> int:
+    """List checkpoints, oldest first."""
+    rows = [row for text in places for row in _rows(_place(text))]
+    if as_json:
+        print(json.dumps(rows))
+        return 0
+    if not rows:
+        print("no checkpoints")
+        return 0
+    header = ("step", "taken", "state", "written", "base", "marks", "reason")
+    lines = [header, *(_line(row) for row in rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    return 0
+
+
+@command.command("show")
+@click.argument("place")
+@click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show_command(place: str, which: str | None, as_json: bool) -> int:
+    """What one checkpoint is of, and where its parts lie."""
+    from everstep.cli.checkpoint_place import choose
+
+    found = choose(_place(place), which)
+    manifest = found.manifest
+    told = {
+        "name": found.name,
+        **_facts(manifest),
+        "identity": dict(manifest.identity),
+        "metrics": dict(manifest.metrics),
+        "digest": manifest.state["digest"],
+        "blocks": manifest.n_blocks,
+        "files": [{"name": f.name, "size_bytes": f.size} for f in manifest.files],
+        "tensors": [
+            {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "digest": digest}
+            for e, digest in zip(manifest.entries, manifest.state["digests"], strict=True)
+        ],
+    }
+    if as_json:
+        print(json.dumps(told))
+        return 0
+    numerics = ", ".join(f"{key} {value}" for key, value in manifest.identity["numerics"].items())
+    print(f"{found.name}: step {manifest.step} of {manifest.identity['task']}, {_when(manifest.created_unix_ns)}")
+    print(f"reason: {manifest.reason or '-'}; generation {manifest.generation}; {numerics}")
+    print(f"state {_size(manifest.size_bytes)} in {manifest.n_blocks} blocks, {_size(manifest.written_bytes)} written")
+    for file in manifest.files:
+        print(f"  {file.name}  {_size(file.size)}")
+    for entry in manifest.entries:
+        print(f"  {entry.name}  {entry.dtype}{list(entry.shape)}")
+    return 0
+
+
+def _rows(place: Place) -> list[dict[str, Any]]:
+    from everstep.checkpoint.names import BEST, LATEST
+    from everstep.checkpoint.pointers import read_pins, read_pointer
+    from everstep.checkpoint.reader import open_checkpoint, steps_in
+
+    store = place.store
+    steps = steps_in(store)
+    marks: dict[int, list[str]] = {}
+    for name, mark in ((LATEST, "latest"), (BEST, "best")):
+        try:
+            pointed = read_pointer(store, name)
+        except CheckpointCorrupt:
+            continue
+        if pointed is not None:
+            marks.setdefault(pointed, []).append(mark)
+    try:
+        for pin, step in read_pins(store).items():
+            marks.setdefault(step, []).append(f"pin:{pin}")
+    except CheckpointCorrupt as error:
+        print(f"warning: {error}", file=sys.stderr)
+    rows = []
+    for step in steps if place.step is None else [place.step]:
+        row: dict[str, Any] = {"step": step, "place": store.url, "marks": marks.get(step, []), "damaged": None}
+        try:
+            row |= _facts(open_checkpoint(store, step).manifest)
+        except (CheckpointCorrupt, ConfigError) as error:
+            row["damaged"] = str(error)
+        except BlobMissing:
+            raise ConfigError(f"{store.url} has no checkpoint of step {step}") from None
+        rows.append(row)
+    return rows
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "created_unix_ns": manifest.created_unix_ns,
+        "generation": manifest.generation,
+        "size_bytes": manifest.size_bytes,
+        "written_bytes": manifest.written_bytes,
+        "base": manifest.base,
+        "depth": manifest.depth,
+        "reason": manifest.reason,
+    }
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    marks = ",".join(row["marks"])
+    if row["damaged"]:
+        return (str(row["step"]), "-", "-", "-", "-", marks, f"damaged: {row['damaged']}")
+    base = "-" if row["base"] is None else str(row["base"])
+    sizes = (_size(row["size_bytes"]), _size(row["written_bytes"]))
+    return (str(row["step"]), _when(row["created_unix_ns"]), *sizes, base, marks, row["reason"])
+
+
+# ---- verify, diff
+
+
+@command.command("verify")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.option("--step", "which", metavar="STEP", help="Only this one: a step, latest, best or a pin (all).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def verify_command(places: tuple[str, ...], which: str | None, as_json: bool) -> int:
+    """Read every byte and compare it with its hash. Exit code 0: all is whole; 1: something is damaged."""
+    problems: list[dict[str, Any]] = []
+    checked = 0
+    for text in places:
+        number, found = _verify(_place(text), which, shown=not as_json)
+        checked += number
+        problems += found
+    if as_json:
+        print(json.dumps({"checked": checked, "problems": problems}))
+    else:
+        for problem in problems:
+            print(problem["what"] if problem["name"] in problem["what"] else f"{problem['name']} {problem['what']}")
+        print(f"{checked} checkpoints, " + (f"{len(problems)} problems" if problems else "all whole"))
+    return 1 if problems else 0
+
+
+def _verify(place: Place, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
+    """(how many checkpoints were looked at, what is wrong with them)."""
+    from everstep.checkpoint.reader import steps_in
+    from everstep.checkpoint.verify import bytes_of_files, verify_store
+    from everstep.cli.checkpoint_place import choose, progress_bar
+
+    named = which is not None or place.step is not None
+    steps = [_step_of(place, which)] if named else steps_in(place.store)
+    if not steps:
+        choose(place)  # says that there is none
+    total, done = bytes_of_files(place.store, steps), 0
+    with progress_bar(f"verifying {place.store.url}", shown) as progress:
+
+        def told(n: int) -> None:
+            nonlocal done
+            done += n
+            progress(done, total)
+
+        found = verify_store(place.store, steps if named else None, told)
+    return len(steps), [{"place": place.store.url, "step": p.step, "name": p.name, "what": p.what} for p in found]
+
+
+def _step_of(place: Place, which: str | None) -> int:
+    """The step that is meant, even if its manifest is damaged. Raises: ConfigError if there is none."""
+    from everstep.checkpoint.reader import steps_in
+    from everstep.cli.checkpoint_place import choose
+
+    step = int(which) if which is not None and which.isdecimal() else None
+    if step is None and which is None:
+        step = place.step
+    if step is None:
+        return choose(place, which).step
+    if step not in steps_in(place.store):
+        choose(place, str(step))  # says what there is instead
+    return step
+
+
+@command.command("diff")
+@click.argument("place_a", metavar="A")
+@click.argument("place_b", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
+    """Say which tensors and values differ between two checkpoints, by their hashes. Exit code 1: they differ."""
+    from everstep.cli.checkpoint_place import choose
+
+    a, b = choose(_place(place_a)), choose(_place(place_b))
+    told = _differences(a, b)
+    equal = not any(told.values())
+    if as_json:
+        print(json.dumps({"a": a.name, "b": b.name, "equal": equal, **told}))
+        return 0 if equal else 1
+    if equal:
+        print(f"equal: {a.name} and {b.name}, digest {a.manifest.state['digest']}")
+        return 0
+    for key, words in (
+        ("only_a", "only in the first"),
+        ("only_b", "only in the second"),
+        ("other_kind", "of another type or shape"),
+        ("differ", "differ"),
+        ("values", "values that differ"),
+        ("identity", "of the job"),
+    ):
+        names = told[key]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            print(f"{words}: {', '.join(names[:_NAMED])}{more}")
+    return 1
+
+
+def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
+    mine, theirs = _tensors(a.manifest), _tensors(b.manifest)
+    both = [name for name in mine if name in theirs]
+    other_kind = [name for name in both if mine[name][:2] != theirs[name][:2]]
+    values_a, values_b = a.manifest.state["values"], b.manifest.state["values"]
+    job_a, job_b = a.manifest.identity, b.manifest.identity
+    numerics = (job_a["numerics"], job_b["numerics"])
+    return {
+        "only_a": [name for name in mine if name not in theirs],
+        "only_b": [name for name in theirs if name not in mine],
+        "other_kind": other_kind,
+        "differ": [name for name in both if name not in other_kind and mine[name] != theirs[name]],
+        "values": [k for k in sorted({*values_a, *values_b}) if values_a.get(k) != values_b.get(k)],
+        "identity": [
+            *(["task"] if job_a["task"] != job_b["task"] else []),
+            *(k for k in sorted({*numerics[0], *numerics[1]}) if numerics[0].get(k) != numerics[1].get(k)),
+        ],
+    }
+
+
+def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    pairs = zip(manifest.entries, manifest.state["digests"], strict=True)
+    return {e.name: (e.dtype, e.shape, digest) for e, digest in pairs}
+
+
+# ---- prune, pin
+
+
+@command.command("prune")
+@click.argument("places", nargs=-1, required=True, metavar="PLACE...")
+@click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="The newest ones.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Those of every so many steps.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="The best ones by --metric.")
+@click.option("--metric", help="Metric that they are compared by.")
+@click.option("--mode", type=click.Choice(["max", "min"]), default="max", help="Whether more or less of it is better.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def prune_command(
+    places: tuple[str, ...],
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: int,
+    metric: str | None,
+    mode: str,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Delete old checkpoints, and no byte that a kept one needs. Pinned and damaged ones stay."""
+    from everstep.checkpoint.retention import apply, would_go
+
+    if keep_best and metric is None:
+        raise ConfigError("--keep-best needs --metric: name the metric that checkpoints are compared by")
+    rule = TierConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    told = []
+    for text in places:
+        place = _place(text)
+        gone = (would_go if dry_run else apply)(place.store, rule, metric, mode)
+        told.append({"place": place.store.url, "deleted": gone})
+    if as_json:
+        print(json.dumps({"dry_run": dry_run, "places": told}))
+        return 0
+    for row in told:
+        steps = ", ".join(str(step) for step in row["deleted"]) or "nothing"
+        print(f"{row['place']}: {'would delete' if dry_run else 'deleted'} {steps}")
+    return 0
+
+
+@command.command("pin")
+@click.argument("place")
+@click.argument("name")
+@click.option("--step", "which", metavar="STEP", help="Step, latest or best (the newest).")
+@click.option("--remove", is_flag=True, help="Unpin it.")
+def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
+    """Keep a checkpoint for ever, under a name."""
+    from everstep.checkpoint.pointers import read_pins, write_pins
+    from everstep.cli.checkpoint_place import choose
+
+    where = _place(place)
+    pins = read_pins(where.store)
+    if name.isdecimal() or name in ("latest", "best"):
+        raise ConfigError(f"expected a name that is no step, 'latest' or 'best', got {name!r}: choose another")
+    if remove:
+        if name not in pins:
+            raise ConfigError(f"{where.store.url} has no pin {name!r}; it has {', '.join(sorted(pins)) or 'none'}")
+        step = pins.pop(name)
+    else:
+        step = pins[name] = choose(where, which).step
+    write_pins(where.store, pins)
+    print(f"{where.store.url}: step {step} is {'no longer' if remove else 'now'} pinned as {name}")
+    return 0
+
+
+# ---- words
+
+
+def _place(text: str) -> Place:
+    """Raises: ConfigError if it does not exist."""
+    from everstep.checkpoint.store import DirectoryStore
+    from everstep.cli.checkpoint_place import find_place
+
+    place = find_place(text)
+    if isinstance(place.store, DirectoryStore) and not place.store.path.is_dir():
+        raise ConfigError(f"there are no checkpoints at {text}: {place.store.path} does not exist")
+    return place
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def _when(unix_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ns / 1e9))

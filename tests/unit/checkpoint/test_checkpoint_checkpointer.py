@@ -1,0 +1,241 @@
+"""Several workers' checkpointers in one process: they save together, while the state goes on changing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_saving import advance, identity_of, make_state
+from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig
+from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.base.plan import Member, Plan, Seat
+from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.policy import Due
+from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.image import BLOCK_BYTES
+
+BOTH = Due(("memory", "disk"), "for the test")
+
+
+class Job:
+    """Workers with equal states, and what their checkpointers tell."""
+
+    def __init__(self, directory: Path, workers: int, config: CheckpointConfig | None = None) -> None:
+        self.states = [make_state(1) for _ in range(workers)]
+        self.plan = plan_of(workers)
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.changed = threading.Condition()
+        self.workers = [
+            Checkpointer(
+                directory,
+                config or CheckpointConfig(),
+                identity_of(self.states[0]),
+                worker_id,
+                send=lambda data: self.workers[0].report(data),
+                events=self._tell,
+            )
+            for worker_id in range(workers)
+        ]
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        with self.changed:
+            self.told.append((kind, fields))
+            self.changed.notify_all()
+
+    def wait_told(self, count: int) -> list[tuple[str, dict[str, Any]]]:
+        with self.changed:
+            if not self.changed.wait_for(lambda: len(self.told) >= count, 60.0):
+                raise TimeoutError(f"{self.told}")
+        return self.told
+
+    def save(self, step: int, due: Due = BOTH, only: int | None = None) -> None:
+        for worker_id, worker in enumerate(self.workers[:only]):
+            worker.start(Extent(step, due, b"records", {"loop": b"state"}), {0: self.states[worker_id]}, self.plan)
+
+    def update(self, seed: int) -> None:
+        for worker, state in zip(self.workers, self.states, strict=True):
+            worker.before_update()
+            advance(state, seed)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def plan_of(workers: int, generation: int = 1) -> Plan:
+    lanes = 4
+    share = lanes // workers
+    seats = tuple(Seat(k, 0, "active", tuple(range(k * share, (k + 1) * share))) for k in range(workers))
+    members = tuple(Member(k, 0, "here") for k in range(workers))
+    return Plan(generation, "test", members, seats, lanes)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(workers: int, config: CheckpointConfig | None = None) -> Job:
+        jobs.append(Job(tmp_path / "checkpoints", workers, config))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def test_saved_while_the_state_changes_and_loaded_by_others(start: Callable[..., Job]) -> None:
+    job = start(4)
+    expected = {}
+    for step in (1, 2, 3):
+        job.save(step)
+        expected[step] = job.states[0].manifest()
+        job.update(step)
+        kind, fields = job.wait_told(step)[-1]
+        assert kind == "checkpoint_completed", fields
+        assert (fields["tier"], fields["step"], fields["reason"]) == ("disk", step, "for the test")
+        assert 0 < fields["written_bytes"] <= fields["size_bytes"]
+    assert all(worker.vault.kept() == ((0, 1), (0, 2), (0, 3))[-2:] for worker in job.workers)
+    store = job.workers[0].store
+    assert steps_in(store) == [2, 3]
+    for step in (2, 3):
+        assert open_checkpoint(store, step).manifest.state == expected[step]
+    later = start(1)
+    assert later.workers[0].restorable(most=5) == (2, 3)
+    restored = later.workers[0].load(3, {0: later.states[0]})
+    assert (restored.records, restored.application) == (b"records", {"loop": b"state"})
+    assert later.states[0].manifest() == expected[3]
+
+
+def test_a_part_that_never_comes(start: Callable[..., Job]) -> None:
+    job = start(2)
+    job.save(1, only=1)
+    job.workers[0]._parts[0].join(60.0)
+    job.workers[0].regroup(plan_of(1, 2), "worker 1 died")
+    kind, fields = job.wait_told(1)[0]
+    assert kind == "checkpoint_failed" and fields["skipped"] == 1
+    assert fields["reason"].startswith("worker 1 died; blocks ")
+    job.update(1)
+    job.save(2)
+    assert job.wait_told(2)[1][0] == "checkpoint_completed"
+    assert steps_in(job.workers[0].store) == [2]
+    assert not (job.workers[0].store.path / "step-0000000001").exists()
+
+
+def test_the_main_asks_for_none_while_one_is_incomplete(start: Callable[..., Job]) -> None:
+    job = start(2, CheckpointConfig(disk=DiskTierConfig(every_steps=1)))
+    main = job.workers[0]
+    assert main.due(1, 0.0).tiers == ("disk",)
+    job.save(1, main_due := Due(("disk",), "x"), only=1)
+    assert not main.due(2, 1.0)
+    assert main.skipped["disk"] == 1 and "step 1 is still being written" in job.told[0][1]["reason"]
+    job.workers[1].start(Extent(1, main_due), {0: job.states[1]}, job.plan)
+    assert job.wait_told(2)[1][0] == "checkpoint_completed"
+    assert main.due(3, 2.0).tiers == ("disk",)
+
+
+def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:
+    job = start(2)
+    for step in (1, 2):
+        job.save(step)
+        job.update(step)
+        job.wait_told(step)
+    store = job.workers[0].store
+    path = next(iter(store.path.glob("step-0000000002/*.safetensors")))
+    os.truncate(path, 5000)
+    assert job.workers[1].restorable() == (1,)
+    assert [kind for kind, _ in job.told] == ["checkpoint_completed", "checkpoint_completed", "fallback"]
+    path = next(iter(store.path.glob("step-0000000001/*.safetensors")))
+    os.truncate(path, 5000)
+    with pytest.raises(CheckpointCorrupt, match="truncated"):
+        job.workers[1].load(1, {0: job.states[0]})
+    assert job.workers[1].restorable() == ()
+
+
+def test_of_another_job(start: Callable[..., Job]) -> None:
+    job = start(1)
+    job.save(1)
+    job.wait_told(1)
+    config = CheckpointConfig()
+    for allowed in (False, True):
+        identity = identity_of(job.states[0], seed=99)
+        other = Checkpointer(
+            job.workers[0].store.path, replace(config, allow_mismatch=allowed), identity, 0, send=lambda data: None
+        )
+        if allowed:
+            assert other.restorable() == (1,)
+        else:
+            with pytest.raises(ConfigError, match="seed is 3 there, 99 here"):
+                other.restorable()
+
+
+def test_a_dead_disk_stops_nothing(start: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the directory was to be")
+    job = start(2)
+    job.save(1)
+    job.update(1)
+    kind, fields = job.wait_told(1)[0]
+    assert kind == "checkpoint_failed" and "worker " in fields["reason"]
+    assert job.workers[0].vault.kept() == ((0, 1),)  # the other tier is not concerned
+    assert job.workers[0].finish(10.0)
+
+
+def test_no_room_in_memory(start: Callable[..., Job]) -> None:
+    job = start(1, CheckpointConfig(memory=MemoryTierConfig(limit_mb=1)))
+    job.save(1, Due(("memory",), "x"))
+    kind, fields = job.wait_told(1)[0]
+    assert (kind, fields["tier"], fields["skipped"]) == ("checkpoint_failed", "memory", 1)
+    job.update(1)
+
+
+def test_finish_waits_for_what_began(start: Callable[..., Job]) -> None:
+    job = start(3)
+    job.save(5, Due(("disk",), "SIGTERM"))
+    assert all(worker.finish(60.0) for worker in reversed(job.workers))
+    assert steps_in(job.workers[0].store) == [5]
+
+
+class Gate(DirectoryStore):
+    """A disk that stands still until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.open = threading.Event()
+
+    def temporary(self, name: str) -> Path:
+        self.open.wait(60.0)
+        return super().temporary(name)
+
+
+@pytest.mark.parametrize("limit_blocks", [100, 3])
+def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -> None:
+    """What is not written yet is copied, up to the limit; beyond, the part is given up. Never is it torn."""
+    state = make_state(1)
+    expected = state.manifest()["blocks"]
+    live = LiveState.of(state)
+    store = Gate(tmp_path)
+    reports: list[PartReport] = []
+    job = PartJob(1, 1, 0, 0, 0, live.n_blocks, True, limit_blocks * BLOCK_BYTES)
+    writer = PartWriter(store, job, live, Base, reports.append)
+    writer.start()
+    kept = writer.before_update(0.01)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+    store.open.set()
+    assert writer.join(60.0)
+    assert kept == (limit_blocks == 100)
+    if kept:
+        assert [reports[0].digests[k : k + 32] for k in range(0, len(reports[0].digests), 32)] == expected
+    else:
+        assert "limit_mb" in reports[0].error and reports[0].file is None
+        assert list(tmp_path.rglob("*.safetensors")) == []

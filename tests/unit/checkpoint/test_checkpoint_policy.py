@@ -1,0 +1,98 @@
+"""When checkpoints are due, which are kept, and how the automatic interval comes about."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
+from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
+
+FIXED = Interval(100.0, "every 100 s")
+
+
+def due_steps(schedule: Schedule, step_s: float, steps: int, **more: object) -> dict[int, Due]:
+    found = {step: schedule.due(step, step * step_s, interval=FIXED, **more) for step in range(1, steps + 1)}  # type: ignore[arg-type]
+    return {step: due for step, due in found.items() if due}
+
+
+def test_every_so_many_steps_per_tier() -> None:
+    config = CheckpointConfig(
+        memory=MemoryTierConfig(every_steps=2),
+        disk=DiskTierConfig(every_steps=6),
+        object=ObjectTierConfig(every_steps=12, url="s3://bucket/x"),
+    )
+    found = due_steps(Schedule(config), 1.0, 12)
+    assert {step: due.tiers for step, due in found.items()} == {
+        2: ("memory",),
+        4: ("memory",),
+        6: ("memory", "disk"),
+        8: ("memory",),
+        10: ("memory",),
+        12: ("memory", "disk", "object"),
+    }
+    assert found[6].reason == "every 2 steps; every 6 steps"
+
+
+def test_an_object_store_takes_its_checkpoints_from_the_disk() -> None:
+    config = CheckpointConfig(
+        disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5, url="s3://bucket/x")
+    )
+    assert due_steps(Schedule(config), 1.0, 9)[5].tiers == ("disk", "object")
+    without = CheckpointConfig(disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5))
+    assert due_steps(Schedule(without), 1.0, 9) == {}
+
+
+def test_every_so_many_minutes_and_the_interval() -> None:
+    minutes = CheckpointConfig(disk=DiskTierConfig(every_minutes=0.5))
+    assert list(due_steps(Schedule(minutes), 7.0, 12)) == [6, 11]  # 35 s after the first and after the last one
+    assert list(due_steps(Schedule(CheckpointConfig()), 30.0, 10)) == [5, 9]
+    both = due_steps(Schedule(CheckpointConfig(), memory=True), 30.0, 5)
+    assert both[5].tiers == ("memory", "disk")
+
+
+def test_epoch_ends_the_best_and_requests() -> None:
+    schedule = Schedule(CheckpointConfig(disk=DiskTierConfig(every_steps=100, keep_best=1)))
+    assert schedule.due(1, 0.0, interval=FIXED, epoch_end=True) == Due(("disk",), "the end of an epoch")
+    assert schedule.due(2, 0.0, interval=FIXED, improved=True) == Due(("disk",), "the best so far")
+    assert not schedule.due(3, 0.0, interval=FIXED)
+    schedule.request("requested")
+    schedule.request("SIGTERM")
+    schedule.request("requested")
+    assert schedule.due(4, 0.0, interval=FIXED) == Due(("disk",), "requested, SIGTERM")
+    assert not schedule.due(5, 0.0, interval=FIXED)
+
+
+def test_what_is_kept() -> None:
+    rule = TierConfig(keep_last=2, keep_every=10, keep_best=1)
+    scores = {3: 0.5, 5: math.nan, 12: 0.4}
+    assert set(kept(range(1, 15), rule, pins={7}, scores=scores)) == {3, 7, 10, 13, 14}
+    assert set(kept(range(1, 15), rule, pins={7}, scores=scores, best_mode="min")) == {7, 10, 12, 13, 14}
+    assert set(kept([4], TierConfig())) == {4}
+    assert kept([], TierConfig()) == {}
+    assert best_of([1, 2, 3], {1: 0.5, 2: 0.5, 3: 0.1}, "max") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "mtbf_s", "seconds"),
+    [
+        (0.5, 3600.0, math.sqrt(2 * 0.5 * 3600) - 0.5),
+        (0.01, 3600.0, 10.0),  # not more often than that
+        (20.0, 1e6, 3600.0),  # nor more seldom
+        (5.0, 600.0, 250.0),  # but never above 2 % of the time
+        (120.0, 60.0, 6000.0),
+    ],
+)
+def test_the_automatic_interval(cost_s: float, mtbf_s: float, seconds: float) -> None:
+    found = automatic_interval(cost_s, 0, 0.0, mtbf_s)
+    assert found.seconds == pytest.approx(seconds)
+    assert f"every {seconds:.0f} s" in found.reason and "as configured" in found.reason
+
+
+def test_the_automatic_interval_follows_what_is_seen() -> None:
+    assert "until the cost" in automatic_interval(None, 0, 0.0, None).reason
+    calm = automatic_interval(1.0, 0, 3600.0, None)
+    rough = automatic_interval(1.0, 20, 3600.0, None)
+    assert rough.seconds < calm.seconds
+    assert "20 seen in 60 min" in rough.reason
