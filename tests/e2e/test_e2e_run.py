@@ -146,7 +146,7 @@ def test_eval_and_dry_run(undisturbed: Path, run_dir: Path, small_task: str) -> 
     told = json.loads(done[0].stdout)
     assert told["samples"] == 50 and told["metrics"]["loss"] > 0
     assert f"{told['metrics']['loss']:.4f}" in done[1].stdout
-    assert "0:0-1  1:2-3" in done[2].stdout
+    assert "0:0-1  1:2-3" in done[2].stdout and "stage" in done[2].stdout
     assert not run_dir.exists()
 
 

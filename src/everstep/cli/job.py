@@ -81,8 +81,11 @@ def effective_config(defaults: Mapping[str, Any], request: Request, *, script: b
     if request.batch_size is not None:
         sized = with_batch_size({"lanes": config.lanes}, request.batch_size)
         config = load_config([*layers, ("--batch-size", sized)])
-    if config.stages != 1:
-        raise ConfigError(f"stages: expected 1, got {config.stages}: this version does not split models")
+    if script and config.stages > 1:
+        raise ConfigError(
+            f"stages: expected 1 for a script that calls everstep.join, got {config.stages}: its loop computes the "
+            "whole model; write a Task (file.py:Class) to split it"
+        )
     if config.steps is None and config.epochs is None and not script:
         raise ConfigError("the job has no end: give --steps or --epochs")
     if config.early_stop.metric is not None and not config.eval_every and not script:

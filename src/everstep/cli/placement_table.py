@@ -1,34 +1,44 @@
-"""`run --dry-run`: who would do what, without starting anything."""
+"""`run --dry-run`: which stage has which layers, and who would do what, without starting anything."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from everstep.base.config import Config
-from everstep.base.plan import Seat
+from everstep.base.config import Config, pool_wish
 from everstep.cli.probe import Probe
 from everstep.placement.lanes import place
+from everstep.placement.pools import leaders
+
+_HEADER = ("stage", "units", "layers", "parameters", "leader", "backups", "device", "lanes")
 
 
 def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
-    """One row per stage: stage, units, parameters, leader, backups, device, and lanes by worker id."""
-    seats = place(range(config.workers), config.lanes)
-    stages: dict[int, list[Seat]] = {}
-    for seat in seats:
-        stages.setdefault(seat.stage, []).append(seat)
-    return [
-        {
-            "stage": stage,
-            "units": [unit.name for unit in probe.units],
-            "parameters": sum(unit.parameters for unit in probe.units) if probe.units else None,
-            "leader": pool[0].worker_id,
-            "backups": [seat.worker_id for seat in pool[1:]],
-            "device": config.device,
-            "lanes": {str(seat.worker_id): list(seat.lanes) for seat in pool},
-        }
-        for stage, pool in sorted(stages.items())
-    ]
+    """One row per stage: stage, units, parameters, leader, backups with their roles, device, and lanes by worker id."""
+    wish = pool_wish(config)
+    seats = place(range(config.workers), config.lanes, stages=config.stages, wish=wish)
+    named = leaders(seats, wish)
+    rows = []
+    for stage in range(config.stages):
+        pool = [seat for seat in seats if seat.stage == stage]
+        wanted = named[stage] if named else None
+        leader = pool[0].worker_id if wanted is None else wanted
+        own = probe.cut[stage :: config.stages]
+        units = [probe.units[i] for first, last in own for i in range(first, last)]
+        rows.append(
+            {
+                "stage": stage,
+                "parts": own,
+                "units": [unit.name for unit in units],
+                "parameters": probe.stage_parameters[stage] if probe.stage_parameters else None,
+                "leader": leader,
+                "backups": [s.worker_id for s in pool if s.worker_id != leader],
+                "roles": {str(s.worker_id): s.role for s in pool},
+                "device": config.device,
+                "lanes": {str(seat.worker_id): list(seat.lanes) for seat in pool},
+            }
+        )
+    return rows
 
 
 def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
@@ -37,19 +47,36 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"kind": "placement", "stages": rows}))
         return
-    header = ("stage", "units", "parameters", "leader", "backups", "device", "lanes")
-    lines = [header]
+    lines = [_HEADER]
     for row in rows:
-        units = f"{len(row['units'])}" if row["units"] else "?"
+        parts = ",".join(f"{first}-{last - 1}" if last - first > 1 else f"{first}" for first, last in row["parts"])
         parameters = f"{row['parameters']:,}" if row["parameters"] is not None else "?"
+        roles = row["roles"]
+        backups = ", ".join(f"{i} {roles[str(i)]}" for i in row["backups"]) or "-"
         lanes = "  ".join(f"{i}:{span(taken)}" for i, taken in row["lanes"].items())
-        backups = ",".join(str(i) for i in row["backups"]) or "-"
-        lines.append((str(row["stage"]), units, parameters, str(row["leader"]), backups, row["device"], lanes))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        leader = str(row["leader"]) + (" standby" if roles[str(row["leader"])] == "standby" else "")
+        layers = _layers(row["units"])
+        lines.append((str(row["stage"]), parts or "?", layers, parameters, leader, backups, row["device"], lanes))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
     for line in lines:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
     batch = config.lanes * config.micro_batch
     print(f"global batch {batch} = {config.lanes} lanes x {config.micro_batch}")
+    if config.stages > 1:
+        chunks = f", {config.chunks} chunks per stage" if config.chunks > 1 else ""
+        again = ", activations computed again" if config.recompute else ""
+        print(f"schedule {config.schedule}{chunks}{again}; {config.workers} workers, {config.spares} spares")
+
+
+def _layers(names: list[str]) -> str:
+    """["Stem", "Block", "Block"] -> Stem, 2 x Block."""
+    runs: list[tuple[str, int]] = []
+    for name in names:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + 1)
+        else:
+            runs.append((name, 1))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs) or "?"
 
 
 def span(lanes: list[int]) -> str:

@@ -53,7 +53,9 @@ def probe_task(task: str, request: Request, *, units: bool = False, server: Earl
     try:
         data = (server or cast(EarlyZygote, own)).call(f"{__name__}:answer", question)
     except ForkEnded as error:
-        raise ConfigError(f"task {task!r}: the process that imported it and built its dataset ended ({error})") from None
+        raise ConfigError(
+            f"task {task!r}: the process that imported it and built its dataset ended ({error})"
+        ) from None
     finally:
         if own is not None:
             own.close()

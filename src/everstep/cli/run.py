@@ -38,7 +38,18 @@ from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
 
-_OPTIONS = ("workers", "spares", "min_workers", "steps", "epochs", "chaos")
+_OPTIONS = (
+    "workers",
+    "spares",
+    "min_workers",
+    "stages",
+    "pool",
+    "redundancy",
+    "steps",
+    "epochs",
+    "chaos",
+    "resume_from",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +68,12 @@ class Invocation:
 @click.command()
 @click.argument("task")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
-@click.option("--workers", type=int, help="Number of workers (1).")
+@click.option("--workers", type=int, help="Number of workers in all (1, or what the pools need).")
 @click.option("--spares", type=int, help="Started, idle workers that step in at once (0).")
 @click.option("--min-workers", type=int, help="Fewer than these wait for more (1).")
+@click.option("--stages", type=int, help="Parts that the model is split into (1).")
+@click.option("--pool", type=int, help="Workers per stage, all active.")
+@click.option("--redundancy", type=int, help="Standby backups per stage, beside one active worker.")
 @click.option("--steps", type=int, help="End after so many updates.")
 @click.option("--epochs", type=int, help="End after so many passes over the data.")
 @click.option("--batch-size", type=int, help="Global batch: lanes x micro_batch; sets micro_batch.")
@@ -69,6 +83,7 @@ class Invocation:
 @click.option("--chaos", help='Scripted faults, e.g. "kill:target=worker:2,at=30; stop:target=random,at=50,for=5".')
 @click.option("--simulate-failure", is_flag=True, help="Kill one random worker once, in the middle of the run.")
 @click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
+@click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
 def command(
@@ -141,6 +156,10 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
+    if config.stages > 1 and not units:
+        raise ConfigError(
+            f"stages: expected 1, got {config.stages}: this version shows splits, and does not train them"
+        )
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe

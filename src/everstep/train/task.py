@@ -44,6 +44,10 @@ class Task:
         """The finest places where the model may be cut, in order; together they hold all its parameters."""
         return [model]
 
+    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
+        """How many units each of so many parts should have, in order; None: balanced by their parameters."""
+        return None
+
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's mean loss (scalar), or (sum, weight), both scalars: weight is the number of tokens, say."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")

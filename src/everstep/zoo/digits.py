@@ -72,6 +72,10 @@ class ResNet18Digits(_DigitsTask):
         """Stem, residual blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
+    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
+        """The five classic stages."""
+        return model.cuts(parts)  # type: ignore[operator, no-any-return]
+
 
 class ResNet34Digits(ResNet18Digits):
     """As `ResNet18Digits`, with 34 layers."""

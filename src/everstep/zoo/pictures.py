@@ -65,6 +65,10 @@ class ResNet18Folder(Task):
         """Stem, residual blocks, head."""
         return model.units()  # type: ignore[operator, no-any-return]
 
+    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
+        """The five classic stages."""
+        return model.cuts(parts)  # type: ignore[operator, no-any-return]
+
     def build_dataset(self, split: str) -> Dataset[Any]:
         return self._pictures(split)
 

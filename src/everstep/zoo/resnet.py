@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from everstep.base.errors import ConfigError
+from everstep.placement.cuts import balance
 
 WIDTHS = (64, 128, 256, 512)
 
@@ -207,6 +208,17 @@ class ResNet(nn.Module):
         stem, head = self._ends
         blocks = [b for n in range(1, 5) for b in cast(Sequence[nn.Module], getattr(self, f"layer{n}"))]
         return [stem, *blocks, head]
+
+    def cuts(self, parts: int) -> list[int] | None:
+        """The five classic stages: stem, layer1, layer2, layer3, and layer4 with pooling and classifier.
+
+        Any other number: even in blocks, which all cost about the same (their parameters do not).
+        """
+        costs = [1.0] * (len(self.units()) - 1) + [0.1]
+        if parts != 5:
+            return [last - first for first, last in balance(costs, parts)] if parts <= len(costs) else None
+        blocks = [len(cast(Sequence[nn.Module], getattr(self, f"layer{n}"))) for n in range(1, 5)]
+        return [1, *blocks[:3], blocks[3] + 1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: images (N, channels, H, W) -> logits (N, classes)."""

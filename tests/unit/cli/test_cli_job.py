@@ -53,7 +53,6 @@ def test_batch_size_is_the_global_batch() -> None:
         (request(options={"workers": 2, "min_workers": 3}), ["min_workers", "3"]),
         (request(options={"spares": -1}), ["spares", "-1"]),
         (request(sets={"micro_batc": "3"}), ["micro_batc", "micro_batch", "sets"]),
-        (request(sets={"stages": 2}), ["stages"]),
     ],
 )
 def test_what_cannot_be_started(asked: Request, words: list[str]) -> None:

@@ -36,7 +36,7 @@ def test_run_has_the_options_of_the_interface() -> None:
     assert command is not None
     names = {name for parameter in command.params for name in parameter.opts}
     wanted = "workers spares min-workers steps epochs batch-size run-dir config set chaos simulate-failure fresh "
-    wanted += "dry-run json"
+    wanted += "dry-run json stages pool redundancy resume-from"
     assert {f"--{name}" for name in wanted.split()} <= names
 
 
@@ -74,7 +74,7 @@ def test_exit_codes(error: EverstepError, code: int) -> None:
     assert exit_code_of(error) == code
 
 
-PROBE = Probe({}, 100, [UnitSize("Block", 10), UnitSize("Head", 5)])
+PROBE = Probe({}, 100, [UnitSize("Block", 10), UnitSize("Head", 5)], "", [[0, 2]], [15])
 
 
 def test_placement_rows() -> None:

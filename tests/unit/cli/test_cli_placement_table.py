@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn
+
+from everstep.base.config import load_config
+from everstep.cli.job import Request
+from everstep.cli.placement_table import placement_rows, print_placement
+from everstep.cli.probe import Probe, UnitSize, look_at_model
+from everstep.train.cut import chosen_cut
+from everstep.train.task import Task
+
+
+class Four(Task):
+    sizes: list[int] | None = None
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
+        return self.sizes
+
+
+def config(**values: Any) -> Any:
+    return load_config([("test", {"steps": 1, **values})])
+
+
+def looked(task: Task) -> Probe:
+    return look_at_model("t", task, Probe())
+
+
+def test_a_row_per_stage_says_who_does_what() -> None:
+    task = Four()
+    task.config = config(stages=2, redundancy=1)
+    rows = placement_rows(task.config, looked(task))
+    assert [row["parts"] for row in rows] == [[[0, 2]], [[2, 4]]]
+    assert [row["parameters"] for row in rows] == [8, 8]
+    assert [(row["leader"], row["backups"]) for row in rows] == [(0, [1]), (2, [3])]
+    assert rows[0]["roles"] == {"0": "active", "1": "standby"}
+    assert rows[1]["lanes"] == {"2": list(range(8)), "3": []}
+
+
+def test_a_map_says_units_leader_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Four()
+    task.sizes = [2, 2]
+    task.config = config(
+        stages=2,
+        map=[
+            {"units": [0, 0], "leader": 2, "backups": [{"worker": 0, "role": "standby"}]},
+            {"units": [1, 3], "leader": 1},
+        ],
+    )
+    print_placement(task.config, looked(task), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["0", "0", "Linear", "4", "2", "0", "standby", "cpu", "0:-", "2:0-7"]
+    assert lines[2].split()[:5] == ["1", "1-3", "3", "x", "Linear"]
+    print_placement(task.config, looked(task), as_json=True)
+    assert json.loads(capsys.readouterr().out)["stages"][0]["leader"] == 2
+
+
+def test_the_task_prefers_its_own_cut() -> None:
+    task = Four()
+    task.config, task.sizes = config(stages=2), [3, 1]
+    assert chosen_cut(task.config, task, task.build_model()) == ((0, 3), (3, 4))
+
+
+def test_a_model_that_cannot_be_built_is_one_clear_line() -> None:
+    class Broken(Four):
+        def build_model(self) -> nn.Module:
+            raise RuntimeError("no such\nfile")
+
+    task = Broken()
+    task.config = config()
+    assert looked(task).error == "task 't': its model cannot be built: RuntimeError: no such file"
+    few = Four()
+    few.config = config(stages=5)
+    assert "stages: the model has 4 units, fewer than the 5 parts" in looked(few).error
+
+
+def test_a_model_that_needs_real_memory_is_really_built() -> None:
+    class Counting(Four):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.get_parameter("0.weight").sum().item()  # impossible on the meta device
+            return model
+
+    task = Counting()
+    task.config = config()
+    assert looked(task).units == [UnitSize("Linear", 4)] * 4
+
+
+def test_resnets_are_cut_into_the_classic_stages() -> None:
+    from everstep.zoo.resnet import ResNet
+
+    model = ResNet(50, 10, channels=1, small_input=True)
+    assert model.cuts(5) == [1, 3, 4, 6, 4]
+    assert model.cuts(3) == [6, 6, 6] and model.cuts(19) is None
+
+
+def test_a_script_is_not_split() -> None:
+    from everstep.base.errors import ConfigError
+    from everstep.cli.job import effective_config
+
+    with pytest.raises(ConfigError, match=r"expected 1 for a script that calls .*, got 2"):
+        effective_config({}, Request((("options", {"stages": 2}),)), script=True)
