@@ -6,6 +6,7 @@ task before the start) is forked from here instead. Requests come as JSON lines 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import runpy
@@ -54,6 +55,9 @@ def _hatch(control: socket.socket) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (1, 2):
         os.dup2(log_fd, number)
+    fd, wanted = fcntl.fcntl(fd, fcntl.F_DUPFD, 500), int(message)
+    os.dup2(board_fd, wanted)  # workers are told the launcher's number
+    board_fd = wanted
     close_descriptors({fd, board_fd})
     zygote._SERVER_PID = os.getpid()
     arguments = ["--fd", str(fd), "--board-fd", str(board_fd), "--parent", str(parent), "--preload", ""]
@@ -105,7 +109,7 @@ class WarmZygote(ZygoteClient):
             return
         ours, theirs = socket.socketpair()
         with theirs, egg.socket, open(log_path, "ab") as log:
-            socket.send_fds(egg.socket, [b"hatch"], [theirs.fileno(), board_fd, log.fileno()])
+            socket.send_fds(egg.socket, [str(board_fd).encode()], [theirs.fileno(), board_fd, log.fileno()])
         self.process = Child(egg.pid)  # type: ignore[assignment]
         self._sock = ours
         self._buffer = b""

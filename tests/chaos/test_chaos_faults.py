@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from job_harness import Jobs, healed
@@ -71,3 +73,37 @@ def test_all_at_once_start_over(jobs: Jobs) -> None:
     fallback = job.of_kind("fallback")
     assert len(fallback) == 1
     assert "starting over from step 0" in fallback[0]["reason"]
+
+
+def test_a_coordinator_that_is_stopped_for_good(jobs: Jobs) -> None:
+    """It lives and answers nothing: the launcher ends it, and the next one decides about the worker that died then."""
+    chaos = "stop:target=coordinator,at=4; kill:target=worker:1,at=8"
+    job = jobs.run("Text", chaos=chaos, numerics=STEPS, pace=[{"kind": "coordinator_restarted"}, healed(1)])
+    assert len(job.of_kind("coordinator_restarted")) == 1
+    assert [e["worker_id"] for e in job.of_kind("worker_evicted")] == [1]
+
+
+EXITS = """
+import os, torch, everstep
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 2), torch.randn(32, 1))
+run = everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), data, lanes=4, micro_batch=2, steps=9)
+for step in run:
+    for x, y in step:
+        if step.number == 3:
+            os._exit(7)
+        step.backward(torch.nn.functional.mse_loss(model(x), y))
+    print("printed at step", step.number)
+"""
+
+
+def test_a_step_that_ends_every_process_ends_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    """Restarts are no use: said after three deaths, with what is needed to find the cause."""
+    script = tmp_path / "exits.py"
+    script.write_text(EXITS)
+    job = jobs.start(str(script), workers=2, settings={"lanes": 4})
+    assert job.end() == 1, job.account()
+    reason = job.of_kind("job_failed")[-1]["reason"]
+    for words in ("crash loop", "3 times", "step 3", "exit code 7", "logs/worker-"):
+        assert words in reason
+    assert "printed at step 1\nprinted at step 2\n" in job.run_dir.with_suffix(".err").read_text()

@@ -66,13 +66,13 @@ def _from_files(run_dir: Path) -> dict[str, Any]:
         "state": state,
         "generation": story.generation,
         "step": int(digest["step"]) if digest is not None and not running else story.step,
-        "workers": _workers(story),
+        "workers": workers_of(story),
         "coordinator": {"pid": None},
         "reason": story.reason,
     }
 
 
-def _workers(story: Story) -> list[dict[str, Any]]:
+def workers_of(story: Story) -> list[dict[str, Any]]:
     """As the events said last. Nobody measures their speed now; a member has done the steps that the job has done."""
     return [
         {

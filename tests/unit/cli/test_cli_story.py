@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.display import JsonDisplay, PlainDisplay, Watcher, duration, step_line, summary_lines
+from everstep.cli.display import JsonDisplay, Output, PlainDisplay, Watcher, duration, step_line, summary_lines
+from everstep.cli.status import workers_of
 from everstep.cli.story import Story, sentence, summary, tell
 from everstep.observe.events import EventLog, read_events
 
@@ -174,3 +175,30 @@ def test_what_the_launcher_does_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
     assert step_line(Story(), 3) == "step 3  generation 0"
+
+
+def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
+    joined = [
+        event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here", generation=0)
+        for i in (0, 1, 2)
+    ]
+    story = tell([event("job_started", 0, workers=2), *joined, plan(1, {"0": [0, 1], "1": [2, 3]}, 0), commit(3, 1)])
+    workers = workers_of(story)
+    assert [(w["pid"], w["host"], w["stage"], w["role"], w["step"], w["lanes"]) for w in workers] == [
+        (100, "here", 0, "leader", 3, [0, 1]),
+        (101, "here", 0, "active", 3, [2, 3]),
+        (102, "here", None, "spare", 0, []),
+    ]
+
+
+def test_output_is_read_from_where_it_is_now_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("of an earlier run\n")
+    output = Output(path)
+    assert output.lines() == []
+    with open(path, "a") as file:
+        file.write("one\ntwo\nthr")
+        file.flush()
+        assert output.lines() == ["one", "two"]
+        file.write("ee\n")
+    assert output.lines() == ["three"]

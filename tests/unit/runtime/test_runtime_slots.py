@@ -97,7 +97,7 @@ def test_at_most_max_restarts_within_an_hour() -> None:
         assert isinstance(_die(slot, now, policy), Restart)
     _live(slot, 300.0)
     verdict = _die(slot, 300.0, policy)
-    assert isinstance(verdict, GiveUp) and "3 times within an hour" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "3 restarts within an hour" in verdict.reason
     later = Slot(1)
     for now in (0.0, 100.0, 200.0, 3650.0):
         _live(later, now)
