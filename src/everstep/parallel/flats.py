@@ -9,12 +9,12 @@ import torch
 from everstep.base.errors import check
 from everstep.base.ports import Node
 
-HUGE_BYTES = 8 << 20
+_HUGE_BYTES = 8 << 20
 
 
 def new_flat(numel: int, device: torch.device) -> torch.Tensor:
     """float32 [numel], at least 64-byte aligned; on the CPU in huge pages where the kernel gives them."""
-    if device.type != "cpu" or numel * 4 < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or numel * 4 < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, device=device)
     memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:

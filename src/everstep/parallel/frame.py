@@ -16,13 +16,22 @@ import torch
 
 from everstep.base.errors import check
 from everstep.exact.layout import ALIGN_BYTES, aligned_like, dense_stride, round_up
-from everstep.parallel.flats import HUGE_BYTES, new_flat
+from everstep.parallel.flats import new_flat
 
 _LENGTHS = struct.Struct("<II")
 _REMEMBERED = 512
+KEPT_BYTES = 32 << 20
+"""Up to here freed memory stays with the process (see `everstep.exact.memory`), and new tensors cost no page faults."""
 
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """dtype, shape and (dense) strides of a tensor."""
+
+
+def fresh_bytes(size: int) -> torch.Tensor:
+    """uint8 [size] in host memory at a 64-byte boundary, in huge pages where they are cheaper."""
+    if size <= KEPT_BYTES:
+        return torch.empty(size, dtype=torch.uint8)
+    return new_flat(-(-size // 4), torch.device("cpu")).view(torch.uint8)[:size]
 
 
 class Place(NamedTuple):
@@ -46,9 +55,8 @@ class Place(NamedTuple):
     def fresh(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of this kind, at a 64-byte boundary."""
         dtype, shape, stride = self.spec
-        if device.type == "cpu" and self.stop - self.start >= HUGE_BYTES:
-            flat = new_flat(-(-(self.stop - self.start) // 4), device)
-            return flat.view(torch.uint8)[: self.stop - self.start].view(dtype).as_strided(shape, stride)
+        if device.type == "cpu" and self.stop - self.start > KEPT_BYTES:
+            return fresh_bytes(self.stop - self.start).view(dtype).as_strided(shape, stride)
         found = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return found if found.data_ptr() % ALIGN_BYTES == 0 else aligned_like(found)
 

@@ -23,8 +23,7 @@ from everstep.base.ports import Hop
 from everstep.exact.layout import ALIGN_BYTES
 from everstep.parallel.channel import KINDS
 from everstep.parallel.fence import Fence
-from everstep.parallel.flats import new_flat
-from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, head_size, parse_head
+from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.mesh import Batch, GlooMesh
 
@@ -93,24 +92,24 @@ class GroupChannel:
         mesh = self._checked(to, key)
         layout = frame_of(tensors, meta)
         if to == self._me.worker_id:
-            content = _bytes(layout.size)
+            content = fresh_bytes(layout.size)
             layout.fill(content, tensors)
             self._own[key] = content, layout
             return
         edge = _Edge(to, key.kind, key.part)
         if edge not in self._rooms:
             self._rooms[edge] = layout.size
-            lead = _bytes(_LEAD.size)
+            lead = fresh_bytes(_LEAD.size)
             _write(lead, _LEAD.pack(layout.size))
             self._keep(key.step, lead, mesh.send_apart((lead, to, _lead_tag(edge))))
         room = self._rooms[edge]
-        frame = _bytes(ALIGN_BYTES + room)
+        frame = fresh_bytes(ALIGN_BYTES + room)
         _write(frame, _HEADER.pack(key.step, KINDS.index(key.kind), key.part, key.lane, 0, layout.size))
         if layout.size <= room:
             layout.fill(frame[ALIGN_BYTES:], tensors)
         self._keep(key.step, frame, mesh.send_apart((frame, to, _tag(key) + _FRAME)))
         if layout.size > room:
-            content = _bytes(layout.size)
+            content = fresh_bytes(layout.size)
             layout.fill(content, tensors)
             self._keep(key.step, content, mesh.send_apart((content, to, _tag(key) + _MORE)))
 
@@ -127,7 +126,7 @@ class GroupChannel:
         if key not in wanted:
             wanted.append(key)
         if edge not in self._frames and edge not in self._leads:
-            content = _bytes(_LEAD.size)
+            content = fresh_bytes(_LEAD.size)
             self._leads[edge] = _Lead(content, mesh.receive_apart((content, source, _lead_tag(edge))))
         self._ask()
 
@@ -151,7 +150,7 @@ class GroupChannel:
             check(found == key, f"expected {key} of worker {source}, got {found}")
             content = coming.frame[ALIGN_BYTES:]
             if size > content.numel():
-                content = _bytes(size)
+                content = fresh_bytes(size)
                 mesh.wait(mesh.receive_apart((content, source, _tag(key) + _MORE)))
         length = head_size(content[:HEAD_LENGTHS].numpy().tobytes())
         layout = parse_head(content[:length].numpy().tobytes())
@@ -194,7 +193,7 @@ class GroupChannel:
             (self._frames[edge],) = _LEAD.unpack(lead.content.numpy().tobytes())
         for edge in [e for e in self._wanted if e in self._frames]:
             for key in self._wanted.pop(edge):
-                frame = _bytes(ALIGN_BYTES + self._frames[edge])
+                frame = fresh_bytes(ALIGN_BYTES + self._frames[edge])
                 batch = mesh.receive_apart((frame, edge.peer, _tag(key) + _FRAME))  # type: ignore[union-attr]
                 self._coming[edge.peer, key] = _Coming(frame, batch)
 
@@ -213,11 +212,6 @@ def _complete(batch: Batch) -> bool:
     return all(marker.is_completed() for _, marker in batch.markers) and all(
         work.is_completed() for work in batch.works
     )
-
-
-def _bytes(size: int) -> torch.Tensor:
-    """uint8 [size], in huge pages if it is large."""
-    return new_flat(-(-size // 4), torch.device("cpu")).view(torch.uint8)[:size]
 
 
 def _write(target: torch.Tensor, content: bytes) -> None:

@@ -53,17 +53,22 @@ class NcclLinks:
         if not sends and not recvs:
             return
         try:
-            self._group._start_coalescing(self._device)
+            self._group._start_coalescing()
             for tensor, worker_id, _ in sends:
                 self._group.send([tensor], self.worker_ids.index(worker_id), 0)
             for tensor, worker_id, _ in recvs:
                 self._group.recv([tensor], self.worker_ids.index(worker_id), 0)
-            work = self._group._end_coalescing(self._device)
+            work = self._group._end_coalescing()
             while not work.is_completed():
                 self._fence.check()
                 time.sleep(_POLL_S)
+            work.wait()  # a work that failed counts as completed until it is asked
             torch.cuda.current_stream(self._device).synchronize()
+        except CollectiveAborted:
+            self.cut()  # nothing may write to the receive buffers any more when the next generation uses them
+            raise
         except RuntimeError as error:
+            self.cut()
             self._fence.check()
             raise CollectiveAborted(f"generation {self._generation}: {str(error).splitlines()[0]}") from None
 
