@@ -6,7 +6,7 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
@@ -103,16 +103,28 @@ def _lost_stages(state: State, survivors: Sequence[Worker]) -> list[int]:
 
 
 def _newcomers(state: State, survivors: Sequence[Worker], needed: int, lost: Sequence[int]) -> list[Worker]:
-    """Who is taken in at once: whoever has little to copy; any others only where there would be too few."""
+    """Who is taken in at once: whoever has little to copy; any others only where there would be too few.
+
+    A joiner that follows a stage of which nobody else is left comes first: it saves everybody from going back.
+    """
     room = max(0, state.target - len(survivors))
     ready = candidates(state)[:]
-    small = [w for w in ready if 0 <= w.state_bytes <= state.config.small_state_bytes]
-    large = [w for w in ready if w not in small]
-    chosen = small[:room]
+    saving = [w for w in ready if _followed(state, w) & set(lost)]
+    small = [w for w in ready if 0 <= w.state_bytes <= state.config.small_state_bytes and w not in saving]
+    large = [w for w in ready if w not in small and w not in saving]
+    chosen = (saving + small)[:room]
     wanted = max(len(lost), needed - len(survivors)) if len(survivors) < needed or lost else 0
     if len(survivors) + len(chosen) < needed:
         return (chosen + large)[:room]
     return chosen + large[: max(0, min(wanted, room) - len(chosen))]
+
+
+def _followed(state: State, worker: Worker) -> set[int]:
+    """The stages whose newest state a worker outside the plan is known to hold, as a joiner."""
+    join, prepared = state.joins.get(worker.key.worker_id), state.prepared
+    if join is not None and join.key == worker.key and join.healed_ns is not None:
+        return set(join.stages)
+    return set(prepared.stages_of(worker.key.worker_id)) if prepared is not None and prepared.has(worker.key) else set()
 
 
 def _tell_lost(state: State, lost: Sequence[int]) -> None:
@@ -187,6 +199,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         lanes=state.config.lanes,
         stages=state.config.stages,
         previous=old.generation if old is not None and repaired else 0,
+        speeds=_speeds_of(state, members),
         joining=tuple(sorted(newcomers)),
         leaders=_leaders(state, seats),
     )
@@ -204,6 +217,12 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     for member in plan.members:
         order(state, state.workers[member.worker_id], PlanNow(plan=plan))
     _announce(state, old)
+
+
+def _speeds_of(state: State, members: Sequence[Worker]) -> tuple[tuple[int, float], ...]:
+    """Those of the speeds in force that the placement of these members was called with."""
+    ids = sorted(w.key.worker_id for w in members)
+    return tuple((i, state.speeds[i]) for i in ids if i in state.speeds)
 
 
 def _leaders(state: State, seats: Sequence[Seat]) -> tuple[int | None, ...]:
@@ -285,11 +304,10 @@ def prepare(
     joiners: Sequence[tuple[Worker, tuple[int, ...]]],
     leaving: Sequence[WorkerKey],
     reason: str,
-    speeds: Mapping[int, float] | None = None,
 ) -> None:
     """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
 
-    joiners: with the stages whose state they hold. speeds: lanes per second, by worker id, where lanes follow them.
+    joiners: with the stages whose state they hold.
     """
     plan = state.plan
     check(plan is not None and state.prepared is None, "a plan is prepared upon a current one, one at a time")
@@ -298,7 +316,7 @@ def prepare(
     staying = [w for w in state.survivors() if w.key not in leaving]
     members = sorted([*staying, *(w for w, _ in joiners)], key=lambda w: w.key)
     healed = [Seat(w.key.worker_id, stage, "standby", ()) for w, stages in joiners for stage in stages]
-    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True, speeds=speeds)
+    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True)
     prepared = Plan(
         generation=state.generation + 1,
         reason=reason,
@@ -306,7 +324,7 @@ def prepare(
         seats=seats,
         lanes=state.config.lanes,
         stages=state.config.stages,
-        speeds=tuple(sorted(speeds.items())) if speeds else (),
+        speeds=_speeds_of(state, members),
         prepared=True,
         joining=tuple(sorted(w.key.worker_id for w, _ in joiners)),
         leaders=_leaders(state, seats),

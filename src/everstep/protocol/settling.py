@@ -47,7 +47,10 @@ class Settlement:
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     """The settlement of a generation; `holdings` are those of all members."""
     top = max(h.position for h in holdings.values())
-    held = {i: _held_at(top, h) for i, h in sorted(holdings.items())}
+    records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
+    # Nobody rolls forward without the records of the decision; a snapshot may not have them.
+    far = {i: _distance(top, h, bool(records)) for i, h in sorted(holdings.items())}
+    held = {i: _held_at(top, holdings[i]) if far[i] is not None else frozenset() for i in far}
     by_stage = {stage: _same_start(top.step, stage, held, holdings) for stage in range(plan.stages)}
     newest = _newest(plan, holdings)
     if not all(by_stage.values()) or newest > top.step:
@@ -55,33 +58,31 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     wants: dict[int, Sources] = {}
     for i in held:
         lacking = {k: _donors(top, by_stage[k], holdings) for k in plan.stages_of(i) if i not in by_stage[k]}
-        if lacking or _distance(top, holdings[i]) is None:
+        if lacking or far[i] is None:
             wants[i] = lacking
     return Settlement(
         target=top,
         back=False,
-        records=next(h.records for _, h in sorted(holdings.items()) if h.position == top),
-        rolls=frozenset(i for i, h in holdings.items() if h.position != top and _distance(top, h) is not None),
+        records=records,
+        rolls=frozenset(i for i, decisions in far.items() if decisions == 1),
         wants=wants,
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, top, back=False),
     )
 
 
-def _distance(top: Key, holding: Holding) -> int | None:
-    """Decisions from the holding to the top: 0, or 1 that can be taken with the records handed over, or None."""
+def _distance(top: Key, holding: Holding, known: bool) -> int | None:
+    """Decisions from the holding to the top: 0, or 1 that can be taken with records that are `known`, or None."""
     at = holding.position
     if at == top:
         return 0
     by_gather = at.step == top.step and at.seq + 1 == top.seq
     by_update = top.seq == 0 and at.step + 1 == top.step and holding.gradient_step == top.step
-    return 1 if by_gather or by_update else None
+    return 1 if known and (by_gather or by_update) else None
 
 
 def _held_at(top: Key, holding: Holding) -> frozenset[int]:
     """The stages that a member has at the top, or will have when it has rolled forward."""
-    if _distance(top, holding) is None:
-        return frozenset()
     stages = frozenset(holding.stages)
     return stages if holding.position.step == top.step else stages & frozenset(holding.gradient_stages)
 

@@ -5,11 +5,11 @@ They look at what the workers do from outside and share no code with the machine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import Gradient, Job, undisturbed
 
 
@@ -23,34 +23,43 @@ class Vote:
 
     generation: int
     worker_id: int
-    lanes: tuple[int, ...]
-    gradient: int
+    lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
+    sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
 
     def encode(self) -> bytes:
         lanes = ",".join(map(str, self.lanes))
-        return f"{self.generation};{self.worker_id};{lanes};{self.gradient}".encode()
+        sums = ",".join(f"{stage}={gradient}" for stage, gradient in self.sums)
+        return f"{self.generation};{self.worker_id};{lanes};{sums}".encode()
 
     @staticmethod
     def decode(payload: bytes) -> Vote:
-        generation, worker_id, lanes, gradient = payload.decode().split(";")
-        return Vote(int(generation), int(worker_id), tuple(int(x) for x in lanes.split(",") if x), int(gradient))
+        generation, worker_id, lanes, sums = payload.decode().split(";")
+        pairs = [one.split("=") for one in sums.split(",") if one]
+        return Vote(
+            int(generation),
+            int(worker_id),
+            tuple(int(x) for x in lanes.split(",") if x),
+            tuple((int(stage), int(gradient)) for stage, gradient in pairs),
+        )
 
 
 @dataclass
 class Checks:
-    """The promises, over one simulation. `holders`: steps of live, reachable workers that follow some plan;
-    `positions`: of all live workers that do.
+    """The promises, over one simulation. `holders`: steps and stages of live, reachable workers that follow some plan;
+    `positions`: of all live workers that do; `settled`: of the live ones that have entered a generation.
     """
 
     job: Job
-    holders: Callable[[], Mapping[WorkerKey, int]] = dict
+    holders: Callable[[], Mapping[WorkerKey, tuple[int, Collection[int]]]] = dict
     positions: Callable[[], Mapping[WorkerKey, Key]] = dict
-    states: list[int] = field(default_factory=list)
+    settled: Callable[[int], Mapping[WorkerKey, Key]] = lambda generation: {}
+    states: list[dict[int, int]] = field(default_factory=list)
+    holdings: dict[int, dict[int, Holding]] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
     effects: dict[int, int] = field(default_factory=dict)
     released: dict[WorkerKey, int] = field(default_factory=dict)
     committed: int = 0
-    finals: list[int] = field(default_factory=list)
+    finals: list[dict[int, int]] = field(default_factory=list)
     commits_by_generation: dict[int, int] = field(default_factory=dict)
     lost_everything: int = 0
     given_up: set[WorkerKey] = field(default_factory=set)
@@ -92,6 +101,7 @@ class Checks:
         made_in = generations.pop()
         fits = made_in <= generation if handed else made_in == generation
         self.require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
+        self.together(generation)
         plan = self.plans[made_in]
         needed = key.step if key.seq else key.step - 1
         positions = self.positions()
@@ -101,23 +111,29 @@ class Checks:
         self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
         if key.seq == 0:
             lanes = sorted(lane for v in votes for lane in v.lanes)
-            self.require(lanes == list(range(self.job.lanes)), "P2", f"step {key.step} committed with lanes {lanes}")
-            self.require(len({v.gradient for v in votes}) == 1, "P1", f"step {key.step}: gradients differ")
+            needed_lanes = list(range(self.job.lanes * self.job.stages))
+            self.require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
+            sums = {one for v in votes for one in v.sums}
+            self.require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
             self.committed = max(self.committed, key.step)
             newest = self.commits_by_generation.get(made_in, 0)
             self.commits_by_generation[made_in] = max(newest, key.step)
 
     # ---- P1: exact
 
-    def state(self, who: WorkerKey, step: int, state: int) -> None:
-        """A worker's state is now that of `step`."""
-        self.require(
-            0 <= step <= self.job.steps and self.states[step] == state, "P1", f"{who}: wrong state of step {step}"
-        )
+    def state(self, who: WorkerKey, step: int, stage: int, state: int) -> None:
+        """A worker's state of a stage is now that of `step`."""
+        right = 0 <= step <= self.job.steps and self.states[step][stage] == state
+        self.require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
 
-    def reduced(self, who: WorkerKey, step: int, state: int, gradient: Gradient) -> None:
+    def reduced(self, who: WorkerKey, step: int, stage: int, state: int, gradient: Gradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
-        self.require(hash((state, step, *gradient)) == self.states[step], "P1", f"{who}: wrong gradient of step {step}")
+        right = hash((state, step, *gradient)) == self.states[step][stage]
+        self.require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
+
+    def effect(self, step: int) -> int:
+        """What a step would write into the ledger: a function of the step."""
+        return hash((step, *sorted(self.states[step].values())))
 
     # ---- P2: exactly once, and nothing lost
 
@@ -130,17 +146,58 @@ class Checks:
         self.require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
         self.released[who] = step
 
-    def entered(self, who: WorkerKey, generation: int, step: int) -> None:
-        """A worker goes on in a generation from the state of `step`."""
+    def holding(self, generation: int, worker_id: int, holding: Holding) -> None:
+        """A member stated what it holds."""
+        self.holdings.setdefault(generation, {})[worker_id] = holding
+
+    def entered(self, who: WorkerKey, generation: int, step: int, held: Iterable[int]) -> None:
+        """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
         self.newest = max(self.newest, generation)
+        missing = set(self.plans[generation].stages_of(who.worker_id)) - set(held)
+        self.require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
+        self.together(generation)
+        if self.job.stages > 1:
+            self._newest_possible(who, generation, step)
         floor = max(self.effects, default=0)
         if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
             return
-        ahead = sorted(str(k) for k, at in self.holders().items() if at >= floor and k not in self.given_up)
+        holders = {k: stages for k, (at, stages) in self.holders().items() if at >= floor and k not in self.given_up}
+        ahead = {stage for stages in holders.values() for stage in stages}
         self.require(
-            not ahead, "P2", f"{who} enters {generation} at step {step}, {floor} was released and {ahead} hold it"
+            len(ahead) < self.job.stages,
+            "P2",
+            f"{who} enters {generation} at step {step}, {floor} was released and {sorted(map(str, holders))} hold it",
         )
         self.lost_everything += 1
+
+    def _newest_possible(self, who: WorkerKey, generation: int, step: int) -> None:
+        """Nobody goes back further than the members' holdings make it necessary, and nobody to what is not there."""
+        plan, said = self.plans[generation], self.holdings[generation]
+
+        def there(at: int, stage: int) -> bool:
+            top = any(h.position.step == at for h in said.values())
+            live = any(
+                stage in h.stages
+                and (h.position.step == at or (top and stage in h.gradient_stages and h.gradient_step == at))
+                for h in said.values()
+            )
+            pool = [s.worker_id for s in plan.pool(stage)]
+            return (
+                live or any((stage, at) in h.snapshots for h in said.values()) or all(at in said[i].disk for i in pool)
+            )
+
+        newest = max(at for at in range(self.job.steps + 1) if at == 0 or all(there(at, k) for k in range(plan.stages)))
+        self.require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
+
+    def together(self, generation: int) -> None:
+        """Those who have entered a generation are at most one decision apart, whatever their stages."""
+        positions = self.settled(generation)
+        if not positions:
+            return
+        low, high = min(positions.values()), max(positions.values())
+        by_gather = low.step == high.step and high.seq - low.seq <= 1
+        by_update = low.step + 1 == high.step and high.seq == 0
+        self.require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
     def evicted(self, who: WorkerKey, others: bool) -> None:
         """A worker was given up; `others`: members are left, as far as the coordinator can know. Then it is no loss."""
@@ -149,11 +206,12 @@ class Checks:
 
     # ---- the end
 
-    def final(self, who: WorkerKey, step: int, state: int) -> None:
-        """The leader wrote the result."""
+    def final(self, who: WorkerKey, step: int, states: Mapping[int, int]) -> None:
+        """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
         self.require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
-        self.state(who, step, state)
-        self.finals.append(state)
+        for stage, state in states.items():
+            self.state(who, step, stage, state)
+        self.finals.append(dict(states))
 
     def finish(self) -> None:
         """The job is said to be completed."""

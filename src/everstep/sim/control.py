@@ -23,6 +23,7 @@ from everstep.protocol.coordinator_types import (
     Tick,
 )
 from everstep.sim.checks import Checks
+from everstep.sim.keep import Disk
 from everstep.sim.world import MS, Connection, Process, World, connect
 
 if TYPE_CHECKING:
@@ -310,6 +311,8 @@ class Site:
         self.completed = False
         self.failed = ""
         self.reports: dict[str, int] = {}
+        self.disk = Disk(checks.job.stages, None)
+        self.went_back = 0
         self.make_worker: Callable[[WorkerKey, AgentProcess], SimWorker] | None = None
         self.phase_hooks: list[Callable[[SimWorker, str], None]] = []
 

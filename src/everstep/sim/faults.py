@@ -6,7 +6,7 @@ first one's recovery; so settling, fetching, healing and switching get their sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,19 @@ def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
             phase = rng.choice(("settling", "settling", "fetching", "heal", "heal", "updating", "agreeing", ""))
             at = first.at_ms if phase else first.at_ms + rng.randint(0, 60)
             faults.append(_draw_one(rng, at, phase))
+    return tuple(sorted(faults, key=lambda f: f.at_ms))
+
+
+def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+    """The same for a model in several stages: besides, whole pools die, at once or one member after the other."""
+    faults = list(draw(rng, horizon_ms))
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
+        at = rng.randint(30, horizon_ms)
+        phase = rng.choice(("", "", *PHASES))
+        faults.append(replace(_draw_one(rng, at, phase), kind="pool", for_ms=rng.choice((0, 0, 1, 5, 40))))
+        if rng.random() < 0.5:  # into the settling
+            second = rng.choice(("settling", "fetching", "fetching", "computing", "updating"))
+            faults.append(replace(_draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
@@ -147,6 +160,18 @@ class Injector:
         target = self._worker(fault, worker)
         if target is not None:
             target.die("SIGKILL")
+
+    def _pool(self, fault: Fault, worker: SimWorker | None) -> None:
+        """Everybody who has a seat in one stage, by the newest plan; `for_ms`: time between the deaths."""
+        plans = self.simulation.checks.plans
+        if not plans:
+            return
+        plan = plans[max(plans)]
+        pool = [plan.member(s.worker_id).key for s in plan.pool(fault.pick % plan.stages)]
+        for n, key in enumerate(pool):
+            target = self.simulation.site.lives.get(key)
+            if target is not None:
+                self.world.later(n * fault.for_ms * MS, target.die, "SIGKILL")
 
     def _freeze(self, fault: Fault, worker: SimWorker | None) -> None:
         target = self._worker(fault, worker)

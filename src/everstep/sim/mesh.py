@@ -50,9 +50,9 @@ class Mesh:
     def _clear(self) -> None:
         self.holdings: set[int] = set()
         self.records: dict[Key, set[int]] = {}
-        self.parts: dict[int, dict[int, dict[Node, Gradient]]] = {}
-        self.pieces: dict[int, dict[int, Gradient]] = {}
-        self.reducing = 0
+        self.parts: dict[tuple[int, int], dict[int, dict[Node, Gradient]]] = {}  # by (step, stage)
+        self.pieces: dict[tuple[int, int], dict[int, Gradient]] = {}
+        self.reduced: dict[int, dict[int, Gradient]] = {}
 
     @property
     def generation(self) -> int:
@@ -161,40 +161,64 @@ class Mesh:
     def send_record(self, key: Key, record: Record) -> None:
         self._to_all("record", self.generation, key, self.worker.me.worker_id, record)
 
+    def send_lane(self, worker_id: int, *parts: Any) -> None:
+        """What one stage hands to another: kind, step, stage, lane, value."""
+        self._send(worker_id, ("lane", self.generation, *parts))
+
+    def _on_lane(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
+        self.worker.lanes.arrived(kind, step, stage, lane, value)
+
+    def send_snapshot(self, worker_id: int, *parts: Any) -> None:
+        """To be kept by a worker of another pool: stage, step, state, records."""
+        if worker_id not in self.lost:
+            self._send(worker_id, ("snapshot", self.generation, *parts))
+
+    def _on_snapshot(self, stage: int, step: int, state: int, records: Mapping[int, Record]) -> None:
+        self.worker.keeper.keep(stage, step, state, records)
+
     # ---- the reduction
 
-    def reduce(self, step: int, lanes: tuple[int, ...], leaves: Mapping[int, Gradient]) -> None:
-        """Hand the own subtrees, cut by owner, to the owners."""
+    def _pool(self, stage: int) -> tuple[int, ...]:
+        return tuple(s.worker_id for s in self.plan.pool(stage)) if self.plan is not None else ()
+
+    def reduce(self, step: int, stage: int, lanes: tuple[int, ...], leaves: Mapping[int, Gradient]) -> None:
+        """Hand the own subtrees of one stage, cut by owner, to the owners."""
         if self.plan is None:
             raise AssertionError("a reduction without a plan")
-        self.reducing = step
         nodes = {node: subtree(node, leaves) for node in cover(lanes, self.plan.lanes)}
-        for worker_id, (first, last) in owners(BLOCKS, self.plan.worker_ids).items():
+        for worker_id, (first, last) in owners(BLOCKS, self._pool(stage)).items():
             part = {node: value[first:last] for node, value in nodes.items()}
-            self._send(worker_id, ("part", self.generation, step, self.worker.me.worker_id, part))
+            self._send(worker_id, ("part", self.generation, step, stage, self.worker.me.worker_id, part))
 
-    def _on_part(self, step: int, worker_id: int, part: dict[Node, Gradient]) -> None:
-        parts = self.parts.setdefault(step, {})
+    def _on_part(self, step: int, stage: int, worker_id: int, part: dict[Node, Gradient]) -> None:
+        parts = self.parts.setdefault((step, stage), {})
         parts[worker_id] = part
-        if self.plan is None or len(parts) < len(self.plan.members):
+        if self.plan is None or len(parts) < len(self._pool(stage)):
             return
         values = {node: value for _, one in sorted(parts.items()) for node, value in one.items()}
         for left, right, into in fold_order(self.plan.lanes, sorted(values)):
             values[into] = tuple(add(x, y) for x, y in zip(values[left], values[right], strict=True))
         result = values[root(self.plan.lanes)]
-        self._to_all("piece", self.generation, step, self.worker.me.worker_id, result)
+        for pool_mate in self._pool(stage):
+            self._send(pool_mate, ("piece", self.generation, step, stage, self.worker.me.worker_id, result))
 
-    def _on_piece(self, step: int, worker_id: int, values: Gradient) -> None:
-        pieces = self.pieces.setdefault(step, {})
+    def _on_piece(self, step: int, stage: int, worker_id: int, values: Gradient) -> None:
+        pieces = self.pieces.setdefault((step, stage), {})
         pieces[worker_id] = values
-        if self.plan is None or len(pieces) < len(self.plan.members):
+        if self.plan is None or len(pieces) < len(self._pool(stage)):
             return
-        gradient = tuple(value for _, part in sorted(pieces.items()) for value in part)
-        self.pieces = {step: pieces}
         me = self.worker
-        me.hold(step, gradient)
-        lanes = self.plan.lanes_of(me.me.worker_id)
-        vote = Vote(self.generation, me.me.worker_id, lanes, hash(gradient))
+        reduced = self.reduced.setdefault(step, {})
+        reduced[stage] = tuple(value for _, part in sorted(pieces.items()) for value in part)
+        mine = self.plan.stages_of(me.me.worker_id)
+        if len(reduced) < len(mine):
+            return
+        self.reduced = {step: reduced}
+        self.pieces = {key: value for key, value in self.pieces.items() if key[0] >= step}
+        me.hold(step, reduced)
+        lanes = tuple(k * self.plan.lanes + n for k in mine for n in self.plan.lanes_of(me.me.worker_id, k))
+        sums = tuple((k, hash(gradient)) for k, gradient in sorted(reduced.items()))
+        vote = Vote(self.generation, me.me.worker_id, lanes, sums)
         me.feed(GradientReduced(self.generation, step, vote.encode()))
 
     # ---- neighbours that are gone
@@ -211,9 +235,15 @@ class Mesh:
         match machine.phase:
             case Phase.SETTLING:
                 return worker_id not in self.holdings
+            case Phase.COMPUTING:
+                return worker_id in self.worker.lanes.neighbours()
             case Phase.REDUCING:
-                missing_part = worker_id not in self.parts.get(step, {})
-                return missing_part or worker_id not in self.pieces.get(step, {})
+                mine = self.plan.stages_of(self.worker.me.worker_id) if self.plan is not None else ()
+                return any(
+                    worker_id not in self.parts.get((step, k), {}) or worker_id not in self.pieces.get((step, k), {})
+                    for k in mine
+                    if worker_id in self._pool(k)
+                )
             case Phase.AGREEING:
                 return worker_id not in self.records.get(Key(step, 0), set())
             case Phase.GATHERING:

@@ -1,10 +1,13 @@
 """Training in the abstract: states and gradients are hashes, so any wrong or missing part shows in all that follows.
 
 The sum of two gradients is not associative here, as in floating point: only the canonical tree gives the right one.
+In a split model a lane's gradient at one stage depends on the states of all of them: an activation goes up through the
+stages, and what comes back down depends on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.placement.tree import fold
@@ -17,11 +20,18 @@ Gradient = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps."""
+    """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
+
+    stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
+    worker of another pool; 0: never. write_every: the same for checkpoints on disk.
+    """
 
     steps: int
     lanes: int
     gather_every: int = 3
+    stages: int = 1
+    keep_every: int = 0
+    write_every: int = 0
 
     def gathers(self, step: int) -> int:
         """How many gathers the application asks for at the state of `step`; the last step is followed by one."""
@@ -30,9 +40,24 @@ class Job:
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 
-def leaf(state: int, step: int, lane: int) -> Gradient:
-    """The gradient of one lane, one value per block."""
-    return tuple(hash((state, step, lane, block)) for block in range(BLOCKS))
+def initial(stage: int) -> int:
+    """The state of a stage that nobody has trained yet."""
+    return INITIAL + stage
+
+
+def forward(state: int, step: int, lane: int, entering: int) -> int:
+    """What a stage hands to the next one."""
+    return hash((state, step, lane, entering, 5))
+
+
+def backward(state: int, step: int, lane: int, entering: int, coming_back: int) -> int:
+    """What a stage hands to the one before."""
+    return hash((state, step, lane, entering, coming_back, 7))
+
+
+def leaf(state: int, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> Gradient:
+    """The gradient of one lane at one stage, one value per block."""
+    return tuple(hash((state, step, lane, block, entering, coming_back)) for block in range(BLOCKS))
 
 
 def add(left: int, right: int) -> int:
@@ -41,17 +66,34 @@ def add(left: int, right: int) -> int:
 
 
 def update(state: int, step: int, gradient: Gradient) -> int:
-    """The state after the step."""
+    """The state of a stage after the step."""
     return hash((state, step, *gradient))
 
 
-def undisturbed(job: Job) -> list[int]:
-    """The state after each step, as one worker computes it that nothing ever happens to."""
-    states = [INITIAL]
+def whole_lane(states: Mapping[int, int], step: int, lane: int) -> dict[int, Gradient]:
+    """One lane through all stages: its gradient at each."""
+    stages = len(states)
+    if stages == 1:
+        return {0: leaf(states[0], step, lane)}
+    entering = [0]
+    for stage in range(stages):
+        entering.append(forward(states[stage], step, lane, entering[stage]))
+    coming_back, leaves = entering[stages], {}
+    for stage in reversed(range(stages)):
+        leaves[stage] = leaf(states[stage], step, lane, entering[stage], coming_back)
+        coming_back = backward(states[stage], step, lane, entering[stage], coming_back)
+    return leaves
+
+
+def undisturbed(job: Job) -> list[dict[int, int]]:
+    """The state of every stage after each step, as one worker computes it that nothing ever happens to."""
+    states = [{stage: initial(stage) for stage in range(job.stages)}]
     for step in range(1, job.steps + 1):
-        leaves = {lane: leaf(states[-1], step, lane) for lane in range(job.lanes)}
-        gradient = tuple(
-            fold(job.lanes, {lane: values[block] for lane, values in leaves.items()}, add) for block in range(BLOCKS)
-        )
-        states.append(update(states[-1], step, gradient))
+        leaves = {lane: whole_lane(states[-1], step, lane) for lane in range(job.lanes)}
+        after = {}
+        for stage, state in states[-1].items():
+            blocks = [{lane: values[stage][block] for lane, values in leaves.items()} for block in range(BLOCKS)]
+            gradient = tuple(fold(job.lanes, values, add) for values in blocks)
+            after[stage] = update(state, step, gradient)
+        states.append(after)
     return states

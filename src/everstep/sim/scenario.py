@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.base.plan import WorkerKey
+from everstep.base.pool_wish import PoolWish
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
@@ -19,7 +20,7 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks
 from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Site
-from everstep.sim.faults import Fault, Injector, draw
+from everstep.sim.faults import Fault, Injector, draw, draw_split
 from everstep.sim.model import INITIAL, Job
 from everstep.sim.worker import MakeMachine, SimWorker
 from everstep.sim.world import MS, SECOND, World
@@ -42,11 +43,14 @@ class Setup:
     on_failure: str
     job: Job
     faults: tuple[Fault, ...]
+    active: int = 0  # of each pool, the others stand by; 0: all of them
+    disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
 
     def __str__(self) -> str:
+        split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
-            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes"
+            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}"
         ]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
 
@@ -68,6 +72,27 @@ def set_up(seed: int) -> Setup:
     )
 
 
+def set_up_split(seed: int) -> Setup:
+    """The setup of a seed, for a model in several stages; now and then with fewer workers than stages."""
+    rng = World(seed).rng
+    stages = rng.randint(2, 4)
+    workers = rng.randint(1, stages) if rng.random() < 0.15 else min(7, stages * rng.randint(1, 3))
+    steps = rng.randint(4, 9)
+    lanes = rng.randint(3, 5)
+    hosts = rng.randint(1, 3)
+    return Setup(
+        workers=workers,
+        spares=rng.choice((0, 0, 1, 1, 2)),
+        hosts=hosts,
+        min_workers=rng.choice((1, 1, 1, min(2, workers))),
+        on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
+        job=Job(steps, lanes, rng.randint(2, 5), stages, rng.choice((0, 1, 2, 3)), rng.choice((0, 2, 3, 4))),
+        faults=draw_split(rng, horizon_ms=60 + steps * 60),
+        active=rng.choice((0, 0, 1)),
+        disk_hosts=rng.choice((None, None, 1)),
+    )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of it. `problem` is "" if every promise held."""
@@ -81,6 +106,7 @@ class Outcome:
     events: int
     lost_everything: int
     reports: dict[str, int]
+    went_back: int
     trace: tuple[str, ...]
 
     @property
@@ -114,16 +140,18 @@ class Simulation:
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        self.checks = Checks(setup.job, self._holders, self._positions)
+        self.checks = Checks(setup.job, self._holders, self._positions, self._settled)
         self.site = Site(self.world, self.checks, self._coordinator)
         self.site.make_worker = self._worker
         self.make_machine = make_machine
         self.make_coordinator = make_coordinator or _production_coordinator
         self.hosts = [f"host{i}" for i in range(setup.hosts)]
+        if setup.disk_hosts is not None:
+            self.site.disk.hosts = frozenset(self.hosts[: setup.disk_hosts])
         self.most_workers = setup.job.lanes
         self.config = CoordinatorConfig(
             lanes=setup.job.lanes,
-            stages=1,
+            stages=setup.job.stages,
             workers=setup.workers,
             min_workers=setup.min_workers,
             on_failure=setup.on_failure,
@@ -133,6 +161,7 @@ class Simulation:
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
             grace_ns=1 * SECOND,
+            wish=PoolWish(active=(setup.active,) * setup.job.stages if setup.active else ()),
         )
         slots = range(setup.workers + setup.spares)
         self.slots = {host: [i for i in slots if i % setup.hosts == n] for n, host in enumerate(self.hosts)}
@@ -159,13 +188,17 @@ class Simulation:
     def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
         return SimWorker(self.world, self.site, key, agent, self.setup.job, self.make_machine(key))
 
-    def _holders(self) -> dict[WorkerKey, int]:
-        """Where the live, reachable workers with a plan are."""
+    def _holders(self) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
+        """What the live, reachable workers with a plan have, and of which step."""
         return {
-            w.me: w.at
+            w.me: (w.at, tuple(w.states))
             for w in self.site.live_workers()
             if w.frozen_ns is None and w.machine.plan is not None and self.world.reachable(w.host, "control")
         }
+
+    def _settled(self, generation: int) -> dict[WorkerKey, Key]:
+        live = self.site.live_workers()
+        return {w.me: w.machine.position for w in live if w.machine.settled and w.machine.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
         return {w.me: w.machine.position for w in self.site.live_workers() if w.machine.plan is not None}
@@ -197,14 +230,15 @@ class Simulation:
 def simulate(
     seed: int,
     *,
+    split: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
     make_machine: MakeMachine = make_machine,
     make_coordinator: MakeCoordinator | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> Outcome:
-    """Run one seed. `setup` and `faults` replace what the seed would draw (named scenarios)."""
-    chosen = setup if setup is not None else set_up(seed)
+    """Run one seed. `split`: of a model in several stages. `setup` and `faults` replace what the seed would draw."""
+    chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
     if faults is not None:
         chosen = replace(chosen, faults=tuple(faults))
     simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator)
@@ -224,5 +258,6 @@ def simulate(
         events=simulation.world.events,
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.site.reports),
+        went_back=simulation.site.went_back,
         trace=tuple(simulation.world.lines),
     )

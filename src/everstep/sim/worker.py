@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from everstep.base.plan import Member, WorkerKey
+from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.step_machine import Phase, StepMachine
 from everstep.protocol.step_types import (
@@ -16,9 +16,9 @@ from everstep.protocol.step_types import (
     FetchState,
     GatherAsked,
     Gathered,
+    GoBack,
     HoldingArrived,
     Key,
-    LaneDone,
     Leave,
     LeftPlan,
     Open,
@@ -40,8 +40,10 @@ from everstep.protocol.step_types import (
 from everstep.sim.checks import Vote
 from everstep.sim.control import ControlClient
 from everstep.sim.heal import Copy, Donor, Fetcher, Joiner
+from everstep.sim.keep import Keeper
+from everstep.sim.lanes import Lanes
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import INITIAL, Gradient, Job, leaf, update
+from everstep.sim.model import Gradient, Job, initial, update
 from everstep.sim.world import MS, Process, World
 
 if TYPE_CHECKING:
@@ -64,21 +66,19 @@ class SimWorker(Process):
         self.job = job
         self.machine = machine
         self.pid = 1000 + 100 * key.worker_id + key.incarnation
-        self.at, self.state = 0, INITIAL
-        self.gradient: tuple[int, Gradient] | None = None
-        self.leaves: dict[int, dict[int, Gradient]] = {}
+        self.at = 0
+        self.states = {stage: initial(stage) for stage in range(job.stages)}
+        self.gradient: tuple[int, dict[int, Gradient]] | None = None
         self.effects_held: dict[int, int] = {}
         self.records: Mapping[int, Record] = {}
         self.slowness = world.rng.choice((1, 1, 1, 2, 4))
         self.mesh, self.donor, self.fetcher, self.joiner = Mesh(self), Donor(self), Fetcher(self), Joiner(self)
+        self.lanes, self.keeper = Lanes(self), Keeper(self)
         self.faults: dict[int, list[int]] = {}
         self._queue: deque[StepEffect] = deque()
         self._performing = False
         self._updating = False
         self._asked = False
-        self._todo: deque[int] = deque()
-        self._todo_step = 0
-        self._lane_under_way = False
         self._phase = ""
         self._settling = False
         self.done = False
@@ -168,6 +168,7 @@ class SimWorker(Process):
 
     def deliver(self, message: wire.AnyMessage) -> None:
         """A message of the coordinator."""
+        self.keeper.say()
         match message:
             case wire.PlanNow(plan=plan):
                 self.site.checks.plan(plan)
@@ -175,8 +176,8 @@ class SimWorker(Process):
             case wire.PlanPrepared(plan=plan):
                 self.site.checks.plan(plan)
                 self.feed(PreparedArrived(plan))
-            case wire.Heal(ticket=ticket, donors=donors):
-                self.joiner.begin(ticket, donors)
+            case wire.Heal():
+                self.joiner.begin(message)
             case wire.Dismissed(reason=reason, drained=drained):
                 self.exit(f"dismissed: {reason}", restart=not drained)
             case wire.JobEnded(state=state):
@@ -220,7 +221,7 @@ class SimWorker(Process):
             self.world.log(self.name, f"[{self.machine.phase}]", event, "=>", effects)
         if any(isinstance(e, Leave | Open) for e in effects):
             self._queue = deque(e for e in self._queue if isinstance(e, _DECIDED))
-            self._todo.clear()
+            self.lanes.stop()
         self._queue.extend(effects)
         if not self._performing and not self._updating:
             self._perform()
@@ -258,7 +259,7 @@ class SimWorker(Process):
         self.done = True
         plan = self.machine.plan
         if plan is not None and plan.leader(0) == self.me.worker_id:
-            self.site.checks.final(self.me, self.at, self.state)
+            self.site.checks.final(self.me, self.at, self.states)
         self.tell(self._done_message())
 
     def _note_phase(self) -> None:
@@ -283,12 +284,15 @@ class SimWorker(Process):
             case Open(plan=plan):
                 self.joiner.stop()
                 self.done = False
+                if self.at == 0:  # what nobody has trained can be built
+                    self.states = {k: self.states.get(k, initial(k)) for k in range(self.job.stages)}
+                self.lanes.stop()
                 self.mesh.open(plan)
             case SendHolding(holding=holding):
+                self.site.checks.holding(self.machine.generation, self.me.worker_id, holding)
                 self.mesh.send_holding(holding)
             case Compute(step=step, lanes=lanes):
-                self._todo, self._todo_step = deque(lanes), step
-                self._next_lane()
+                self.lanes.compute(self.plan(), step, lanes)
             case Reduce(step=step):
                 self._reduce(step)
             case SendRecord(key=key, record=record):
@@ -301,54 +305,48 @@ class SimWorker(Process):
             case Release(step=step):
                 self._release(step)
             case Discard(step=step):
-                self.leaves = {s: v for s, v in self.leaves.items() if s > step}
+                self.lanes.discard(step)
             case ServeState():
                 self.donor.serve(effect)
-            case FetchState():
-                self.fetcher.fetch(effect)
+            case FetchState(generation=generation, position=position, donors=donors):
+                self.fetcher.fetch(generation, position, donors)
+            case GoBack(generation=generation, step=step, sources=sources):
+                self.site.went_back += 1
+                self.fetcher.fetch(generation, Key(step, 0), sources)
             case Entered(generation=generation, step=step):
                 self.faults = {g: a for g, a in self.faults.items() if g >= generation}
-                self.site.checks.entered(self.me, generation, step)
+                held = self.states.keys() if self.at == step else ()
+                self.site.checks.entered(self.me, generation, step, held)
                 self.tell(self._entered_message())
             case LeftPlan():
                 self.exit("drained: the plan goes on without it", restart=False)
 
     def _send_record(self, key: Key, record: Record) -> None:
         if not record.payload:
-            vote = Vote(self.machine.generation, self.me.worker_id, (), 0)
+            vote = Vote(self.machine.generation, self.me.worker_id, (), ())
             record = Record(record.prepared, vote.encode())
         self.mesh.send_record(key, record)
 
-    # ---- lanes
+    # ---- a step
 
-    def _next_lane(self) -> None:
-        if self._lane_under_way or not self._todo:
-            return
-        step, lane = self._todo_step, self._todo.popleft()
-        if step != self.at + 1:
-            raise AssertionError(f"{self.me} is to compute step {step} at state {self.at}")
-        self._lane_under_way = True
-        took = self.world.between(2 * MS, 16 * MS) * self.slowness
-        self.later(took, self._lane_done, step, lane, self.state)
-
-    def _lane_done(self, step: int, lane: int, state: int) -> None:
-        self._lane_under_way = False
-        if step == self.at + 1 and state == self.state:
-            self.leaves.setdefault(step, {})[lane] = leaf(state, step, lane)
-            self.feed(LaneDone(step, 0, lane))
-        self._next_lane()
+    def plan(self) -> Plan:
+        """Of the present generation."""
+        if self.machine.plan is None:
+            raise AssertionError(f"{self.me} has no plan")
+        return self.machine.plan
 
     def _reduce(self, step: int) -> None:
-        plan = self.machine.plan
-        if plan is None:
-            raise AssertionError("a reduction without a plan")
-        self.mesh.reduce(step, plan.lanes_of(self.me.worker_id), self.leaves.get(step, {}))
+        plan = self.plan()
+        for stage in plan.stages_of(self.me.worker_id):
+            lanes = plan.lanes_of(self.me.worker_id, stage)
+            self.mesh.reduce(step, stage, lanes, self.lanes.of(step, stage, lanes))
 
-    def hold(self, step: int, gradient: Gradient) -> None:
-        """The reduced gradient of a step is complete here."""
+    def hold(self, step: int, gradients: dict[int, Gradient]) -> None:
+        """The reduced gradient of a step is complete here, for all own stages."""
         if step == self.at + 1:
-            self.site.checks.reduced(self.me, step, self.state, gradient)
-            self.gradient = (step, gradient)
+            for stage, gradient in gradients.items():
+                self.site.checks.reduced(self.me, step, stage, self.states[stage], gradient)
+            self.gradient = (step, gradients)
 
     # ---- the state
 
@@ -366,38 +364,40 @@ class SimWorker(Process):
         took = self.world.between(MS // 2, 25 * MS if slow else 3 * MS)
         self.later(took, self._apply, step, records, self.gradient[1])
 
-    def _apply(self, step: int, records: Mapping[int, Record], gradient: Gradient) -> None:
+    def _apply(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
         self._updating = False
-        self.replay(step, update(self.state, step, gradient))
+        self.replay(step, {k: update(self.states[k], step, gradient) for k, gradient in gradients.items()})
         self.records, self._asked = records, False
-        self.donor.feed(step, records, gradient)
+        self.donor.feed(step, records, gradients)
         self.feed(Updated(step))
 
-    def replay(self, step: int, state: int) -> None:
-        """The state is now that of `step`, one further."""
-        self.at, self.state = step, state
-        self.site.checks.state(self.me, step, state)
-        self.effects_held[step] = state
+    def replay(self, step: int, states: dict[int, int]) -> None:
+        """The states are now those of `step`, one further; stages that are not named are dropped."""
+        self.at, self.states = step, states
+        self._check_states()
+        self.effects_held[step] = self.site.checks.effect(step)
 
-    def copy(self) -> Copy:
+    def _check_states(self) -> None:
+        for stage, state in self.states.items():
+            self.site.checks.state(self.me, self.at, stage, state)
+
+    def copy(self, stage: int) -> Copy:
         """What a peer needs to be where this worker is."""
-        return Copy(self.machine.position, *self.serve_parts())
-
-    def serve_parts(self) -> tuple[Mapping[int, Record], int, tuple[tuple[int, int], ...]]:
-        kept = ((self.at, self.site.checks.states[self.at]),) if self.at else ()
-        return self.records, self.state, kept
+        kept = ((self.at, self.site.checks.effect(self.at)),) if self.at else ()
+        return Copy(self.machine.position, self.records, {stage: self.states[stage]}, kept)
 
     def install(self, copy: Copy) -> None:
-        """Become a copy. The caller reports it to the machine at once."""
+        """Become a copy, or get more stages at the same position. The caller reports it to the machine at once."""
         if copy.position != self.machine.position:
             self._asked = False
+            self.gradient = None
         self.donor.jumped()
-        self.at, self.state = copy.position.step, copy.state
-        self.records = copy.records
+        kept = self.states if copy.position.step == self.at else {}
+        self.at, self.states = copy.position.step, {**kept, **copy.states}
+        if copy.records or copy.position != self.machine.position:
+            self.records = copy.records
         self.effects_held.update(copy.effects)
-        self.gradient = None
-        self._todo.clear()
-        self.site.checks.state(self.me, self.at, self.state)
+        self._check_states()
 
     def _release(self, step: int) -> None:
         released = self.site.checks.released.get(self.me, 0)
@@ -406,7 +406,10 @@ class SimWorker(Process):
             if held > released:
                 self.site.checks.release(self.me, self.machine.position, held, effect)
         plan = self.machine.plan
-        if plan is not None and plan.leader(0) == self.me.worker_id:
+        if plan is None:
+            return
+        self.keeper.released(step, plan)
+        if plan.leader(0) == self.me.worker_id:
             self.tell(
                 wire.Progress(
                     worker_id=self.me.worker_id,

@@ -43,6 +43,7 @@ from everstep.protocol.step_types import (
 
 LANES = 4
 START = Key(0, 0)
+RECORDS = {9: Record(0, b"")}
 
 
 def plan(generation: int, ids: list[int], *, prepared: bool = False, lanes: dict[int, tuple[int, ...]] | None = None):
@@ -371,15 +372,19 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
 @pytest.mark.parametrize(
     ("holdings", "donors", "fetchers"),
     [
-        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(4, 0), {}, 0)}, (0, 1), ()),
-        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(3, 2), {}, 4)}, (0,), ()),
-        ({0: Holding(Key(4, 0), {}, 0), 1: Holding(Key(3, 2), {}, 0)}, (0,), (1,)),
-        ({0: Holding(Key(4, 1), {}, 0), 1: Holding(Key(3, 0), {}, 4)}, (0,), (1,)),
-        ({0: Holding(Key(4, 1), {}, 0), 1: Holding(Key(4, 0), {}, 5)}, (0,), ()),
-        ({0: Holding(Key(4, 2), {}, 0), 1: Holding(Key(4, 0), {}, 0)}, (0,), (1,)),
-        ({0: Holding(Key(2, 0), {}, 3), 1: Holding(Key(4, 0), {}, 0), 2: Holding(Key(3, 0), {}, 4)}, (1,), (0,)),
-        ({1: Holding(Key(0, 0), {}, 0, "a"), 2: Holding(Key(0, 0), {}, 0, "b")}, (1,), (2,)),
-        ({1: Holding(Key(0, 1), {}, 0, "a"), 2: Holding(Key(0, 0), {}, 0, "a")}, (1,), ()),
+        ({0: Holding(Key(4, 0), RECORDS, 0), 1: Holding(Key(4, 0), RECORDS, 0)}, (0, 1), ()),
+        ({0: Holding(Key(4, 0), RECORDS, 0), 1: Holding(Key(3, 2), RECORDS, 4)}, (0,), ()),
+        ({0: Holding(Key(4, 0), RECORDS, 0), 1: Holding(Key(3, 2), RECORDS, 0)}, (0,), (1,)),
+        ({0: Holding(Key(4, 1), RECORDS, 0), 1: Holding(Key(3, 0), RECORDS, 4)}, (0,), (1,)),
+        ({0: Holding(Key(4, 1), RECORDS, 0), 1: Holding(Key(4, 0), RECORDS, 5)}, (0,), ()),
+        ({0: Holding(Key(4, 2), RECORDS, 0), 1: Holding(Key(4, 0), RECORDS, 0)}, (0,), (1,)),
+        (
+            {0: Holding(Key(2, 0), RECORDS, 3), 1: Holding(Key(4, 0), RECORDS, 0), 2: Holding(Key(3, 0), RECORDS, 4)},
+            (1,),
+            (0,),
+        ),
+        ({1: Holding(Key(0, 0), RECORDS, 0, "a"), 2: Holding(Key(0, 0), RECORDS, 0, "b")}, (1,), (2,)),
+        ({1: Holding(Key(0, 1), RECORDS, 0, "a"), 2: Holding(Key(0, 0), RECORDS, 0, "a")}, (1,), ()),
     ],
 )
 def test_who_must_copy_from_whom(holdings, donors, fetchers):
