@@ -28,24 +28,31 @@ Leaf = list[Tensor | None]
 class LaneAccumulator:
     """Folds this worker's lanes of a step into the nodes that it hands over. One thread."""
 
-    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
-        """`layout` was built from this very model, after `untie`. Sets malloc to keep freed memory (process-wide)."""
+    def __init__(self, layout: GradientLayout, model: nn.Module, units: range | None = None) -> None:
+        """`layout` was built from this very model, after `untie`. Sets malloc to keep freed memory (process-wide).
+
+        units: those of the layout whose gradients are taken here; by default all.
+        """
         keep_freed_memory()
+        units = range(len(layout.units)) if units is None else units
+        mine = [i for i in layout.params if layout.entries[i].unit in units]
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self.presence: dict[Node, bytes] = {}
         """For each node of the step that is complete: one byte per layout entry."""
-        self._params: list[nn.Parameter] = [by_name[layout.entries[i].name] for i in layout.params]
+        self._indices = mine
+        self._params: list[nn.Parameter] = [by_name[layout.entries[i].name] for i in mine]
         self._frozen = [(name, by_name[name]) for name in layout.frozen]
-        self._entries = [layout.entries[i] for i in layout.params]
+        self._entries = [layout.entries[i] for i in mine]
         self._strides = [tuple(p.stride()) for p in self._params]
         self._bytes = [p.numel() * 4 for p in self._params]
         self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
-        self._statistics = _Statistics(layout, model)
+        self._statistics = _Statistics(layout, model, units)
+        self._captured: dict[int, list[Tensor]] = {}
         self._watch: Watch | None = Watch(self._params)
         self._apart = set(self._narrow)
         self._loan: Loan | None = None
-        self._all = bytes([1]) * len(layout.entries)
+        self._all = bytes(entry.unit in units for entry in layout.entries)
         self._none = bytes(len(layout.entries))
         self._step = 0
         self._open: list[Node] = []
@@ -76,6 +83,7 @@ class LaneAccumulator:
             self._step = step
             self._open, self._pending, self._node_of_lane = [], {}, {}
             self.presence = {}
+            self._captured = {}
             self._statistics.begin_step()
         if self._loan is not None:  # its lane was left in the middle
             del self._pending[self._loan.sibling]
@@ -112,8 +120,14 @@ class LaneAccumulator:
             for parameter, gradient in zip(self._params, lent, strict=True):
                 parameter.grad = gradient
 
+    def capture(self, lane: int) -> None:
+        """Takes the running statistics as the lane's forward pass has left them, before anything changes them."""
+        with torch.no_grad():
+            self._captured[lane] = self._statistics.take()
+
     def add(self, lane: int) -> None:
-        """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics.
+        """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics:
+        those captured, or else those that are there now.
 
         Raises: ConfigError naming a parameter with a sparse gradient; TaskError naming one whose `.grad` was written
         by others than the lane's backward pass.
@@ -123,19 +137,32 @@ class LaneAccumulator:
             self._watch = None
         check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
         with torch.no_grad():
+            captured = self._captured.pop(lane, None)
+            statistics = self._statistics.take() if captured is None else captured
             loan, self._loan = self._loan, None
             if loan is None:
-                self._fold(Node(lane, lane + 1), [*self._take_gradients(), *self._statistics.take()])
+                self._fold(Node(lane, lane + 1), [*self._take_gradients(), *statistics])
             else:
                 check(lane == loan.parent.hi - 1, f"lane {lane} was added while another one was computed")
                 del self._pending[loan.sibling]
-                self._fold(loan.parent, self._take_back(loan))
+                self._fold(loan.parent, self._take_back(loan, statistics))
 
     def add_empty(self, lane: int) -> None:
         """The lane has no samples: it is the identity of the sum."""
         check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
         with torch.no_grad():
             self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
+
+    def dismiss(self) -> None:
+        """Throws away what a backward pass has left in `.grad`: its lane had been added before."""
+        check(self._loan is None, "the lane before was entered and never added")
+        for parameter in self._params:
+            parameter.grad = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the step, complete or not."""
+        return (*self._open, *self.presence)
 
     def drop(self, node: Node) -> None:
         """Forget a complete node, because some of its lanes went to another worker: they count as not added."""
@@ -153,6 +180,7 @@ class LaneAccumulator:
         """Lets go of the step and of all shared memory (call it before that is unmapped)."""
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
         self._step, self._buffer, self._loan = 0, None, None
+        self._captured = {}
         self._views.clear()
 
     # ---- leaves
@@ -163,14 +191,14 @@ class LaneAccumulator:
             parameter.grad = None
         return self._own(leaf)
 
-    def _take_back(self, loan: Loan) -> Leaf:
+    def _take_back(self, loan: Loan, statistics: list[Tensor]) -> Leaf:
         """The sum of the loan's parent."""
         gradients: Leaf = [p.grad for p in self._params]
         for parameter in self._params:
             parameter.grad = None
         loan.check_returned(gradients, lambda i: self._entries[i].name)
         fresh = self._own([g if lent is None else None for g, lent in zip(gradients, loan.lent, strict=True)])
-        return _add_in_place(loan.leaf, [*fresh, *self._statistics.take()])
+        return _add_in_place(loan.leaf, [*fresh, *statistics])
 
     def _own(self, leaf: Leaf) -> Leaf:
         """The gradients as dense float32 tensors in the parameters' strides, each in memory of its own."""
@@ -254,7 +282,7 @@ class LaneAccumulator:
         if not any(present):
             return self._none
         row = bytearray(len(self._all))
-        for i, there in zip(self.layout.params, present, strict=False):
+        for i, there in zip(self._indices, present, strict=False):
             row[i] = there
         for region, there in zip(self._statistics.regions, present[len(self._params) :], strict=True):
             for i in region.entries:
@@ -294,12 +322,13 @@ class _Statistics:
     statistics whatever the number of lanes.
     """
 
-    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
+    def __init__(self, layout: GradientLayout, model: nn.Module, units: range) -> None:
         by_name = dict(model.named_buffers(remove_duplicate=False))
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in by_name}
         grouped: dict[int, list[int]] = {}
         for i in layout.buffers:
-            grouped.setdefault(layout.entries[i].unit, []).append(i)
+            if layout.entries[i].unit in units:
+                grouped.setdefault(layout.entries[i].unit, []).append(i)
         self.regions = [_Region(layout, entries) for entries in grouped.values()]
         self._where: list[tuple[nn.Module, str]] = []
         self._tails: list[Tensor] = []
@@ -360,7 +389,7 @@ def _path(top: Node, lane: int) -> list[Node]:
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
     """left + right, in the memory of `left` (of whichever is there, where one is absent)."""
-    if _whole(left) and _whole(right):
+    if left and _whole(left) and _whole(right):
         torch._foreach_add_(left, right)  # type: ignore[arg-type]
         return left
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]

@@ -8,7 +8,7 @@ anything else has no rule and is refused by name.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 import torch
@@ -87,6 +87,22 @@ class _Guarded:
             return False
         return not self._same(value)
 
+    @property
+    def moved(self) -> bool:
+        """Whether another tensor than the step's is in place."""
+        return self.current() is not self.tensor
+
+    def renew(self) -> tuple[Tensor, Tensor] | None:
+        """Puts a new tensor in place; returns (tensor, copy) where the step's value must still be filled in."""
+        if self.tensor is None or self.saved is None:
+            self.module._buffers[self.attribute] = self.tensor
+            return None
+        fresh = torch.empty_strided(
+            self.saved.shape, self.saved.stride(), dtype=self.saved.dtype, device=self.saved.device
+        )
+        self.module._buffers[self.attribute] = fresh
+        return fresh, self.saved
+
     def restore(self) -> tuple[Tensor, Tensor] | None:
         """Puts the step's tensor back; returns (tensor, copy) where the step's value must still be filled in."""
         self.module._buffers[self.attribute] = self.tensor
@@ -123,11 +139,13 @@ class BufferGuard:
     changed behind the version counter (through `.data`) is noticed in the first two steps only.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, modules: Container[int] | None = None) -> None:
+        """modules: ids of those modules whose buffers are guarded here; by default all."""
         statistics = {name for name, _ in running_statistics(model, model)}
         self._all: list[_Guarded] = []
-        for prefix, module in modules.items():
+        for prefix, module in model.named_modules():
+            if modules is not None and id(module) not in modules:
+                continue
             for attribute in module._buffers:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 self._all.append(_Guarded(name, module, attribute, name in statistics))
@@ -140,6 +158,8 @@ class BufferGuard:
         self._outcome: dict[int, str] = {}
         self._values: dict[int, bytes | None] = {}
         self._left: dict[int, Tensor | None] = {}
+        self._volatile: set[int] = set()
+        self._in_flight: dict[int, list[tuple[_Guarded, Tensor | None]]] = {}
 
     def begin_step(self, step: int) -> None:
         """Remembers the buffers as they are now as the step's; nothing if this step has begun already."""
@@ -149,6 +169,7 @@ class BufferGuard:
         self._steps_seen += 1
         self._lanes = 0
         self._dirty, self._outcome, self._values, self._left = set(), {}, {}, {}
+        self._in_flight = {}
         with torch.no_grad():
             _copy([guarded.remember() for guarded in self._all])
 
@@ -156,6 +177,33 @@ class BufferGuard:
         """Puts the step's buffers back, whatever the lane before (or an interrupted one) left."""
         with torch.no_grad():
             self._restore()
+
+    def begin_lane_apart(self) -> None:
+        """As `begin_lane`, for a lane that stays in flight while others begin: the buffers that lanes change become
+        tensors of this lane's own, so that neither values nor version counters in its graph change under it."""
+        with torch.no_grad():
+            self._mark_volatile()
+            own = [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
+            _copy([guarded.renew() for guarded in own])
+            self._dirty.clear()
+
+    def leave_lane(self, lane: int) -> None:
+        """Remembers the lane's own buffers, for its backward pass."""
+        own = [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
+        self._in_flight[lane] = [(guarded, guarded.current()) for guarded in own]
+
+    def drop_lane(self, lane: int) -> None:
+        """The lane is left, or will be computed again."""
+        self._in_flight.pop(lane, None)
+
+    def forget_lanes(self) -> None:
+        """What lanes of this step have left so far does not count (a lane was computed on trial)."""
+        self._lanes, self._outcome = 0, {}
+
+    def resume_lane(self, lane: int) -> None:
+        """Puts the lane's own buffers in place again: its backward pass comes next."""
+        for guarded, tensor in self._in_flight.pop(lane):
+            guarded.module._buffers[guarded.attribute] = tensor
 
     def end_lane(self) -> dict[str, str]:
         """Looks what the lane changed: name -> digest (running statistics are not looked at).
@@ -169,6 +217,7 @@ class BufferGuard:
                 if guarded.changed(thorough):
                     self._take(index, guarded, outcome)
         self._dirty |= set(outcome)
+        self._volatile |= set(outcome)
         if self._lanes and outcome != self._outcome:
             self._refuse(set(outcome.items()) ^ set(self._outcome.items()))
         self._lanes += 1
@@ -241,9 +290,15 @@ class BufferGuard:
                 "sent to workers without lanes; make it smaller, or run without standby workers"
             )
 
+    def _mark_volatile(self) -> None:
+        thorough = self._steps_seen <= _WATCHED_STEPS
+        for index, guarded in enumerate(self._others):
+            if index not in self._volatile and (index in self._dirty or guarded.changed(thorough)):
+                self._volatile.add(index)
+
     def _restore(self) -> None:
         thorough = self._steps_seen <= _WATCHED_STEPS
-        stale = [g for i, g in enumerate(self._others) if i in self._dirty or g.changed(thorough)]
+        stale = [g for i, g in enumerate(self._others) if i in self._dirty or g.moved or g.changed(thorough)]
         _copy([guarded.restore() for guarded in (*self._statistics, *stale)])
         for guarded in stale:
             if guarded.tensor is not None:

@@ -9,6 +9,7 @@ float32(factor), where factor = clip / (weight * loss_scale) is computed in floa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
 from everstep.exact.reduce import gather
+from everstep.exact.ties import Place, Tied
 
 _CLIP_EPSILON = 1e-6
 
@@ -40,12 +42,15 @@ def clip_factor(total_sumsq: float, scale: float, clip_norm: float | None) -> fl
 class GradientHandOver:
     """Puts normalised gradients into `.grad` of the first leaf of every parameter, in private memory made once."""
 
-    def __init__(self, layout: GradientLayout, model: nn.Module) -> None:
-        """`layout` was built from this very model, after `untie`."""
+    def __init__(self, layout: GradientLayout, model: nn.Module, ties: Sequence[Tied] = ()) -> None:
+        """`layout` was built from this very model, after `untie`. ties: parameters with places in other stages too."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
         self._params: list[tuple[int, nn.Parameter]] = [(i, by_name[layout.entries[i].name]) for i in layout.params]
-        self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0]
+        self._ties = tuple(ties)
+        apart = {place.entry for tied in ties for place in tied.places}
+        self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0 and i not in apart]
+        self._sums: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._converted: dict[int, Tensor] = {}
@@ -53,8 +58,10 @@ class GradientHandOver:
         self._statistics = [(i, *_owner(model, layout.entries[i].name)) for i in layout.buffers]
         check(all(layout.entries[i].name in buffers for i in layout.buffers), "the layout is not of this model")
 
-    def hand_over(self, reduced: Reduced, scale: float) -> None:
+    def hand_over(self, reduced: Reduced, scale: float, received: Mapping[Place, Tensor | None] | None = None) -> None:
         """Sets `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
+
+        received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
 
         Parameters that no lane had a gradient for get None; places of use of one parameter are added up in unit
         order, after the multiplication. The gradients stay valid until the next call.
@@ -70,11 +77,15 @@ class GradientHandOver:
                 torch._foreach_copy_([self._converted[i] for i in narrow], [self._views[i] for i in narrow])
             for i, parameter in self._params:
                 parameter.grad = self._converted.get(i, self._views[i]) if present[i] else None
+            for tied in self._ties:
+                self._join_stages(tied, flat, scale, reduced.presence, received or {})
 
     def clear(self) -> None:
         """Takes the gradients away, so that the next lane's are autograd's own tensors."""
         for _, parameter in self._params:
             parameter.grad = None
+        for tied in self._ties:
+            tied.parameter.grad = None
 
     def commit_statistics(self, reduced: Reduced) -> None:
         """Sets the running statistics to their mean over the lanes that changed them; leaves others as they are.
@@ -102,6 +113,33 @@ class GradientHandOver:
                 if parameter.dtype != torch.float32 and entry.tied_to < 0:
                     self._converted[i] = torch.empty_like(self._views[i], dtype=parameter.dtype)
         return self._flat
+
+    def _join_stages(
+        self, tied: Tied, flat: Tensor, scale: float, presence: bytes, received: Mapping[Place, Tensor | None]
+    ) -> None:
+        """As `_join_places`, in the same order, with places of other stages."""
+        entry = self.layout.entries[tied.own[0].entry]
+        total: Tensor | None = None
+        for place in tied.places:
+            if place.entry >= 0:
+                here = self.layout.entries[place.entry]
+                value = flat[here.offset : here.stop] if presence[place.entry] else None
+                self._params_at(place.entry).grad = None
+            else:
+                check(place in received, f"the gradient of {tied.name} at unit {place.unit} has not been received")
+                theirs = received[place]
+                value = None if theirs is None else torch.mul(theirs, scale)
+            if value is None:
+                continue
+            if total is None:
+                total = self._sums.setdefault(tied.name, torch.empty_like(value)).copy_(value)
+            else:
+                total.add_(value)
+        grad = None if total is None else total.as_strided(entry.shape, entry.stride)
+        tied.parameter.grad = grad if grad is None else grad.to(tied.parameter.dtype)
+
+    def _params_at(self, entry: int) -> nn.Parameter:
+        return next(parameter for i, parameter in self._params if i == entry)
 
     def _join_places(self, presence: bytes) -> bytes | bytearray:
         if not self._later:

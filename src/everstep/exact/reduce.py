@@ -114,7 +114,10 @@ def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray
 
 def total_sumsq(values: Iterable[float]) -> float:
     """The sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf go through."""
-    return math.fsum(values)
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # inf - inf
+        return math.nan
 
 
 def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:
@@ -123,14 +126,27 @@ def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:
     |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; 0.0 without ties. Every worker of an unsplit model
     gets the same number; only one may contribute it.
     """
+    return total_sumsq(tied_terms(layout, reduced))
+
+
+def tied_terms(layout: GradientLayout, reduced: Reduced, apart: frozenset[int] = frozenset()) -> list[float]:
+    """The summands of `tied_sumsq`, float64; without those of the layout entries `apart`."""
+    terms: list[float] = []
+    for places in _places(layout).values():
+        if not apart.intersection(places):
+            entries = [layout.entries[i] for i in places if reduced.presence[i]]
+            terms += cross_terms([gather(reduced, e.offset, e.stop) for e in entries])
+    return terms
+
+
+def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
+    """2 ab for each pair of one parameter's gradients (flat, in unit order), float64."""
     terms: list[float] = []
     with torch.no_grad():
-        for places in _places(layout).values():
-            entries = [layout.entries[i] for i in places if reduced.presence[i]]
-            wide = [gather(reduced, e.offset, e.stop).double() for e in entries]
-            for k, right in enumerate(wide):
-                terms.extend(2.0 * float(torch.dot(left, right)) for left in wide[:k])
-    return math.fsum(terms)
+        wide = [gradient.double() for gradient in gradients]
+        for k, right in enumerate(wide):
+            terms.extend(2.0 * float(torch.dot(left, right)) for left in wide[:k])
+    return terms
 
 
 def gather(reduced: Reduced, start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _MASK = (1 << 64) - 1
-_LANE, _UNIT, _SAMPLE, _BUILD = 1, 2, 3, 4
+_LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
 """The first number of a derivation, so that seeds for different purposes never coincide by construction."""
 
 
@@ -66,6 +66,11 @@ def unit_seed(seed: int, step: int, lane: int, unit: int, call: int) -> int:
     return derive(_UNIT, seed, step, lane, unit, call)
 
 
+def module_seed(seed: int, path: str) -> int:
+    """For initialising one module of the model by itself."""
+    return derive(_MODULE, seed, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little"))
+
+
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """For fetching one sample of the dataset (augmentation)."""
     return derive(_SAMPLE, seed, epoch, index)
@@ -95,37 +100,54 @@ class _Call:
 
 
 class UnitSeeder:
-    """Seeds the device generators at each unit's entry: what a unit draws does not depend on the units before it.
+    """Seeds all generators at each unit's entry: what a unit draws does not depend on the units before it.
 
-    numpy's generator and `random` are seeded once per lane.
-    Active between `begin_lane` and `end_lane` only: evaluation is left alone. A unit that is computed again inside
+    Active between `begin_lane` and `end_lane` only: evaluation is left alone. Several lanes may be in flight, each
+    known by its number and that of the part of the model: `pause` after a forward pass, `resume` before its backward
+    pass. A unit that is computed again inside
     backward (activation checkpointing) gets the seed of the forward call it repeats. That call is recognised by the
     seed that the generator held at its entry (checkpointing restores the generator, and with it that seed); where the
     generator is not restored, calls are taken in reverse order.
     Inside a model compiled as a whole, units within the compiled region are not seeded apart.
     """
 
-    def __init__(self, units: Sequence[nn.Module], seed: int) -> None:
+    def __init__(self, units: Sequence[nn.Module], seed: int, numbers: Sequence[int] | None = None) -> None:
+        """numbers: those of the units in the whole model, where these are not all."""
         self._seed = seed
         self._active = False
         self._step = 0
         self._lane = 0
-        self._calls: list[list[_Call]] = [[] for _ in units]
+        self._part = 0
+        self._in_flight: dict[tuple[int, int], dict[int, list[_Call]]] = {}
+        self._calls: dict[int, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
-        for number, unit in enumerate(units):
+        for number, unit in zip(range(len(units)) if numbers is None else numbers, units, strict=True):
             self._hooks.append(unit.register_forward_pre_hook(_entry_hook(self, number), prepend=True))
 
-    def begin_lane(self, step: int, lane: int) -> None:
+    def begin_lane(self, step: int, lane: int, part: int = 0) -> None:
         """Seeds all generators for the lane and starts counting its calls."""
-        self._step, self._lane = step, lane
-        for calls in self._calls:
-            calls.clear()
+        if step != self._step:
+            self._in_flight.clear()
+        self._step, self._lane, self._part = step, lane, part
+        self._calls = self._in_flight[lane, part] = {}
         seed_all(lane_seed(self._seed, step, lane))
         self._active = True
 
-    def end_lane(self) -> None:
-        """From here on the units' entries do nothing."""
+    def pause(self) -> None:
+        """From here on the units' entries do nothing; the lane's calls are remembered."""
         self._active = False
+
+    def resume(self, lane: int, part: int = 0) -> None:
+        """The lane's backward pass comes next."""
+        self._lane, self._part = lane, part
+        self._calls = self._in_flight[lane, part]
+        seed_all(derive(_BACKWARD, self._seed, self._step, lane, part))
+        self._active = True
+
+    def end_lane(self) -> None:
+        """From here on the units' entries do nothing; the lane is forgotten."""
+        self._active = False
+        self._in_flight.pop((self._lane, self._part), None)
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -137,14 +159,14 @@ class UnitSeeder:
         """Called at the unit's entry, in forward or in backward."""
         if not self._active or torch.compiler.is_compiling():
             return
-        calls = self._calls[unit]
+        calls = self._calls.setdefault(unit, [])
         before = torch.default_generator.initial_seed()
         if torch._C._current_graph_task_id() == -1:
             call = len(calls)
             calls.append(_Call(before))
         else:
             call = _repeated(calls, before)
-        seed_devices(unit_seed(self._seed, self._step, self._lane, unit, call))
+        seed_all(unit_seed(self._seed, self._step, self._lane, unit, call))
 
 
 def _repeated(calls: list[_Call], before: int) -> int:

@@ -30,6 +30,7 @@ from everstep.exact.image import (
 )
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import aligned_like
+from everstep.exact.recollect import Recollection
 from everstep.exact.snapshot import Arena, Snapshot
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -83,6 +84,8 @@ class ModelState:
         """Of the state that `live_tensors` described last."""
         self._image: Image | None = None
         self._arena: Arena | None = None
+        self._recollection = Recollection(model, optimizer, scheduler, self.extras)
+        self._now: list[int] = []
         for key, extra in self.extras.items():
             if not hasattr(extra, "state_dict") or not hasattr(extra, "load_state_dict"):
                 raise ConfigError(f"state {key} is a {type(extra).__name__} without state_dict and load_state_dict")
@@ -135,12 +138,18 @@ class ModelState:
     def live_tensors(self) -> tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], list[int]]:
         """Entries, the tensors that they are of, the JSON values, and which tensors may change before the next update
         (their indices); the others change in updates alone."""
-        entries, tensors, values, self.outline = self._collect()
+        found = self._recollection.recall()
+        if found is not None:
+            entries, tensors, values, self.outline = found
+            return entries, tensors, values, self._now
+        found = self._collect()
+        self._recollection.remember(found)
+        entries, tensors, values, self.outline = found
         live = {id(t) for t in self._unique_buffers().values()}
-        now = [
+        self._now = [
             k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith((_MODEL, _OPTIMIZER))
         ]
-        return entries, tensors, values, now
+        return entries, tensors, values, self._now
 
     def _take_back(self, arena: Arena) -> None:
         self._arena = arena

@@ -14,8 +14,9 @@ from everstep.order.cursor import SampleOrder
 from everstep.train.calling import calling
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.link import Link
+from everstep.train.parts import Parts
 from everstep.train.precision import resolve_device
-from everstep.train.replica import Parts, make_replica
+from everstep.train.replica import make_replica
 from everstep.train.run import Run
 from everstep.train.session import Session
 from everstep.train.task import Task

@@ -21,7 +21,7 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
-from everstep.train.replica import Parts
+from everstep.train.parts import Parts
 from everstep.train.run import Run
 
 _launched: LaunchedLink | None = None

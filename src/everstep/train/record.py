@@ -6,7 +6,7 @@ Apart because both halves must agree to the bit: a conclusion is a function of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,19 +27,31 @@ class LaneReport(msgspec.Struct, frozen=True, array_like=True):
     use: int
 
 
-class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's part of the agree record.
+class StageSection(msgspec.Struct, frozen=True, array_like=True):
+    """What an agree record says of one of the worker's stages.
 
-    norms: float64 sums of squares of the blocks owned[0]..owned[1]-1, unnormalised. buffers: what the lanes did to
-    buffers (an encoded `BufferReport`). digest: of the state before this step ("" if not due). committed_unix_ns: when
-    this worker committed the step before.
+    lanes: as computed, at the last stage alone (where the loss is). norms: float64 sums of squares of the blocks
+    owned[0]..owned[1]-1, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what
+    the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
+    step ("" if not due).
     """
 
+    stage: int
     lanes: list[LaneReport]
     owned: tuple[int, int]
     norms: bytes
-    buffers: bytes
+    ties: list[float]
+    buffers: list[bytes]
     digest: str
+
+
+class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's part of the agree record: a section per stage.
+
+    committed_unix_ns: when this worker committed the step before.
+    """
+
+    sections: list[StageSection]
     committed_unix_ns: int
 
 
@@ -54,9 +66,10 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 class Outcome:
     """What a step's records say: the same at every worker.
 
-    workers: who computed each lane. loss: mean over the global weight. weight: of the global batch. sumsq: sum of
-    squares of the unnormalised gradient, NaN where norms are not computed. samples: how many were used. buffers: every
-    worker's encoded report. digests: of the state before the step, by worker, where they were due.
+    workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
+    sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
+    were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
+    the step, by stage and worker, where they were due.
     """
 
     step: int
@@ -66,8 +79,8 @@ class Outcome:
     weight: float
     sumsq: float
     samples: int
-    buffers: tuple[bytes, ...]
-    digests: Mapping[int, str]
+    buffers: Mapping[int, tuple[tuple[bytes, ...], ...]]
+    digests: Mapping[int, Mapping[int, str]]
 
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
@@ -80,13 +93,16 @@ def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
     return _encode(payload)
 
 
-def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> Outcome:
+def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> Outcome:
     """Fold the records of one agree, in lane and block order."""
-    payloads = {w: _agree.decode(records[w].payload) for w in sorted(records)}
+    sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
+    for worker_id in sorted(records):
+        for section in _agree.decode(records[worker_id].payload).sections:
+            sections[section.stage][worker_id] = section
     reports: dict[int, LaneReport] = {}
     workers: dict[int, int] = {}
-    for worker_id, payload in payloads.items():
-        for report in payload.lanes:
+    for worker_id, section in sections[-1].items():
+        for report in section.lanes:
             check(report.lane not in reports, f"lane {report.lane} of step {step} was counted twice")
             reports[report.lane] = report
             workers[report.lane] = worker_id
@@ -101,24 +117,30 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> Outcome:
         workers=workers,
         loss=loss / weight if weight else math.nan,
         weight=weight,
-        sumsq=_sumsq(payloads),
+        sumsq=_sumsq(sections),
         samples=sum(r.count for r in lanes),
-        buffers=tuple(p.buffers for p in payloads.values()),
-        digests={w: p.digest for w, p in payloads.items() if p.digest},
+        buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
+        digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
     )
 
 
-def _sumsq(payloads: Mapping[int, AgreePayload]) -> float:
+def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
+    """The same two sums, each exact, however many stages there are."""
     values: list[float] = []
-    for payload in sorted(payloads.values(), key=lambda p: p.owned):
-        first, last = payload.owned
-        if first == last:
-            continue
-        if not payload.norms:
-            return math.nan
-        check(first == len(values), f"block norms begin at {first}, expected {len(values)}")
-        values.extend(memoryview(payload.norms).cast("d"))
-    return total_sumsq(values)
+    ties: list[float] = []
+    for stage in stages:
+        check(len(stage) > 0, "every stage has a section in some record")
+        before = len(values)
+        for section in sorted(stage.values(), key=lambda s: s.owned):
+            first, last = section.owned
+            if first == last:
+                continue
+            if not section.norms:
+                return math.nan
+            check(first == len(values) - before, f"block norms begin at {first}, expected {len(values) - before}")
+            values.extend(memoryview(section.norms).cast("d"))
+        ties.extend(next(iter(stage.values())).ties)
+    return total_sumsq(values) + total_sumsq(ties)
 
 
 def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:

@@ -30,6 +30,7 @@ from everstep.train.final import write_final
 from everstep.train.link import Link
 from everstep.train.published import Publisher
 from everstep.train.record import (
+    AgreePayload,
     GatherPayload,
     Outcome,
     committed_unix_ns,
@@ -259,7 +260,7 @@ class Session:
         lacking = self.replica.lacking(mine)
         if lacking:
             self.loader.schedule(number, mine)
-        return tuple(lane for lane in lacking if lane in self.replica.accumulator.missing)
+        return tuple(lane for lane in lacking if lane in self.replica.missing)
 
     def reduce(self, number: int, plan: Plan) -> bytes:
         lanes = plan.lanes_of(self.link.me.worker_id)
@@ -267,8 +268,8 @@ class Session:
         self._generations[number] = plan.generation
         every = self.config.verify_every
         digest = self.replica.digest(number - 1) if every and number % every == 0 else ""
-        payload = self.replica.agree_payload(self._reduced[number], lanes, digest, self._committed_ns)
-        return encode_payload(payload)
+        section = self.replica.section(self._reduced[number], lanes, digest)
+        return encode_payload(AgreePayload([section], self._committed_ns))
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
         if key.seq == 1 or key.seq == 0:
@@ -302,9 +303,10 @@ class Session:
         self.publisher.hold(outcome, generation, extra)
 
     def _compare_digests(self, outcome: Outcome) -> None:
-        found = sorted(set(outcome.digests.values()))
+        digests = outcome.digests[self.replica.spec.stage]
+        found = sorted(set(digests.values()))
         if len(found) > 1:
-            by = {d: [w for w, x in outcome.digests.items() if x == d] for d in found}
+            by = {d: [w for w, x in digests.items() if x == d] for d in found}
             raise DeterminismError(
                 f"the workers' states differ before step {outcome.step}: "
                 + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())

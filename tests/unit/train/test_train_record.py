@@ -13,6 +13,7 @@ from everstep.train.record import (
     AgreePayload,
     GatherPayload,
     LaneReport,
+    StageSection,
     committed_unix_ns,
     conclude,
     decode_holding,
@@ -25,7 +26,7 @@ def record(
     lanes: list[LaneReport], owned: tuple[int, int] = (0, 0), norms: tuple[float, ...] = (), at: int = 0
 ) -> Record:
     packed = struct.pack(f"{len(norms)}d", *norms)
-    return Record(0, encode_payload(AgreePayload(lanes, owned, packed, b"", "", at)))
+    return Record(0, encode_payload(AgreePayload([StageSection(0, lanes, owned, packed, [], [b""], "")], at)))
 
 
 def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneReport:

@@ -7,7 +7,8 @@ from torch import nn
 
 from everstep.base.config import load_config
 from everstep.base.ports import Node
-from everstep.train.replica import Parts, Replica, make_replica
+from everstep.train.parts import Parts
+from everstep.train.replica import Replica, make_replica
 
 DATA = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
 

@@ -1,0 +1,232 @@
+"""Forward and backward passes of one part of the model, with several lanes in flight.
+
+Between the passes a lane keeps its graph, its buffers (`BufferGuard`) and its place in the seeding; or, with
+recomputation, only what went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import TaskError, check
+from everstep.exact.accumulate import LaneAccumulator
+from everstep.exact.buffers import BufferGuard
+from everstep.exact.seeding import UnitSeeder
+from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
+from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
+
+Scaled = tuple[Tensor, float, float]
+"""(what backward starts from, loss as a sum in units of the weight, weight)."""
+
+
+@dataclass
+class Lane:
+    """What a part needs for one lane's forward pass. inputs: of the part before, None at the first one.
+
+    loss, batch: used at the first and at the last part. measure: makes what `loss` returned comparable. keep: hold the
+    graph; else only what goes in, and `recompute` comes before `backward`.
+    """
+
+    inputs: Bundle | None
+    loss: Loss
+    batch: Any
+    measure: Callable[[Any], Scaled]
+    keep: bool = True
+
+
+@dataclass
+class _Flight:
+    """A lane between its forward and its backward pass."""
+
+    lane: Lane
+    outputs: Bundle | None = None
+    entry: EntryHolder | None = None
+    scaled: Scaled | None = None
+
+
+class PartPass:
+    """One part of the model, in one worker."""
+
+    def __init__(
+        self,
+        part: int,
+        n_parts: int,
+        units: Sequence[nn.Module],
+        last_unit: int,
+        call: ModelCall | None,
+        accumulator: LaneAccumulator,
+        guard: BufferGuard,
+        seeder: UnitSeeder,
+        autocast: Callable[[], Any],
+    ) -> None:
+        """units: the part's own, in order; last_unit: the last one's number. seeder: of the whole stage."""
+        self.part = part
+        self.is_first, self.is_last = part == 0, part == n_parts - 1
+        self.units = tuple(units)
+        self.last_unit = last_unit
+        self.accumulator = accumulator
+        self.guard = guard
+        self._call: ModelCall = call  # type: ignore[assignment]  # None where nothing is split
+        self._seeder = seeder
+        self._autocast = autocast
+        self._flights: dict[int, _Flight] = {}
+        self._writes_inputs: bool | None = None
+
+    def begin_step(self, step: int) -> None:
+        """A step begins: nothing of another one is in flight."""
+        self.guard.begin_step(step)
+        self._flights = {}
+
+    def drop(self) -> None:
+        """Nothing is in flight any more."""
+        for lane in self._flights:
+            self.guard.drop_lane(lane)
+        self._flights = {}
+
+    # ---- passes
+
+    def forward(self, step: int, number: int, lane: Lane) -> Bundle | Scaled:
+        """The forward pass of lane `number`; its output, or at the last part the loss.
+
+        Raises: TaskError if the task does what cannot be split.
+        """
+        flight = _Flight(lane)
+        self._flights.pop(number, None)
+        self._pass(step, number, flight)
+        if number in self.accumulator.missing:
+            self.accumulator.capture(number)
+            self.guard.end_lane()
+        result: Bundle | Scaled
+        if flight.scaled is not None:
+            result = (flight.scaled[0].detach(), *flight.scaled[1:])
+        else:
+            result = _detached(flight.outputs)
+        self._flights[number] = flight
+        if not lane.keep:
+            flight.outputs = flight.entry = flight.scaled = None
+            self.guard.drop_lane(number)
+        return result
+
+    def recompute(self, step: int, number: int) -> None:
+        """The forward pass once more, from what was kept: same seeds, same buffers, same bits."""
+        self._pass(step, number, self._flights[number])
+
+    def backward(self, number: int, back: Bundle | None, scale: float) -> Bundle | None:
+        """The backward pass; returns the gradients of what came in, None at the first part.
+
+        back: from the part behind, None at the last one. scale: of the loss. A lane that had been added before gives
+        the same gradients, and is not counted again.
+        """
+        flight = self._flights.pop(number)
+        fresh = number in self.accumulator.missing
+        if fresh:
+            self.accumulator.enter(number)
+        self.guard.resume_lane(number)
+        self._seeder.resume(number, self.part)
+        try:
+            self._run_backward(flight, back, scale)
+        finally:
+            self._seeder.end_lane()
+        if fresh:
+            self.accumulator.add(number)
+        else:
+            self.accumulator.dismiss()
+        return None if flight.entry is None else gradients(_spread(flight))
+
+    def _run_backward(self, flight: _Flight, back: Bundle | None, scale: float) -> None:
+        if flight.scaled is not None:
+            loss = flight.scaled[0]
+            torch.autograd.backward(loss if scale == 1.0 else loss * scale)
+            return
+        check(back is not None and flight.outputs is not None, "a part before the last one needs gradients")
+        found = open_gradients(back)  # type: ignore[arg-type]
+        roots = [(t, g) for t, g in zip(flight.outputs.tensors, found, strict=True) if g is not None]  # type: ignore[union-attr]
+        if roots:
+            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+
+    def _pass(self, step: int, number: int, flight: _Flight) -> None:
+        self.guard.begin_lane_apart()
+        self._seeder.begin_lane(step, number, self.part)
+        try:
+            with self._autocast():
+                self._run_forward(flight)
+        finally:
+            self._seeder.pause()
+        self.guard.leave_lane(number)
+
+    def _run_forward(self, flight: _Flight) -> None:
+        lane = flight.lane
+        x, used = self._enter(flight)
+        before = [t._version for t in used]
+        if self.is_last:
+            raw = self._call.result(lane.loss, lane.batch, lambda: self.through(x))
+            flight.scaled = lane.measure(raw)
+        else:
+            if self.is_first:
+                args, kwargs = self._call.arguments(lane.loss, lane.batch)
+                used = [t for t in tensors_in((args, kwargs)) if not t.is_inference()]
+                before = [t._version for t in used]
+            x = self.start(*args, **kwargs) if self.is_first else self.through(x)
+            flight.outputs = self.bundled(x)
+        self._note_writes(any(t._version != v for t, v in zip(used, before, strict=True)), lane)
+
+    def _enter(self, flight: _Flight) -> tuple[Any, list[Tensor]]:
+        """The inputs as the beginning of a graph, and the tensors to watch for changes."""
+        lane = flight.lane
+        if lane.inputs is None:
+            flight.entry = None
+            return None, []
+        tensors = list(lane.inputs.tensors)
+        if not lane.keep and self._writes_inputs is not False:
+            tensors = [faithful_clone(t) for t in tensors]
+        wanted = lane.inputs.wants_gradient
+        flight.entry = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
+        entered = iter(flight.entry.enter())
+        return lane.inputs.tree([next(entered) if w else t for t, w in zip(tensors, wanted, strict=True)]), tensors
+
+    def _note_writes(self, wrote: bool, lane: Lane) -> None:
+        """With recomputation, what goes in must still be there afterwards."""
+        if lane.keep:
+            return
+        if wrote and (self.is_first or self._writes_inputs is False):
+            raise TaskError(
+                f"part {self.part} of the model changes what goes into it in place; with recompute it must not: "
+                "let its first unit make a new tensor, or set recompute to false"
+            )
+        self._writes_inputs = bool(self._writes_inputs) or wrote
+
+    # ---- units
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        """The first part's output for the model's own arguments."""
+        x = self.units[0](*args, **kwargs)
+        for unit in self.units[1:]:
+            x = unit(x)
+        return x
+
+    def through(self, x: Any) -> Any:
+        """The part's output for that of the part before."""
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+    def bundled(self, x: Any) -> Bundle:
+        """The part's output taken apart. Raises: TaskError naming the last unit if it cannot be handed on."""
+        return bundle(x, lambda: f"the output of unit {self.last_unit} ({type(self.units[-1]).__name__})")
+
+
+def _detached(outputs: Bundle | None) -> Bundle:
+    check(outputs is not None, "a part before the last one has an output")
+    return Bundle([t.detach() for t in outputs.tensors], outputs.meta)  # type: ignore[union-attr]
+
+
+def _spread(flight: _Flight) -> list[Tensor | None]:
+    """The gradients found, one for each tensor that came in."""
+    check(flight.lane.inputs is not None and flight.entry is not None, "only what came in has gradients")
+    found = iter(flight.entry.found)  # type: ignore[union-attr]
+    return [next(found) if wanted else None for wanted in flight.lane.inputs.wants_gradient]  # type: ignore[union-attr]
