@@ -19,6 +19,7 @@ from everstep.protocol import coordinator_joins as joins
 from everstep.protocol import coordinator_links as links
 from everstep.protocol import coordinator_plans as plans
 from everstep.protocol import coordinator_recovery as recovery
+from everstep.protocol import coordinator_speeds as speeds
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_journal import replay
 from everstep.protocol.coordinator_state import (
@@ -124,6 +125,8 @@ class Coordinator:
             health.end_of_grace(state)
         elif kind == "links":
             links.close_window(state)
+        elif kind == "speeds":
+            speeds.look(state)
         elif kind == "quorum":
             plans.check_quorum(state)
         else:

@@ -64,6 +64,7 @@ def evict(
     del state.workers[key.worker_id]
     state.joins.pop(key.worker_id, None)
     state.entered.discard(key.worker_id)
+    state.speeds.pop(key.worker_id, None)
     state.accusations.pop(key.worker_id, None)
     state.fence(key, reason)
     state.dirty = True
@@ -247,6 +248,9 @@ def heartbeat(state: State, agent: Agent, message: Heartbeat) -> None:
         worker = state.alive(key)
         if worker is not None:
             worker.step, worker.phase, worker.samples_per_s = pulse.step, pulse.phase, pulse.samples_per_s
+            worker.ms_per_lane = pulse.compute_ms_per_lane
+            if worker.ms_per_lane > 0:
+                state.watch_speeds()
             _check_hang(state, worker, pulse)
         elif state.is_fenced(key) and key in agent.lives:
             _outlived(state, agent, key)

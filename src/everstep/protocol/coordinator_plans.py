@@ -6,7 +6,7 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
@@ -122,6 +122,8 @@ def _newcomers(state: State, survivors: Sequence[Worker], needed: int, lost: Seq
 def _followed(state: State, worker: Worker) -> set[int]:
     """The stages whose newest state a worker outside the plan is known to hold, as a joiner."""
     join, prepared = state.joins.get(worker.key.worker_id), state.prepared
+    if state.plan is not None and state.plan.has(worker.key):
+        return set()
     if join is not None and join.key == worker.key and join.healed_ns is not None:
         return set(join.stages)
     return set(prepared.stages_of(worker.key.worker_id)) if prepared is not None and prepared.has(worker.key) else set()
@@ -184,7 +186,8 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     old = state.plan
     repaired = old is not None and not fresh
     ids = sorted(w.key.worker_id for w in members)
-    seats = state.seats(ids, old.seats if old is not None and repaired else ())
+    followed = [Seat(w.key.worker_id, k, "standby", ()) for w in members for k in sorted(_followed(state, w))]
+    seats = state.seats(ids, [*old.seats, *followed] if old is not None and repaired else ())
     if old is not None and repaired:
         reason += _promotions(old, seats)
     newcomers = []
@@ -199,6 +202,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         lanes=state.config.lanes,
         stages=state.config.stages,
         previous=old.generation if old is not None and repaired else 0,
+        speeds=_speeds_of(state, members),
         joining=tuple(sorted(newcomers)),
         leaders=_leaders(state, seats),
     )
@@ -216,6 +220,12 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     for member in plan.members:
         order(state, state.workers[member.worker_id], PlanNow(plan=plan))
     _announce(state, old)
+
+
+def _speeds_of(state: State, members: Sequence[Worker]) -> tuple[tuple[int, float], ...]:
+    """Those of the speeds in force that the placement of these members was called with."""
+    ids = sorted(w.key.worker_id for w in members)
+    return tuple((i, state.speeds[i]) for i in ids if i in state.speeds)
 
 
 def _leaders(state: State, seats: Sequence[Seat]) -> tuple[int | None, ...]:
@@ -297,11 +307,10 @@ def prepare(
     joiners: Sequence[tuple[Worker, tuple[int, ...]]],
     leaving: Sequence[WorkerKey],
     reason: str,
-    speeds: Mapping[int, float] | None = None,
 ) -> None:
     """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
 
-    joiners: with the stages whose state they hold. speeds: lanes per second, by worker id, where lanes follow them.
+    joiners: with the stages whose state they hold.
     """
     plan = state.plan
     check(plan is not None and state.prepared is None, "a plan is prepared upon a current one, one at a time")
@@ -310,7 +319,7 @@ def prepare(
     staying = [w for w in state.survivors() if w.key not in leaving]
     members = sorted([*staying, *(w for w, _ in joiners)], key=lambda w: w.key)
     healed = [Seat(w.key.worker_id, stage, "standby", ()) for w, stages in joiners for stage in stages]
-    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True, speeds=speeds)
+    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True)
     prepared = Plan(
         generation=state.generation + 1,
         reason=reason,
@@ -318,7 +327,7 @@ def prepare(
         seats=seats,
         lanes=state.config.lanes,
         stages=state.config.stages,
-        speeds=tuple(sorted(speeds.items())) if speeds else (),
+        speeds=_speeds_of(state, members),
         prepared=True,
         joining=tuple(sorted(w.key.worker_id for w, _ in joiners)),
         leaders=_leaders(state, seats),

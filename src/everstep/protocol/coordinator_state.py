@@ -29,6 +29,7 @@ from everstep.protocol.messages import AnyMessage, JobEnded
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
+LOOK_NS = 5 * SECOND_NS
 
 
 class Place(Protocol):
@@ -82,7 +83,8 @@ class Worker:
 
     member: as it said in its hello (or as the journal says), None before; greeted: it said hello to this coordinator.
     gone_ns: when its connection ended, None while connected or before the first hello. ordered_ns: when it was last
-    given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown.
+    given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown. ms_per_lane:
+    as it last said, 0 unknown; lane_times_ms: at the last looks at the speeds.
     """
 
     key: WorkerKey
@@ -101,6 +103,8 @@ class Worker:
     phase: str = "starting"
     samples_per_s: float = 0.0
     state_bytes: int = -1
+    ms_per_lane: float = 0.0
+    lane_times_ms: deque[float] = field(default_factory=lambda: deque(maxlen=6))
 
     @property
     def ready(self) -> bool:
@@ -215,6 +219,10 @@ class State:
         self.accusation_reasons: list[str] = []
         self.link_faults: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.step_times_ms: deque[float] = deque(maxlen=100)
+        self.speeds: dict[int, float] = {}  # lanes per second, by which lanes are laid out; empty: evenly
+        self.watching_speeds = False
+        self.uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
+        self.rebalanced_ns: int | None = None
         self.ended: JobEnded | None = None
 
     # ---- effects
@@ -252,16 +260,23 @@ class State:
         config = self.config
         return max(config.lanes * config.stages, config.workers)
 
+    def watch_speeds(self) -> None:
+        """Somebody says how fast it computes: begin to look at the speeds now and then."""
+        if not self.watching_speeds:
+            self.watching_speeds = True
+            self.alarms.set("speeds", self.now + LOOK_NS)
+
     def seats(
         self, worker_ids: Sequence[int], previous: Sequence[Seat], *, anew: bool = False, speeds: Any = None
     ) -> tuple[Seat, ...]:
-        """Placement, with what the job's config says about it."""
+        """Placement, with what the job's config says about it, and by the speeds that are in force."""
         config = self.config
+        speeds = self.speeds if speeds is None else speeds
         return self.place(
             worker_ids,
             config.lanes,
             stages=config.stages,
-            speeds=speeds,
+            speeds={i: speeds[i] for i in worker_ids if i in speeds},
             previous=previous,
             wish=config.wish,
             anew=anew,

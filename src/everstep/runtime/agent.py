@@ -55,6 +55,25 @@ class Rate:
         return (samples - first) / elapsed_s if elapsed_s > 0 else 0.0
 
 
+class LaneTime:
+    """Milliseconds of computing per lane over the last lanes, from counters that start anew with each life."""
+
+    def __init__(self) -> None:
+        self._incarnation = -1
+        self._seen = (0.0, 0, 0)
+        self._ms = 0.0
+
+    def update(self, now_s: float, incarnation: int, compute_ns: int, lanes: int) -> float:
+        """Take the counters' present values; returns the time per lane, 0 while none is known."""
+        if incarnation != self._incarnation:
+            self._incarnation, self._seen, self._ms = incarnation, (now_s, compute_ns, lanes), 0.0
+        since_s, before_ns, before = self._seen
+        if lanes > before and now_s - since_s >= _RATE_WINDOW_S:
+            self._ms = (compute_ns - before_ns) / (lanes - before) / 1e6
+            self._seen = (now_s, compute_ns, lanes)
+        return self._ms
+
+
 class Agent:
     """Speaks for the workers of one host.
 
@@ -88,6 +107,7 @@ class Agent:
         self._heard_s = time.monotonic()
         self._rtts_ms: deque[float] = deque(maxlen=31)
         self._rates: dict[int, Rate] = {}
+        self._lane_times: dict[int, LaneTime] = {}
         self._next_s = 0.0
         self.client = ControlClient(address, token, "agent", agent_id, self._hello, self._receive)
 
@@ -140,6 +160,7 @@ class Agent:
             if pulse.incarnation != life.incarnation:
                 continue
             rate = self._rates.setdefault(life.worker_id, Rate())
+            lane_time = self._lane_times.setdefault(life.worker_id, LaneTime())
             yield WorkerPulse(
                 worker_id=life.worker_id,
                 incarnation=life.incarnation,
@@ -147,6 +168,7 @@ class Agent:
                 phase=pulse.phase,
                 still_ms=pulse.still_ms(now_ns),
                 samples_per_s=rate.update(now_s, life.incarnation, pulse.samples),
+                compute_ms_per_lane=lane_time.update(now_s, life.incarnation, pulse.compute_ns, pulse.lanes),
             )
 
     # ---- births and deaths

@@ -32,14 +32,18 @@ PHASES = (
 PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 
 # Words of 8 bytes in a row.
-_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION = range(8)
+_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _COMPUTE_NS, _LANES = range(10)
+_FORWARD, _BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
 _WORDS = ROW_BYTES // 8
 _monotonic_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick."""
+    """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick.
+
+    compute_ns: spent in forward and backward passes by this life in all; lanes: how many forward phases it began.
+    """
 
     counter: int
     beat_ns: int
@@ -49,6 +53,8 @@ class Pulse:
     incarnation: int
     pid: int
     generation: int
+    compute_ns: int = 0
+    lanes: int = 0
 
     def still_ms(self, now_ns: int) -> int:
         """Milliseconds since the last tick."""
@@ -60,6 +66,7 @@ class Row:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
+        self._since_ns = 0
 
     def tick(self) -> None:
         """Something moved: count it."""
@@ -79,17 +86,21 @@ class Row:
 
         Raises: KeyError for an unknown phase.
         """
-        words = self._words
+        words, now_ns = self._words, _monotonic_ns()
         if step is not None:
             words[_STEP] = step
         if phase is not None:
-            words[_PHASE] = PHASE_CODE[phase]
+            if words[_PHASE] in (_FORWARD, _BACKWARD) and self._since_ns:
+                words[_COMPUTE_NS] += now_ns - self._since_ns
+            self._since_ns = now_ns
+            code = words[_PHASE] = PHASE_CODE[phase]
+            words[_LANES] += code == _FORWARD
         if samples is not None:
             words[_SAMPLES] = samples
         if generation is not None:
             words[_GENERATION] = generation
         words[_COUNTER] += 1
-        words[_BEAT_NS] = _monotonic_ns()
+        words[_BEAT_NS] = now_ns
 
     def reset(self, incarnation: int, pid: int) -> None:
         """Begin a new life: everything zero, phase 'starting'."""
@@ -109,7 +120,18 @@ class Row:
         w = self._words
         code = w[_PHASE]
         phase = PHASES[code] if 0 <= code < len(PHASES) else "idle"
-        return Pulse(w[_COUNTER], w[_BEAT_NS], w[_STEP], phase, w[_SAMPLES], w[_INCARNATION], w[_PID], w[_GENERATION])
+        return Pulse(
+            w[_COUNTER],
+            w[_BEAT_NS],
+            w[_STEP],
+            phase,
+            w[_SAMPLES],
+            w[_INCARNATION],
+            w[_PID],
+            w[_GENERATION],
+            w[_COMPUTE_NS],
+            w[_LANES],
+        )
 
 
 class Board:

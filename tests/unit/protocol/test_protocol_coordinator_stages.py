@@ -208,3 +208,15 @@ def test_a_healed_joiner_is_named_when_it_alone_is_left():
     world.wait(11 * S)
     fallback = world.report("fallback")
     assert "worker 4, which had healed, goes on from step 5" in fallback["reason"] and fallback["step"] == 5
+
+
+def test_a_joiner_that_follows_a_lost_stage_takes_that_one():
+    world = staged(workers=6)
+    world.exited(4)
+    world.entered(0, 2, 1)
+    hello(world, 9)
+    assert world.last(m.Heal, "w9.0").stages == [2]
+    world.healed(9)
+    world.exited(2)  # before anybody has switched to the plan with worker 9
+    world.exited(5)
+    assert pools(world.plan) == [(0, 1), (3,), (9,)]

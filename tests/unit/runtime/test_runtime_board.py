@@ -8,6 +8,7 @@ import time
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
+from everstep.runtime.agent import LaneTime
 from everstep.runtime.board import MAX_ROWS, PHASES, ROW_BYTES, Board
 
 
@@ -77,3 +78,28 @@ def _time_sets(row) -> float:  # type: ignore[no-untyped-def]
     for step in range(200):
         row.set(step=step, phase="load", samples=step)
     return (time.perf_counter() - start) / 200
+
+
+def test_computing_is_timed_from_phase_to_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000]
+    monkeypatch.setattr("everstep.runtime.board._monotonic_ns", lambda: now[0])
+    board = Board.create(1)
+    row = board.row(0)
+    for phase, then in (("load", 5), ("forward", 30), ("backward", 60), ("load", 7), ("forward", 20), ("reduce", 500)):
+        row.set(phase=phase)
+        now[0] += then
+    row.set(phase="agree")
+    pulse = board.read(0)
+    assert (pulse.compute_ns, pulse.lanes) == (110, 2)
+    row.reset(1, 5)
+    assert (board.read(0).compute_ns, board.read(0).lanes) == (0, 0)
+
+
+def test_time_per_lane_is_that_of_the_last_lanes() -> None:
+    time = LaneTime()
+    assert time.update(0.0, 0, 0, 0) == 0.0
+    assert time.update(1.0, 0, 100_000_000, 1) == 0.0
+    assert time.update(2.5, 0, 400_000_000, 4) == 100.0
+    assert time.update(5.0, 0, 400_000_000, 4) == 100.0, "nothing new was computed"
+    assert time.update(6.0, 0, 1_000_000_000, 6) == 300.0
+    assert time.update(7.0, 1, 0, 0) == 0.0

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from coordinator_harness import S, World, running
+
+from everstep.base.plan import Seat
+from everstep.protocol import messages as m
+from everstep.protocol.coordinator_speeds import by_speed, step_ms
+
+
+def beat(world: World, *ms_per_lane: float) -> None:
+    world.seq += 1
+    pulses = [
+        m.WorkerPulse(
+            worker_id=i, incarnation=0, step=4, phase="forward", still_ms=1, samples_per_s=1.0, compute_ms_per_lane=ms
+        )
+        for i, ms in enumerate(ms_per_lane)
+    ]
+    world.say("a1", m.Heartbeat(agent_id="a1", seq=world.seq, rtt_ms=1.0, workers=pulses))
+
+
+def let(world: World, seconds: int, *ms_per_lane: float) -> None:
+    for _ in range(seconds):
+        beat(world, *ms_per_lane)
+        world.wait(S, beating=False)
+
+
+def test_the_busiest_worker_makes_the_step():
+    seats = [Seat(0, 0, "active", (0, 1)), Seat(1, 0, "active", (2,)), Seat(1, 1, "active", (0, 1, 2))]
+    assert step_ms(seats, {0: 10.0, 1: 5.0}) == 20.0
+    assert by_speed({0: 100.0, 1: 105.0}) == {}
+    assert by_speed({0: 100.0, 1: 200.0}) == {0: 10.0, 1: 5.0}
+
+
+def test_a_lasting_straggler_gets_fewer_lanes():
+    world = running(2)
+    let(world, 30, 100.0, 300.0)
+    assert world.prepared is None, "not before it has lasted"
+    let(world, 12, 100.0, 300.0)
+    assert world.prepared is not None and len(world.prepared.lanes_of(1)) == 2
+    assert world.prepared.reason == (
+        "lanes by speed: worker 1 takes 300 ms per lane, the median is 200 ms; the busiest worker is to compute 600 ms "
+        "per step instead of 1200 ms"
+    )
+    assert dict(world.prepared.speeds) == {0: 10.0, 1: 1000 / 300}
+    generation = world.prepared.generation
+    for i in range(2):
+        world.entered(i, generation, 9)
+    let(world, 60, 100.0, 300.0)
+    assert world.prepared is None and world.plan.generation == generation, "it stays so"
+    let(world, 60, 100.0, 100.0)
+    assert [len(s.lanes) for s in world.prepared.seats] == [4, 4] and world.prepared.speeds == ()
+
+
+def test_a_short_slowness_moves_nothing():
+    world = running(2)
+    for _ in range(4):
+        let(world, 15, 100.0, 300.0)
+        let(world, 25, 100.0, 100.0)
+    assert world.prepared is None and world.plan.generation == 1
+
+
+def test_a_gain_of_less_than_a_fifth_moves_nothing():
+    world = running(2)
+    let(world, 120, 100.0, 125.0)
+    assert world.prepared is None
+
+
+def test_a_repair_keeps_the_speeds_of_who_is_left():
+    world = running(3)
+    let(world, 45, 100.0, 100.0, 400.0)
+    generation = world.prepared.generation
+    for i in range(3):
+        world.entered(i, generation, 9)
+    world.exited(1)
+    assert dict(world.plan.speeds) == {0: 10.0, 2: 2.5}
+    assert len(world.plan.lanes_of(0)) > len(world.plan.lanes_of(2))
+    again = world.restart()
+    assert again.coordinator._state.speeds == {0: 10.0, 2: 2.5}
+
+
+def test_nothing_is_looked_at_while_nobody_says_how_fast_it_is():
+    world = running(2)
+    let(world, 60, 0.0, 0.0)
+    assert not world.coordinator._state.watching_speeds
