@@ -64,7 +64,9 @@ def running_object_server(folder: Path) -> Iterator[ObjectServer]:
     """A server of its own for the time of a session."""
     wanted = os.environ.get("EVERSTEP_TEST_OBJECT_SERVER")
     installed = all(shutil.which(name) for name in ("radosgw", "ceph-mon", "ceph-osd", "radosgw-admin"))
-    if wanted == "moto" or (wanted is None and not (installed and os.getuid() == 0)):
+    if wanted is not None and wanted.startswith("http"):  # one that runs already: an RGW made by start_rgw.sh
+        yield ObjectServer(wanted, "rgw")
+    elif wanted == "moto" or (wanted is None and not (installed and os.getuid() == 0)):
         with _moto() as server:
             yield server
     else:

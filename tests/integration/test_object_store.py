@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from everstep.base.errors import BlobExists, BlobMissing, StoreError
 from everstep.checkpoint.interchange import read_weights
@@ -21,6 +23,9 @@ from everstep.checkpoint.store import DirectoryStore, open_store
 from everstep.checkpoint.transfer import transfer
 from everstep.checkpoint.upload import Backoff, Uploader
 from everstep.checkpoint.verify import verify_store
+from everstep.cli.job import Request, effective_config
+from everstep.cli.main import run_command
+from everstep.cli.task_loading import make_task, parse_task
 from exchange_cases import same_bits, trained, write_step, write_unchanged
 from object_server import SMALL_KEY, SMALL_SECRET, ObjectServer, Proxy
 
@@ -265,3 +270,51 @@ def test_manifests_keep_their_bytes(bucket: str, source: DirectoryStore) -> None
     transfer(source, store, 4)
     there: Manifest = open_checkpoint(store, 4).manifest
     assert there == checkpoint.manifest and json.loads(there.application["names"])["names"]["head.weight"]
+
+
+# ---- the command line
+
+
+def test_commands_take_urls(
+    bucket: str, source: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*words: object, code: int = 0) -> dict[str, Any]:
+        assert run_command(["checkpoints", *(str(word) for word in words), "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    for step in (1, 2, 3):
+        write_step(source, step, seed=step)
+    url = f"s3://{bucket}/runs/a"
+    assert call("copy", source.url, url, "--all")["steps"] == [1, 2, 3]
+    assert call("copy", source.url, url, "--all")["files"] == 0
+    assert [row["step"] for row in call("ls", url)] == [1, 2, 3]
+    assert call("show", f"{url}/step-0000000002")["step"] == 2
+    assert call("verify", url) == {"checked": 3, "problems": []}
+    assert call("diff", f"{url}/step-0000000002", f"{source.url}/step-0000000002")["equal"]
+    assert not call("diff", f"{url}/step-0000000002", f"{url}/step-0000000003", code=1)["equal"]
+    assert (
+        call("export", url, "--step", "1", "--to", tmp_path / "m.safetensors", "--format", "safetensors")["step"] == 1
+    )
+    found = load_file(tmp_path / "m.safetensors")
+    assert all(same_bits(found[name], tensor) for name, tensor in trained(1)[0].state_dict().items())
+    assert call("prune", url, "--keep-last", "1")["places"][0]["deleted"] == [1, 2]
+    assert call("copy", url, tmp_path / "back")["steps"] == [3]
+    verify_blocks(open_checkpoint(DirectoryStore(tmp_path / "back"), 3))
+
+    save_file(fresh_weights(), tmp_path / "w.safetensors")
+    start = f"s3://{bucket}/start"
+    assert call("import", tmp_path / "w.safetensors", "--task", "mlp-digits", "--to", start)["step"] == 0
+    assert call("verify", start) == {"checked": 1, "problems": []}
+
+
+def test_commands_say_what_is_wrong(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, words in ((f"s3://{bucket}/none", "no checkpoint"), ("s3://everstep-none/x", "there is no bucket")):
+        assert run_command(["checkpoints", "show", place]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+
+
+def fresh_weights() -> dict[str, torch.Tensor]:
+    task = make_task(parse_task("mlp-digits"))
+    task.config = effective_config(task.defaults, Request(()), script=True)
+    return {name: tensor.contiguous() for name, tensor in task.build_model().state_dict().items()}

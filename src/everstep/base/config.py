@@ -91,9 +91,21 @@ class DiskTierConfig(TierConfig):
 class ObjectTierConfig(TierConfig):
     """Checkpoints in an object store."""
 
-    url: str | None = key(None, "str", "where, like s3://bucket/prefix; none: off", none=True)
+    url: str | None = key(
+        None,
+        "str",
+        "where; none: off. Keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY alone",
+        pattern=r"s3://[^@/?#]+(/[^?#]*)?|file:///.+",
+        example="s3://bucket/prefix",
+        none=True,
+    )
     endpoint: str | None = key(
-        None, "str", "address of an S3-compatible server, like https://host:9000; none: AWS_ENDPOINT_URL", none=True
+        None,
+        "str",
+        "address of an S3-compatible server; none: AWS_ENDPOINT_URL",
+        pattern=r"https?://[^@/?#]+/?",
+        example="https://host:9000",
+        none=True,
     )
     region: str | None = key(None, "str", "region of the bucket; none: AWS_REGION", none=True)
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.base.config import TierConfig
+from everstep.base.config import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST
-from everstep.checkpoint.object_store import StoreRefused
+from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.policy import best_of, kept
 from everstep.checkpoint.retention import Shelf
-from everstep.checkpoint.store import BlobStore
+from everstep.checkpoint.store import BlobStore, open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -282,3 +282,27 @@ class Uploader:
 def _kind(reason: str) -> str:
     """What stays the same when the same trouble befalls another file: the words after the last colon."""
     return reason.rpartition(": ")[2].partition(" (tried")[0]
+
+
+def open_object_tier(config: CheckpointConfig) -> BlobStore | None:
+    """Where `checkpoint.object.*` puts checkpoints; None if it is off. Asks the store nothing yet.
+
+    Raises: ConfigError if the client is not installed.
+    """
+    rule = config.object
+    if rule.url is None:
+        return None
+    if rule.url.startswith("s3://"):
+        return ObjectStore(rule.url, ObjectOptions(rule.endpoint, rule.region))
+    return open_store(rule.url)
+
+
+def open_uploader(config: CheckpointConfig, source: BlobStore, report: Report) -> Uploader | None:
+    """The uploader that `checkpoint.object.*` asks for, running; None if that is off.
+
+    Raises: ConfigError if the client is not installed.
+    """
+    target = open_object_tier(config)
+    if target is None:
+        return None
+    return Uploader(source, target, report, retention(config.object, config.best_metric, config.best_mode))

@@ -20,6 +20,7 @@ from everstep.base.errors import (
     ConfigError,
     EverstepError,
     QuorumLost,
+    StoreError,
 )
 
 COMMANDS = {
@@ -73,7 +74,7 @@ def cli() -> None:
 
 def exit_code_of(error: EverstepError) -> int:
     """The exit code that an operating fault deserves."""
-    if isinstance(error, ConfigError | CheckpointCorrupt):
+    if isinstance(error, ConfigError | CheckpointCorrupt | StoreError):
         return 2
     return 3 if isinstance(error, QuorumLost) else 1
 

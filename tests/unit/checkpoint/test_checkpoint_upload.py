@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from everstep.base.config import TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, StoreError
+from everstep.base.config import CheckpointConfig, TierConfig, load_config
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.names import LATEST, manifest_name
-from everstep.checkpoint.object_store import StoreRefused
+from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
-from everstep.checkpoint.store import Bytes, DirectoryStore
+from everstep.checkpoint.store import Bytes, DirectoryStore, open_store
 from everstep.checkpoint.transfer import TransferStopped, transfer
-from everstep.checkpoint.upload import Backoff, Uploader, retention
+from everstep.checkpoint.upload import Backoff, Uploader, open_object_tier, open_uploader, retention
 from exchange_cases import write_step, write_unchanged
 
 LIMIT_S = 60.0
@@ -280,3 +281,38 @@ def test_retention_of_the_far_side(source: DirectoryStore, tmp_path: Path) -> No
     parts = {name.partition("/")[0] for name in target.list("step-") if name.endswith(".safetensors")}
     assert parts == {"step-0000000001", "step-0000000004"}  # the first one's part is needed by 2 and 5
     assert read_pointer(target, LATEST) == 5
+
+
+# ---- config
+
+
+def test_config_makes_the_uploader(source: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**values: Any) -> CheckpointConfig:
+        return load_config([("--set", {f"checkpoint.object.{key}": value for key, value in values.items()})]).checkpoint
+
+    assert open_uploader(config(), source, Events()) is None
+    store = open_object_tier(config(url="s3://bucket/a/", endpoint="http://127.0.0.1:9"))
+    assert isinstance(store, ObjectStore) and store.url == "s3://bucket/a"
+    write_step(source, 1)
+    uploader = open_uploader(config(url=f"file://{tmp_path}/far", keep_last=1), source, Events())
+    assert uploader is not None
+    uploader.offer(1)
+    assert uploader.finish(LIMIT_S) and steps_in(DirectoryStore(tmp_path / "far")) == [1]
+    for values in ({"url": "s3://key:secret@bucket"}, {"url": "gs://b"}, {"endpoint": "http://key:secret@host"}):
+        with pytest.raises(ConfigError, match="expected text or none, like"):
+            config(**values)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://key:secret@host")
+    with pytest.raises(ConfigError, match="keys do not belong into an endpoint"):
+        ObjectStore("s3://bucket")
+
+
+def test_missing_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'everstep\[object\]'"):
+        open_store("s3://bucket/x")
+
+
+def test_backoff_has_full_jitter_and_a_ceiling() -> None:
+    backoff = Backoff(initial_s=0.5, max_s=60.0)
+    assert [backoff.delay_s(n, lambda low, high: high) for n in (1, 2, 3, 20)] == [1.0, 2.0, 4.0, 60.0]
+    assert backoff.delay_s(5, lambda low, high: low) == 0.0
