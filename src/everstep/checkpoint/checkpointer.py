@@ -19,13 +19,15 @@ from everstep.base.config import CheckpointConfig, TierConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, Manifest, refuse_foreign
+from everstep.checkpoint.manifest import Identity, Manifest, decode, refuse_foreign
 from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
     PartJob,
     PartReport,
     PartWriter,
+    Runner,
     decode_report,
     encode_report,
 )
@@ -97,6 +99,7 @@ class Checkpointer:
         self._config, self._send, self._events = config, send, events
         self._is_main = False
         self._parts: list[PartWriter] = []
+        self._runner = Runner()
         self._copying: list[Any] = []
         self._lock = threading.Lock()
         self._manifests: ManifestWriter | None = None
@@ -218,14 +221,15 @@ class Checkpointer:
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
-        part.start()
+        part.start(self._runner)
 
     def _find_base(self) -> Base:
         """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
         with suppress(EverstepError, IndexError):
             step = steps_in(self.store)[-1]
             if step != self._base.step:
-                manifest = open_checkpoint(self.store, step).manifest
+                name = manifest_name(step)
+                manifest = decode(self.store.read(name), name)
                 self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"]))
             return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
         return Base()
@@ -398,6 +402,7 @@ class Checkpointer:
         """Gives up what is not finished. Parts that are being written end by themselves."""
         for part in self._parts:
             part.abandon("the worker ends")
+        self._runner.close()
         if self._manifests is not None:
             self._manifests.close()
         if self._uploader is not None:

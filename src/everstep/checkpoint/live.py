@@ -37,7 +37,7 @@ class LiveState:
         now: Sequence[int],
     ) -> None:
         """now: indices of the tensors that may change before the next update."""
-        self.entries, self.values, self.outline = tuple(entries), values, outline
+        self.entries, self.values, self.outline = entries, values, outline
         self._tensors: list[Tensor] = list(tensors)
         with torch.no_grad():
             for k in now:

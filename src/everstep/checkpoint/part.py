@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -105,6 +107,26 @@ class PartJob:
     stall_s: float = 0.0
 
 
+class Runner:
+    """A thread that is there already: starting one would let it run at once, and training wait for it."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="everstep-part", daemon=True).start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Does it after what was given before."""
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Ends the thread after what it has to do."""
+        self._work.put(None)
+
+    def _loop(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
 class PartWriter:
     """Writes one part. `start`; `before_update` before the state changes; the report arrives from the thread."""
 
@@ -121,18 +143,24 @@ class PartWriter:
         self._find_base, self._done = base, done
         self._changed = threading.Condition()
         self._next = job.first  # blocks before it are copied out of the live state
-        self._end = _end_of(live.entries, job)
         self._copying = False
         self._saved: dict[int, torch.Tensor] = {}
         self._stop = ""
         self._ended = threading.Event()
         self._stall_s = job.stall_s
         self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="everstep-part", daemon=True)
 
-    def start(self) -> None:
-        """Begins to write."""
-        self._thread.start()
+    def start(self, runner: Runner | None = None) -> None:
+        """Begins to write, in a thread of its own or the runner's."""
+        if runner is not None:
+            runner.run(self._run)
+        else:
+            threading.Thread(target=self._run, name="everstep-part", daemon=True).start()
+
+    @cached_property
+    def _end(self) -> int:
+        """The block after the last one that is read."""
+        return _end_of(self._live.entries, self._job)
 
     @property
     def step(self) -> int:
@@ -196,7 +224,7 @@ class PartWriter:
     # ---- the thread
 
     def _run(self) -> None:
-        job = self._job
+        job, cpu_s = self._job, time.thread_time()
         temporary = None
         report = None
         try:
@@ -227,7 +255,11 @@ class PartWriter:
                 self._live.release()
                 self._changed.notify_all()
         report = report or self._failed("the writer ended")
-        times = {"stall_s": self._stall_s, "duration_s": time.monotonic() - self._began, "cpu_s": time.thread_time()}
+        times = {
+            "stall_s": self._stall_s,
+            "duration_s": time.monotonic() - self._began,
+            "cpu_s": time.thread_time() - cpu_s,
+        }
         try:
             self._done(msgspec.structs.replace(report, **times))
         finally:
