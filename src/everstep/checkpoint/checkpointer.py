@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.config import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, Manifest, decode, refuse_foreign
+from everstep.checkpoint.manifest import Identity, decode, refuse_foreign
 from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
@@ -33,9 +33,8 @@ from everstep.checkpoint.part import (
 )
 from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval
 from everstep.checkpoint.reader import Checkpoint, newest_complete, open_checkpoint, set_aside, steps_in
-from everstep.checkpoint.retention import apply
-from everstep.checkpoint.store import BlobStore, DirectoryStore, open_store
-from everstep.checkpoint.upload import Uploader
+from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.checkpoint.upload import Uploader, open_uploader
 from everstep.checkpoint.vault import Vault
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
@@ -310,16 +309,11 @@ class Checkpointer:
     def _upload(self, step: int) -> None:
         try:
             if self._uploader is None:
-                self._uploader = Uploader(
-                    self.store, open_store(self._config.object.url or ""), self._events, self._prune
-                )
-            self._uploader.offer(step)
+                self._uploader = open_uploader(self._config, self.store, self._events)
+            if self._uploader is not None:
+                self._uploader.offer(step)
         except EverstepError as error:
             self._skip("object", step, str(error))
-
-    def _prune(self, store: BlobStore, newest: Manifest) -> list[int]:
-        rule: TierConfig = self._config.object
-        return apply(store, rule, self._config.best_metric, self._config.best_mode)
 
     def _skip(self, tier: str, step: int, reason: str) -> None:
         self.skipped[tier] += 1

@@ -25,7 +25,8 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.assembly import prepare_torch, sample_order
 from everstep.train.calling import calling
 from everstep.train.elastic_order import ElasticOrder
-from everstep.train.replica import Parts, Replica, make_replica
+from everstep.train.parts import Parts
+from everstep.train.replica import StageReplica, make_replica
 from everstep.train.task import Task
 from everstep.train.trainer import make_early_stop
 
@@ -76,7 +77,7 @@ def import_weights(
     }
 
 
-def initial_replica(task: Task, config: Config) -> Replica:
+def initial_replica(task: Task, config: Config) -> StageReplica:
     """What a worker of the job begins with.
 
     Raises: TaskError naming the method that raised.
