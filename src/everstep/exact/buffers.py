@@ -198,7 +198,7 @@ class BufferGuard:
 
     def forget_lanes(self) -> None:
         """What lanes of this step have left so far does not count (a lane was computed on trial)."""
-        self._lanes, self._outcome = 0, {}
+        self._lanes, self._outcome, self._values, self._left = 0, {}, {}, {}
 
     def resume_lane(self, lane: int) -> None:
         """Puts the lane's own buffers in place again: its backward pass comes next."""
