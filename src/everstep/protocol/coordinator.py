@@ -249,20 +249,11 @@ class Coordinator:
         worker.step = max(worker.step, hello.step)
         worker.state_bytes = hello.state_bytes
         state.greeted.add(key.worker_id)
-        state.dirty = state.dirty or self._matters(key)
+        # A member that is back changes no decision, unless one waited for it.
+        state.dirty = state.dirty or bool(state.broken) or state.plan is None or not state.plan.has(key)
         if first:
             self._report_joined(worker)
         self._catch_up(worker, hello)
-
-    def _matters(self, key: WorkerKey) -> bool:
-        """Whether this worker's hello can change a decision: a thousand of them need not all be decided upon."""
-        state = self._state
-        if state.plan is None:
-            too_few = len(state.greeted) < state.target and state.slots is None and not state.lost_slots
-            first = state.first_hello_ns
-            return first is None or not too_few or state.now >= first + plans.START_PATIENCE_NS
-        # A member that is back changes nothing, unless somebody waited for it.
-        return bool(state.broken) or not state.plan.has(key)
 
     def _report_joined(self, worker: Worker) -> None:
         self._state.report(

@@ -294,6 +294,9 @@ def _check_hang(state: State, worker: Worker, pulse: WorkerPulse) -> None:
             worker.suspected = False
             return
         still_ns = min(still_ns, state.now - worker.ordered_ns)
+    if still_ns < (state.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
+        worker.suspected = False
+        return
     limit = hang_limit_ns(state, worker)
     what = f"no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
     what += f" (limit {limit / 1e9:.1f} s)"
@@ -344,6 +347,11 @@ def check_agent(state: State, agent_id: str) -> None:
     suspicion = agent.detector.suspicion(state.now)
     connected = agent.connection is not None
     dead = suspicion.dead if connected else state.now >= agent.detector.ceiling_at_ns
+    if not dead and (agent.suspected or not suspicion.suspect):
+        # The usual case, once or twice per heartbeat: a thousand agents do not look at a thousand workers each.
+        change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
+        state.alarms.set(f"agent:{agent_id}", max(change, state.now + MILLISECOND_NS))
+        return
     workers = [w for _, w in sorted(state.workers.items()) if w.agent_id == agent_id]
     silence = agent.detector.silence_ns(state.now)
     if dead and silence < state.config.quorum_wait_ns and _hold_all_state(state, workers):

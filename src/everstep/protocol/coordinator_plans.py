@@ -41,9 +41,21 @@ def candidates(state: State) -> list[Worker]:
     return sorted(found, key=lambda w: (w.wants_spare, w.key))
 
 
+def _too_few_came(state: State) -> bool:
+    """Whether the start must wait anyway: so that a thousand hellos need not look at a thousand workers each."""
+    some_missing = len(state.greeted) < state.target and state.slots is None and not state.lost_slots
+    first = state.first_hello_ns
+    patient = not state.greeted if first is None else state.now < first + START_PATIENCE_NS
+    return some_missing and patient
+
+
 def _start(state: State) -> None:
-    ready = candidates(state)
     _await(state, "")
+    if _too_few_came(state):
+        if state.first_hello_ns is not None:
+            state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
+        return
+    ready = candidates(state)
     if ready and state.first_hello_ns is None:
         state.first_hello_ns = state.now
     expected = state.expected()

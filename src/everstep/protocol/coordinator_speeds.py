@@ -66,7 +66,7 @@ def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> s
     slowest = max(ms_per_lane, key=lambda i: (ms_per_lane[i], -i))
     typical = median(ms_per_lane.values())
     return (
-        f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f} ms;"
+        f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f};"
         f" the busiest worker is to compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
     )
 

@@ -38,7 +38,7 @@ def test_a_lasting_straggler_gets_fewer_lanes():
     let(world, 12, 100.0, 300.0)
     assert world.prepared is not None and len(world.prepared.lanes_of(1)) == 2
     assert world.prepared.reason == (
-        "lanes by speed: worker 1 takes 300 ms per lane, the median is 200 ms; the busiest worker is to compute 600 ms "
+        "lanes by speed: worker 1 takes 300 ms per lane, the median is 200; the busiest worker is to compute 600 ms "
         "per step instead of 1200 ms"
     )
     assert dict(world.prepared.speeds) == {0: 10.0, 1: 1000 / 300}
