@@ -312,7 +312,7 @@ class Site:
         self.failed = ""
         self.reports: dict[str, int] = {}
         self.disk = Disk(checks.job.stages, None)
-        self.went_back = 0
+        self.went_back: list[int] = []  # to which steps
         self.make_worker: Callable[[WorkerKey, AgentProcess], SimWorker] | None = None
         self.phase_hooks: list[Callable[[SimWorker, str], None]] = []
 

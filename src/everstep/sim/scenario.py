@@ -106,7 +106,8 @@ class Outcome:
     events: int
     lost_everything: int
     reports: dict[str, int]
-    went_back: int
+    went_back: int  # how often a worker did
+    newest_target: int  # newest step that any went back to
     trace: tuple[str, ...]
 
     @property
@@ -258,6 +259,7 @@ def simulate(
         events=simulation.world.events,
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.site.reports),
-        went_back=simulation.site.went_back,
+        went_back=len(simulation.site.went_back),
+        newest_target=max(simulation.site.went_back, default=0),
         trace=tuple(simulation.world.lines),
     )

@@ -311,7 +311,7 @@ class SimWorker(Process):
             case FetchState(generation=generation, position=position, donors=donors):
                 self.fetcher.fetch(generation, position, donors)
             case GoBack(generation=generation, step=step, sources=sources):
-                self.site.went_back += 1
+                self.site.went_back.append(step)
                 self.fetcher.fetch(generation, Key(step, 0), sources)
             case Entered(generation=generation, step=step):
                 self.faults = {g: a for g, a in self.faults.items() if g >= generation}

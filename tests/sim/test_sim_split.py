@@ -1,0 +1,152 @@
+"""Models in several stages: hundreds of seeds, named scenarios, and broken rules that must be noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everstep.protocol import step_machine
+from everstep.protocol.settling import Settlement, settle
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import StepEffect
+from everstep.sim.faults import Fault
+from everstep.sim.model import INITIAL, Job
+from everstep.sim.scenario import Setup, set_up_split, simulate
+
+CHUNK = 30
+
+POOL_DIES = Setup(
+    4, 0, 2, 1, "replace", Job(8, 4, 3, stages=2, keep_every=2), (Fault("pool", 250, "computing", 4, 0, 1),)
+)
+POOL_DIES_UPDATING = replace(POOL_DIES, faults=(Fault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
+SCENARIOS = {
+    "a whole pool dies, and its state is in another pool's memory": POOL_DIES,
+    "a whole pool dies in the update": POOL_DIES_UPDATING,
+    "a second fault while some have gone back": replace(
+        POOL_DIES,
+        workers=6,
+        spares=1,
+        faults=(
+            Fault("pool", 250, "computing", 4, 0, 1),
+            Fault("kill", 250, "fetching", 2, 3000),
+            Fault("kill", 250, "fetching", 5, 1000, same=True),
+        ),
+    ),
+    "everybody dies, and there is a checkpoint": replace(
+        POOL_DIES,
+        job=Job(8, 4, 3, stages=2, write_every=2),
+        faults=tuple(Fault("kill", 320 + n // 8, pick=n % 4) for n in range(16)),
+    ),
+    "a joiner follows while the members go back": replace(
+        POOL_DIES,
+        workers=6,
+        faults=(Fault("kill", 150, pick=0), Fault("pool", 180, "heal", 1, 1500, 2), Fault("pool", 260, pick=1)),
+    ),
+    "fewer workers than stages": Setup(
+        2, 1, 1, 1, "shrink", Job(6, 3, 3, stages=4, keep_every=1), (Fault("kill", 200, pick=1),)
+    ),
+    "a standby takes over": Setup(
+        6, 0, 2, 1, "shrink", Job(6, 3, 3, stages=2), tuple(Fault("kill", 100 + 90 * n, pick=0) for n in range(2)), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("start", range(0, 300, CHUNK))
+def test_every_promise_holds(start):
+    outcomes = [simulate(seed, split=True) for seed in range(start, start + CHUNK)]
+    failed = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not failed, "\n".join(failed) + "\nreplay: python -m everstep.sim --split --seed N --trace"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_promises_hold(name):
+    failed = [str(o) for o in (simulate(seed, setup=SCENARIOS[name]) for seed in range(8)) if not o.ok]
+    assert not failed, failed[0]
+
+
+def test_the_scenarios_go_back_and_not_to_the_beginning():
+    for name in list(SCENARIOS)[:4]:
+        outcomes = [simulate(seed, setup=SCENARIOS[name]) for seed in range(4)]
+        assert any(o.went_back and o.newest_target > 0 for o in outcomes), name
+
+
+def test_the_seeds_meet_what_they_are_meant_to_meet():
+    setups = [set_up_split(seed) for seed in range(200)]
+    assert {s.job.stages for s in setups} == {2, 3, 4}
+    assert any(s.workers < s.job.stages for s in setups) and any(s.active for s in setups)
+    outcomes = [simulate(seed, split=True) for seed in range(60)]
+    assert sum(o.went_back > 0 for o in outcomes) > 15
+    assert sum(o.newest_target > 0 for o in outcomes) > 5
+    assert sum(o.generations for o in outcomes) > 150
+
+
+def test_a_seed_replays_exactly():
+    assert simulate(7, split=True, tracing=True) == simulate(7, split=True, tracing=True)
+
+
+# ---- broken rules
+
+
+def problems(setup: Setup, machine: type[StepMachine] = StepMachine) -> list[str]:
+    def make(key):
+        return machine(key, str(INITIAL))
+
+    return [o.problem for o in (simulate(s, setup=setup, make_machine=make) for s in range(8)) if not o.ok]
+
+
+def test_the_top_without_one_of_its_stages_is_noticed(monkeypatch):
+    """Goes on at the top though nobody holds a stage there."""
+
+    def blind(plan, holdings) -> Settlement:
+        held = {k for h in holdings.values() for k in h.stages if h.position.step}
+        full = {i: replace(h, stages=tuple(range(plan.stages))) if held else h for i, h in holdings.items()}
+        return settle(plan, full)
+
+    monkeypatch.setattr(step_machine, "settle", blind)
+    assert any("P" in p for p in problems(POOL_DIES))
+
+
+class GoesForwardAlone(StepMachine):
+    """Stays at the top with its stage when the others have to go back."""
+
+    def _settle(self) -> list[StepEffect]:
+        if len(self._stated()) == len(self._members()):
+            settled = settle(self._current(), self._stated())
+            if settled.back and self._position > settled.target:
+                return self._enter()
+        return super()._settle()
+
+
+class RunsOnlyItsOwn(StepMachine):
+    """Runs again what itself lacks, not what others lack."""
+
+    def _begin_step(self) -> list[StepEffect]:
+        seats = self._seats(self._current())
+        self._rerun = frozenset(lane for _, lane in seats - self._held)
+        return super()._begin_step()
+
+
+class ReducesTooEarly(StepMachine):
+    """Takes a lane that is done at one stage for done at all of them."""
+
+    def _lanes_complete(self) -> bool:
+        done = {lane for _, lane in self._held}
+        return done >= {lane for _, lane in self._seats(self._current())}
+
+
+INTERRUPTED = replace(POOL_DIES, faults=tuple(Fault("kill", 60, "computing", n, 4000, n) for n in (3, 9)))
+FEW = SCENARIOS["fewer workers than stages"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "setup"),
+    [(GoesForwardAlone, POOL_DIES), (RunsOnlyItsOwn, INTERRUPTED), (ReducesTooEarly, FEW)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bug_in_the_step_machine_is_noticed(machine, setup):
+    assert problems(setup, machine)
+
+
+def test_the_same_setups_pass_with_the_real_machine():
+    assert problems(INTERRUPTED) == problems(FEW) == []

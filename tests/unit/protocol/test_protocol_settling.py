@@ -1,0 +1,104 @@
+"""Where a generation begins: the top if every stage is held there, else the newest step that all stages have."""
+
+from __future__ import annotations
+
+from everstep.base.plan import Member, Plan, Seat
+from everstep.protocol.settling import settle
+from everstep.protocol.step_types import Holding, Key, Record
+
+RECORDS = {9: Record(0, b"")}
+
+
+def plan(*pools: tuple[int, ...], lanes: int = 2) -> Plan:
+    """The first of each pool has all lanes, the others stand by."""
+    ids = sorted({i for pool in pools for i in pool})
+    seats = tuple(
+        Seat(i, stage, "standby" if n else "active", () if n else tuple(range(lanes)))
+        for stage, pool in enumerate(pools)
+        for n, i in enumerate(pool)
+    )
+    return Plan(3, "because", tuple(Member(i, 0, "host") for i in ids), seats, lanes, stages=len(pools))
+
+
+def at(step: int, *stages: int, seq: int = 0, gradient: int = 0, lacking=(), snapshots=(), disk=()) -> Holding:
+    return Holding(Key(step, seq), RECORDS, gradient, "", stages, lacking, snapshots, disk, stages)
+
+
+def test_one_settlement_serves_every_stage():
+    settled = settle(plan((0, 1), (2, 3)), {0: at(5, 0), 1: at(4, 0), 2: at(4, 1, gradient=5), 3: at(4)})
+    assert (settled.target, settled.back, settled.rolls) == (Key(5, 0), False, {2})
+    assert settled.wants == {1: {0: (0,)}, 3: {1: (2,)}}
+    assert settled.serves == {0: (1,), 2: (3,)}
+
+
+def test_who_takes_over_a_seat_fetches_that_stage_alone():
+    settled = settle(plan((0,), (0, 1)), {0: at(5, 0), 1: at(5, 1)})
+    assert settled.wants == {0: {1: (1,)}} and settled.serves == {1: (0,)}
+
+
+def test_who_has_lost_its_seat_still_serves():
+    settled = settle(plan((0,), (1,)), {0: at(5, 1), 1: at(5, 0)})
+    assert settled.wants == {0: {0: (1,)}, 1: {1: (0,)}}
+
+
+def test_a_stage_rolls_forward_only_with_its_own_gradient():
+    half = Holding(Key(4, 0), RECORDS, 5, stages=(0, 1), gradient_stages=(0,), snapshots=((0, 4),))
+    settled = settle(plan((0,), (1,)), {0: at(5, 0, snapshots=((0, 4),)), 1: half})
+    assert (settled.target, settled.back) == (Key(4, 0), True)
+
+
+def test_without_a_stage_at_the_top_all_go_to_the_newest_step_of_all():
+    kept = at(9, 0, snapshots=((0, 6), (1, 6), (0, 8), (1, 4), (0, 4)))
+    settled = settle(plan((0,), (1,)), {0: kept, 1: at(0)})
+    assert (settled.target, settled.back) == (Key(6, 0), True)
+    assert settled.wants == {0: {0: (0,)}, 1: {1: (0,)}} and settled.serves == {0: (1,)}
+    assert settled.rerun == {0, 1}
+
+
+def test_stages_may_come_from_memory_and_disk_alike():
+    settled = settle(plan((0,), (1, 2)), {0: at(9, 0, snapshots=((0, 6),)), 1: at(0, disk=(6,)), 2: at(0, disk=(3, 6))})
+    assert settled.target == Key(6, 0)
+    assert settled.wants == {0: {0: (0,)}, 1: {1: ()}, 2: {1: ()}}
+
+
+def test_disk_counts_only_if_all_of_the_pool_can_read_it():
+    settled = settle(plan((0,), (1, 2)), {0: at(9, 0, snapshots=((0, 6),)), 1: at(0, disk=(6,)), 2: at(0)})
+    assert settled.target == Key(0, 0)
+
+
+def test_a_job_that_starts_goes_to_its_checkpoint():
+    settled = settle(plan((0,), (1,)), {0: at(0, 0, disk=(4, 8)), 1: at(0, 1, disk=(8,))})
+    assert (settled.target, settled.back) == (Key(8, 0), True)
+
+
+def test_a_newcomer_with_an_old_checkpoint_does_not_pull_the_others_back():
+    settled = settle(plan((0,), (1, 2)), {0: at(9, 0), 1: at(9, 1), 2: at(0, disk=(8,))})
+    assert (settled.target, settled.back) == (Key(9, 0), False)
+
+
+def test_some_have_gone_back_already():
+    """An interrupted way back: the live state of who has arrived counts, though its snapshot's keeper is gone."""
+    settled = settle(plan((0,), (1,)), {0: at(9, 0, snapshots=((0, 6),)), 1: at(6, 1)})
+    assert (settled.target, settled.back) == (Key(6, 0), True)
+    assert settled.wants == {0: {0: (0,)}}
+
+
+def test_gathers_after_the_step_are_undone_by_going_back_to_it():
+    settled = settle(plan((0,), (1, 2)), {0: at(6, 0, seq=2), 1: at(6, seq=2), 2: at(6, 1)})
+    assert (settled.target, settled.back) == (Key(6, 0), True)
+    assert settled.wants == {0: {0: (0,)}, 1: {1: (2,)}}
+
+
+def test_nobody_rolls_forward_without_records():
+    bare = Holding(Key(5, 0), {}, 0, stages=(0,))
+    settled = settle(plan((0, 1)), {0: bare, 1: at(4, 0, gradient=5)})
+    assert settled.rolls == set() and settled.wants == {1: {0: (0,)}}
+
+
+def test_all_members_rerun_what_any_of_them_lacks():
+    holdings = {0: at(5, 0, lacking=()), 1: at(5, 1, lacking=(2,)), 2: at(5, 1)}
+    assert settle(plan((0,), (1, 2), lanes=3), holdings).rerun == {2}
+    holdings[2] = at(3, 1)  # a standby that copies lacks nothing
+    assert settle(plan((0,), (1, 2), lanes=3), holdings).rerun == {2}
+    holdings[1] = at(3, 1)
+    assert settle(plan((0,), (2, 1), lanes=3), holdings).rerun == {0, 1, 2}

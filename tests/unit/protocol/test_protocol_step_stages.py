@@ -1,0 +1,198 @@
+"""The step machine of a worker with seats in several stages: lanes, stages gained and lost, the way back."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.base.errors import InvariantViolation
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_types import (
+    Compute,
+    Discard,
+    Entered,
+    FetchState,
+    Followed,
+    GoBack,
+    GradientReduced,
+    Holding,
+    HoldingArrived,
+    Key,
+    LaneDone,
+    PlanArrived,
+    Record,
+    RecordArrived,
+    Reduce,
+    Release,
+    SendHolding,
+    SendRecord,
+    ServeState,
+    SnapshotsKept,
+    StateCopied,
+    StepAsked,
+    Update,
+    Updated,
+)
+
+RECORDS = {9: Record(0, b"")}
+
+
+def plan(generation: int, *seats: tuple[int, int, tuple[int, ...]], stages: int = 2, lanes: int = 2) -> Plan:
+    ids = sorted({i for i, _, _ in seats})
+    made = tuple(Seat(i, k, "active" if own else "standby", own) for i, k, own in seats)
+    return Plan(generation, "because", tuple(Member(i, 0, "host") for i in ids), made, lanes, stages=stages)
+
+
+def held(step: int, *stages: int, seq: int = 0, **more) -> Holding:
+    return Holding(Key(step, seq), RECORDS if step else {}, 0, stages=stages, gradient_stages=stages, **more)
+
+
+class Worker:
+    """Worker 0 and an imagined worker 1."""
+
+    def __init__(self) -> None:
+        self.machine = StepMachine(WorkerKey(0, 0))
+        self.seen: list = []
+
+    def on(self, event):
+        effects = self.machine.handle(0, event)
+        self.seen += effects
+        return effects
+
+    def enter(self, generation: int, given: Plan, other: Holding):
+        """Settle with the other's holding; returns what the last holding brought, and what this worker stated."""
+        sent = next(e for e in self.on(PlanArrived(given)) if isinstance(e, SendHolding)).holding
+        self.on(HoldingArrived(generation, 1, other))
+        return self.on(HoldingArrived(generation, 0, sent)), sent
+
+    def step(self) -> None:
+        step = self.machine.step + 1
+        for effect in self.on(StepAsked()):
+            if isinstance(effect, Compute):
+                for stage in self.machine.plan.stages_of(0):
+                    for lane in set(effect.lanes) & set(self.machine.plan.lanes_of(0, stage)):
+                        self.on(LaneDone(step, stage, lane))
+        self.on(GradientReduced(self.machine.generation, step, b""))
+        for i in (0, 1):
+            self.on(RecordArrived(self.machine.generation, Key(step, 0), i, Record(0, b"")))
+        self.on(Updated(step))
+
+
+BOTH = plan(1, (0, 0, (0, 1)), (0, 1, (0,)), (1, 1, (1,)))
+APART = plan(2, (0, 0, (0, 1)), (1, 1, (0, 1)))
+
+
+def test_every_seat_needs_each_of_its_lanes():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1, lacking=(1,)))
+    assert w.on(StepAsked()) == [Compute(1, (0, 1))]
+    assert w.on(LaneDone(1, 0, 0)) == w.on(LaneDone(1, 0, 1)) == []
+    assert w.on(LaneDone(1, 1, 0)) == [Reduce(1, 1)]
+
+
+def test_after_a_settle_what_anybody_lacks_runs_again_everywhere():
+    w = Worker()
+    w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
+    w.on(StepAsked())
+    w.on(LaneDone(1, 0, 0))
+    w.on(LaneDone(1, 0, 1))
+    effects, sent = w.enter(2, APART, held(0, 1, lacking=(1,)))
+    assert sent.lacking == ()
+    assert effects == [Entered(2, 0), Compute(1, (1,))]
+    assert w.on(LaneDone(1, 0, 0)) == []  # not asked for
+    assert w.on(LaneDone(1, 0, 1)) == [Reduce(2, 1)]
+
+
+def test_a_standby_reduces_and_agrees_without_computing():
+    w = Worker()
+    w.enter(1, plan(1, (0, 0, ()), (1, 0, (0, 1)), (1, 1, (0, 1))), held(0, 0, 1))
+    assert w.on(StepAsked()) == [Reduce(1, 1)]
+    assert w.on(GradientReduced(1, 1, b"x")) == [SendRecord(1, Key(1, 0), Record(0, b"x"))]
+
+
+def test_a_seat_in_another_stage_is_fetched_alone_and_lanes_are_kept():
+    w = Worker()
+    w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
+    w.step()
+    w.on(StepAsked())
+    w.on(LaneDone(2, 0, 0))
+    effects, sent = w.enter(2, plan(2, (0, 0, (0, 1)), (0, 1, (0,)), (1, 1, (1,))), held(1, 1, lacking=(1,)))
+    assert sent.stages == (0,) and sent.lacking == (0, 1)
+    assert effects == [FetchState(2, Key(1, 0), {1: (1,)})]
+    assert w.on(StateCopied(2, Key(1, 0), RECORDS)) == [Entered(2, 1), Compute(2, (0, 1))]
+    assert w.machine.held == {(0, 0)} and w.machine.stages == (0, 1)
+
+
+def test_a_lost_seat_is_served_from_until_the_next_decision():
+    w = Worker()
+    w.enter(1, BOTH, held(0, 1))
+    w.step()
+    effects, sent = w.enter(2, APART, held(1))
+    assert sent.stages == (0, 1)
+    assert effects[0] == ServeState(2, Key(1, 0), (1,)) and w.machine.stages == (0, 1)
+    w.step()
+    assert w.machine.stages == (0,)
+
+
+def gone_back(steps: int = 3) -> tuple[Worker, list]:
+    """Worker 1 was the pool of stage 1; its next life has nothing."""
+    w = Worker()
+    w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
+    for _ in range(steps):
+        w.step()
+    w.on(SnapshotsKept(((0, 2), (1, 2)), (1,)))
+    w.on(StepAsked())
+    w.on(LaneDone(steps + 1, 0, 0))
+    effects, _ = w.enter(2, APART, held(0, 1, disk=(1,)))
+    return w, effects
+
+
+def test_all_go_back_to_what_is_in_memory():
+    w, effects = gone_back()
+    assert effects == [ServeState(2, Key(2, 0), (1,)), GoBack(2, 2, {0: (0,)})]
+    assert w.machine.phase is Phase.FETCHING and w.machine.position == Key(3, 0)
+    assert w.on(StateCopied(2, Key(2, 0), RECORDS)) == [Discard(4), Entered(2, 2)]
+    assert (w.machine.position, w.machine.held, w.machine.phase) == (Key(2, 0), frozenset(), Phase.IDLE)
+
+
+def test_what_was_released_is_not_released_again():
+    w, _ = gone_back()
+    w.on(StateCopied(2, Key(2, 0), RECORDS))
+    w.seen.clear()
+    for _ in range(3):
+        w.step()
+    assert [e for e in w.seen if isinstance(e, Release)] == [Release(3), Release(4)]
+
+
+def test_records_of_members_that_are_back_already_are_kept():
+    w, _ = gone_back()
+    assert w.on(RecordArrived(2, Key(3, 0), 1, Record(0, b"early"))) == []
+    w.on(StateCopied(2, Key(2, 0), RECORDS))
+    for effect in w.on(StepAsked()):
+        for lane in effect.lanes:
+            w.on(LaneDone(3, 0, lane))
+    w.on(GradientReduced(2, 3, b""))
+    effects = w.on(RecordArrived(2, Key(3, 0), 0, Record(0, b"")))
+    assert any(isinstance(e, Update) for e in effects)
+
+
+def test_a_fault_on_the_way_back_starts_afresh():
+    w, _ = gone_back()
+    effects, sent = w.enter(3, plan(3, (0, 0, (0, 1)), (1, 1, (0, 1))), held(2, 1))
+    assert sent.position == Key(3, 0)
+    assert effects == [GoBack(3, 2, {0: (0,)})]  # worker 1 has arrived, and wants nothing
+
+
+def test_another_step_than_the_target_is_a_bug():
+    w, _ = gone_back()
+    with pytest.raises(InvariantViolation, match="expected the state"):
+        w.on(StateCopied(2, Key(1, 0), {}))
+
+
+def test_a_joiner_says_which_stages_it_follows_and_may_start_anew_at_an_older_step():
+    w = Worker()
+    w.on(Followed(Key(6, 0), RECORDS, (1,)))
+    w.on(Followed(Key(4, 0), RECORDS, (1,)))
+    assert w.machine.position == Key(4, 0)
+    effects, sent = w.enter(2, plan(2, (0, 1, (0, 1)), (1, 0, (0, 1))), held(4, 0))
+    assert sent.stages == (1,) and effects == [Entered(2, 4)]
