@@ -115,8 +115,8 @@ class Slot:
         while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
             self.restarts_s.popleft()
         if len(self.restarts_s) >= policy.max_restarts:
-            times = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
-            return GiveUp(f"{times}, last: {reason}")
+            most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
+            return GiveUp(f"{most}, last: {reason}")
         if ready and now_s - self.started_s >= HEALTHY_S:
             self.attempt = 0
         delay_s = 0.0
