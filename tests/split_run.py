@@ -24,8 +24,20 @@ from everstep.train.parts import Parts
 from everstep.train.record import AgreePayload, conclude, encode_payload
 from everstep.train.replica import StageReplica
 from everstep.train.stage import build_stages
+from everstep.zoo.text import TransformerText
 
 CPU = torch.device("cpu")
+
+
+class Text(TransformerText):
+    """Its text is read once per process."""
+
+    _read_once: tuple[Any, Any] | None = None
+
+    def _read(self) -> tuple[Any, Any]:
+        if Text._read_once is None:
+            Text._read_once = super()._read()
+        return Text._read_once
 
 
 def config_of(task: Task, values: dict[str, Any]) -> Config:

@@ -30,7 +30,15 @@ class ModelCall:
         self._model = model
         self._answer: Callable[..., Any] | None = None
         self._calls = 0
+        self._before = model.__dict__.get("forward")
         model.forward = self._forward  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """The model's own forward pass is in its place again."""
+        if self._before is not None:
+            self._model.forward = self._before  # type: ignore[method-assign]
+        else:
+            del self._model.__dict__["forward"]
 
     def arguments(self, loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the task calls the model with. Raises: TaskError if it does not, or with tensors that need gradients."""

@@ -112,8 +112,9 @@ def _leaves(units: Sequence[nn.Module]) -> list[_Leaves]:
     found: dict[tuple[Any, ...], _Leaves] = {}
     for number, unit in enumerate(units):
         for parameter in unit.parameters():
-            key = (parameter.data_ptr(), tuple(parameter.shape), parameter.stride()) if parameter.numel() else ()
-            found.setdefault(key or (id(parameter),), []).append((number, parameter))
+            storage = parameter.untyped_storage()._cdata  # also of one on the meta device
+            key = (storage, parameter.storage_offset(), tuple(parameter.shape), parameter.stride())
+            found.setdefault(key if parameter.numel() else (id(parameter),), []).append((number, parameter))
     return list(found.values())
 
 
@@ -145,7 +146,7 @@ def _refuse_hidden_ties(whole: Parts, stage_of: Mapping[int, int]) -> None:
                 f"{holder.name} is used by unit {holder.unit} and outside all units; with stages, Task.units must hold "
                 "all places where it is used"
             )
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             size = 1 + sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size(), holder))
     spans.sort(key=lambda span: span[:2])

@@ -63,3 +63,17 @@ def test_a_sum_with_lanes_that_went_to_another_worker_is_made_anew_with_the_same
     compute(worker, (0, 1))
     assert list(worker.presence(1, (0, 1))) == [Node(0, 2)]
     assert torch.equal(memory.sums[Node(0, 2)], expected.sums[Node(0, 2)])
+
+
+def test_a_lane_on_trial_leaves_nothing_behind() -> None:
+    fresh, worker = replica(), replica()
+    expected, memory = Memory(fresh.layout.numel), Memory(worker.layout.numel)
+    fresh.begin(1, (0, 1), expected)
+    compute(fresh, (0, 1))
+    worker.begin(1, (0, 1), memory)
+    worker.enter_lane(1, 0)
+    worker.backward(worker.parts.model(DATA[0]).square().mean(), None, 1.0)
+    worker.lane_digest()
+    worker.abandon_lane()
+    compute(worker, (0, 1))
+    assert torch.equal(expected.sums[Node(0, 2)], memory.sums[Node(0, 2)])

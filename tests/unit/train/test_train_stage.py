@@ -11,8 +11,7 @@ from torch import nn
 
 from everstep.placement.cuts import Cut
 from everstep.zoo.digits import MLPDigits, ResNet50Digits
-from everstep.zoo.text import TransformerText
-from split_run import run_split
+from split_run import Text, run_split
 
 MLP: dict[str, Any] = {"lanes": 4, "micro_batch": 4}
 DIGITS: dict[str, Any] = {"lanes": 5, "micro_batch": 3, "threads": 1}
@@ -74,18 +73,18 @@ def test_resnet50_at_full_width() -> None:
 def test_transformer_in_three_stages(kind: str, recompute: bool, precision: str) -> None:
     """Dropout, tied embeddings, clipping, parameter groups, a schedule."""
     values = {**TEXT, "precision": precision}
-    same(TransformerText, "text", ((0, 2), (2, 4), (4, 6)), 3, values, kind=kind, recompute=recompute)
+    same(Text, "text", ((0, 2), (2, 4), (4, 6)), 3, values, kind=kind, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_interleaved(recompute: bool) -> None:
     cut = tuple((k, k + 1) for k in range(6))
-    same(TransformerText, "text", cut, 3, TEXT, kind="interleaved", recompute=recompute)
-    same(TransformerText, "text", ((0, 1), (1, 3), (3, 5), (5, 6)), 2, TEXT, kind="interleaved", recompute=recompute)
+    same(Text, "text", cut, 3, TEXT, kind="interleaved", recompute=recompute)
+    same(Text, "text", ((0, 1), (1, 3), (3, 5), (5, 6)), 2, TEXT, kind="interleaved", recompute=recompute)
 
 
 def test_several_workers_per_stage() -> None:
-    same(TransformerText, "text", ((0, 2), (2, 4), (4, 6)), 3, TEXT, pools=2, wire=True)
+    same(Text, "text", ((0, 2), (2, 4), (4, 6)), 3, TEXT, pools=2, wire=True)
 
 
 def test_the_end_of_the_data() -> None:
