@@ -107,6 +107,7 @@ class DirectoryStore:
             raise _translated(error, "read", self.file(name)) from None
 
     def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
+        """As the protocol says. What a failed attempt wrote is removed."""
         target = self.file(name)
         temporary = self.temporary(name)
         try:
