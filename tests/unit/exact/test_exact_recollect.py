@@ -92,10 +92,21 @@ def load(state: ModelState) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [step, swap_parameter, swap_buffer, swap_moment, swap_moment_memory, more_state, tensor_in_the_loop]
-    + [other_tensor_in_the_loop, load, lambda state: state.optimizer.state.clear()]
-    + [lambda state: state.optimizer.param_groups[0].update(lr=0.5)]
-    + [lambda state: state.model.append(nn.Linear(2, 2)), lambda state: state.model[1].running_var.add_(1)],
+    [
+        step,
+        swap_parameter,
+        swap_buffer,
+        swap_moment,
+        swap_moment_memory,
+        more_state,
+        tensor_in_the_loop,
+        other_tensor_in_the_loop,
+        load,
+        lambda state: state.optimizer.state.clear(),
+        lambda state: state.optimizer.param_groups[0].update(lr=0.5),
+        lambda state: state.model.append(nn.Linear(2, 2)),
+        lambda state: state.model[1].running_var.add_(1),
+    ],
 )
 def test_whatever_changes_is_seen(change: Callable[[ModelState], object]) -> None:
     state = make()
