@@ -55,7 +55,7 @@ def check_units(whole: Parts, loss: Loss, batch: Any, config: Config, device: to
     )
     raise ConfigError(
         f"units: applied one after the other, x = unit(x), they must be the model's whole forward pass to the bit, but "
-        f"{where} differs; let Task.units return all that model.forward does, in order, or use stages: 1"
+        f"{where} differs; let model.forward itself call the units (they are seeded apart), in order, or use stages: 1"
     )
 
 
