@@ -32,7 +32,7 @@ others = st.tuples(st.sampled_from(["prune", "pin", "unpin", "aside"]), st.integ
 
 
 @given(st.lists(st.one_of(saves, saves, saves, others), min_size=2, max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_kept_checkpoints_stay_whole(operations: list[tuple]) -> None:  # type: ignore[type-arg]
     model = Tensors({f"block{k}": (256, 256) for k in range(BLOCKS)})
     state = ModelState(model)

@@ -120,12 +120,14 @@ class Checkpointer:
         """
         if self._began_s is None:
             self._began_s = now_s
+        asked = list(self.schedule.wanted)
         due = self.schedule.due(step, now_s, interval=self.interval(now_s), epoch_end=epoch_end, improved=improved)
         busy = self._manifests.busy_with if self._manifests is not None else None
         if "disk" in due.tiers and busy is not None:
             if busy[1] > _GIVE_UP_S and self._manifests is not None:
                 self._manifests.abandon(f"it took longer than {_GIVE_UP_S:.0f} s")
             else:
+                self.schedule.wanted = asked  # who asked for one gets it afterwards
                 self._skip("disk", step, f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s")
                 due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
         return due
