@@ -156,10 +156,6 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
-    if config.stages > 1 and not units:
-        raise ConfigError(
-            f"stages: expected 1, got {config.stages}: this version shows splits, and does not train them"
-        )
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe

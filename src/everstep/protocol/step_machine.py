@@ -210,6 +210,11 @@ class StepMachine:
         return self._stages
 
     @property
+    def rerun(self) -> frozenset[int] | None:
+        """The lanes that all members compute anew in the present step; None: all of the plan."""
+        return self._rerun
+
+    @property
     def held(self) -> frozenset[tuple[int, int]]:
         """(stage, lane) of the next step that have been computed here."""
         return frozenset(self._held)

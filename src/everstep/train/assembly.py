@@ -12,13 +12,16 @@ from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.order.cursor import SampleOrder
 from everstep.train.calling import calling
+from everstep.train.cut import chosen_cut
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.link import Link
 from everstep.train.parts import Parts
 from everstep.train.precision import resolve_device
-from everstep.train.replica import make_replica
+from everstep.train.replica import StageReplica, make_replica
 from everstep.train.run import Run
 from everstep.train.session import Session
+from everstep.train.stage import build_stages
+from everstep.train.stages import Stages
 from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
 
@@ -55,12 +58,20 @@ def sample_order(config: Config, dataset: Any) -> SampleOrder | ElasticOrder:
 
 
 def assemble(link: Link, parts: Parts, dataset: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> Run:
-    """A run over these parts."""
+    """A run over these parts, of a model that is not split.
+
+    Raises: ConfigError if the job is to have stages.
+    """
+    if link.config.stages > 1:
+        raise ConfigError(
+            "stages: a script that calls everstep.join runs its model's forward pass itself, so it cannot be split "
+            f"into {link.config.stages} stages: write an everstep.Task, or set stages=1"
+        )
     order = sample_order(link.config, dataset)
     if isinstance(order, ElasticOrder):
         parts.extras = {**parts.extras, "everstep.order": order}
     replica = make_replica(parts, link.config, device)
-    return Run(Session(link, replica, dataset, collate, order), parts.model)
+    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order), parts.model)
 
 
 def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
@@ -70,13 +81,53 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     """
     config = link.config
     device = prepare_torch(config)
-    seed_all(build_seed(config.seed))
     task.config = config
-    model = calling(task, "build_model").to(device)
-    units = calling(task, "units", model)
-    dataset = calling(task, "build_dataset", "train")
-    optimizer = calling(task, "build_optimizer", list(model.parameters()))
-    scheduler = calling(task, "build_scheduler", optimizer)
     early_stop = make_early_stop(config)
-    parts = Parts(model, optimizer, scheduler, units, {"everstep.early_stop": early_stop})
-    return assemble(link, parts, dataset, task.collate, device), early_stop
+    built = _Built(task, config, device, {"everstep.early_stop": early_stop})
+    parts = built.make()
+    if config.stages == 1:
+        return assemble(link, parts, built.dataset, task.collate, device), early_stop
+    order = sample_order(config, built.dataset)
+    stages = _stages(built, parts, task, config, device)
+    return Run(Session(link, stages, device, built.dataset, task.collate, order), parts.model), early_stop
+
+
+class _Built:
+    """Builds what a task trains, the same each time; the dataset once."""
+
+    def __init__(self, task: Task, config: Config, device: torch.device, extras: dict[str, Any]) -> None:
+        self._task = task
+        self._config = config
+        self._device = device
+        self._extras = extras
+        self.dataset: Any = None
+
+    def make(self) -> Parts:
+        """All parts of the whole model, in their initial state."""
+        task = self._task
+        seed_all(build_seed(self._config.seed))
+        model = calling(task, "build_model").to(self._device)
+        units = calling(task, "units", model)
+        if self.dataset is None:
+            self.dataset = calling(task, "build_dataset", "train")
+        optimizer = calling(task, "build_optimizer", list(model.parameters()))
+        scheduler = calling(task, "build_scheduler", optimizer)
+        return Parts(model, optimizer, scheduler, units, dict(self._extras))
+
+
+def _stages(built: _Built, first: Parts, task: Task, config: Config, device: torch.device) -> Stages:
+    """The stages of a split job. `first`: the whole, built already; the first stage that is wanted is cut out of it."""
+    cut = chosen_cut(config, task, first.model)
+    whole = [first]
+
+    def loss(model: Any, batch: Any) -> Any:
+        return calling(task, "loss", model, batch)
+
+    def build(stage: int) -> StageReplica:
+        def make() -> Parts:
+            return whole.pop() if whole else built.make()
+
+        return build_stages(make, cut, config.stages, [stage], config=config, device=device, loss=loss)[stage]
+
+    parameters = sum(p.numel() * p.element_size() for p in first.model.parameters())
+    return Stages(config.stages, build, 3 * parameters // config.stages)

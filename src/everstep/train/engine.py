@@ -11,11 +11,12 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
-from everstep.base.errors import CollectiveAborted, Evicted, JobFailed, check
+from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Tag, Tick, Transport
+from everstep.base.ports import Tag, Tick
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.step_machine import Phase, StepMachine
@@ -27,11 +28,35 @@ _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPD
 _DECIDED = step.Update | step.Gathered | step.Release | step.Discard
 
 
+class WentBack(EverstepError):
+    """The state has jumped to that of another step: what the application was doing is over, it goes on from there."""
+
+
+class Exchange(Protocol):
+    """What the engine needs of a transport."""
+
+    def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """All-gather of small records."""
+        ...
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
+        ...
+
+
 class Hands(Protocol):
     """What the engine has done by others."""
 
     def phase(self, name: str, step: int, plan: Plan | None) -> None:
         """A phase begins (progress board, scripted faults)."""
+        ...
+
+    def regroup(self, plan: Plan) -> None:
+        """Open the transport, and have what the plan's seats need."""
+        ...
+
+    def lacking(self, step: int, plan: Plan) -> tuple[int, ...]:
+        """Lanes whose results of the step are lacking at one of the own seats at least; for split models."""
         ...
 
     def prepare(self, step: int, plan: Plan) -> tuple[int, ...]:
@@ -66,8 +91,12 @@ class Hands(Protocol):
         """Give the state to members that lack it."""
         ...
 
-    def fetch(self, plan: Plan, position: Key, donors: tuple[int, ...]) -> Mapping[int, Record]:
-        """Copy the state from one of the donors; returns the records of `position`."""
+    def fetch(self, plan: Plan, position: Key, donors: Mapping[int, tuple[int, ...]]) -> Mapping[int, Record]:
+        """Copy the state from one of the donors of each stage; returns the records of `position`."""
+        ...
+
+    def go_back(self, plan: Plan, step: int, sources: Mapping[int, tuple[int, ...]]) -> Mapping[int, Record]:
+        """Take on the state of a step; returns its records."""
         ...
 
     def entered(self, plan: Plan, step: int, phases_ms: dict[str, float]) -> None:
@@ -82,7 +111,7 @@ class Engine:
     """
 
     def __init__(
-        self, me: WorkerKey, transport: Transport, hands: Hands, tell: Callable[[wire.AnyMessage], None], tick: Tick
+        self, me: WorkerKey, transport: Exchange, hands: Hands, tell: Callable[[wire.AnyMessage], None], tick: Tick
     ) -> None:
         self.me = me
         self.machine = StepMachine(me)
@@ -92,6 +121,8 @@ class Engine:
         self.tick = tick
         self.lanes: deque[int] = deque()
         self.lanes_step = 0
+        self.jumps = 0
+        self.top_stated = 0
         self.gathered: dict[Key, Mapping[int, Record]] = {}
         self.ended: wire.JobEnded | None = None
         self.heal: wire.Heal | None = None
@@ -101,6 +132,7 @@ class Engine:
         self._arrived_ns = 0
         self._phases_ms: dict[str, float] = {}
         self._asked_gather = Key(0, 0)
+        self._jumps_seen = 0
 
     # ---- from other threads
 
@@ -127,29 +159,65 @@ class Engine:
         self.handle(step.StepAsked())
 
     def next_lane(self, number: int) -> int | None:
-        """The next lane to compute for the step, or None once the step is applied here (or the state is beyond it)."""
+        """The next lane to compute for the step, or None once the step is applied here (or the state is beyond it).
+
+        Raises: WentBack if the step was left for another one.
+        """
+        return self.lanes.popleft() if self._await_lanes(number) else None
+
+    def next_lanes(self, number: int) -> tuple[int, ...] | None:
+        """All lanes that are to be computed now, for a model that is split; else as `next_lane`."""
+        if not self._await_lanes(number):
+            return None
+        lanes = tuple(self.lanes)
+        self.lanes.clear()
+        return lanes
+
+    def _await_lanes(self, number: int) -> bool:
         while True:
             self.news()
             while self._effects:
                 self._execute(self._effects.popleft())
                 self.news()
-            if self.machine.position.step >= number and self.settled:
-                return None
+            if self.settled:
+                self._check_jumps()
+                if self.machine.position.step >= number:
+                    return False
             if self.lanes and self.lanes_step == number:
-                return self.lanes.popleft()
+                return True
             if self._after_lanes is not None:
                 self._effects.append(self._after_lanes)
                 self._after_lanes = None
             else:
                 self._wait_news()
 
-    def lane_done(self, number: int, lane: int) -> None:
-        self.handle(step.LaneDone(number, 0, lane))
+    def lane_done(self, number: int, lane: int, stage: int = 0) -> None:
+        self.handle(step.LaneDone(number, stage, lane))
+
+    def superseded(self, generation: int) -> bool:
+        """Take in news; whether what is done for this generation is not wanted any more."""
+        self.news()
+        return self.machine.generation != generation
+
+    def left(self, fault: CollectiveAborted, generation: int) -> None:
+        """A transfer of this generation was left: somebody decides, and a plan comes."""
+        if self.machine.generation == generation:
+            self._aborted(fault)
+
+    def arrived(self) -> bool:
+        """Whether the state has jumped since this was asked last (true the first time): go on from there."""
+        jumped = self._jumps_seen < self.jumps or self._jumps_seen == 0
+        self._jumps_seen = max(1, self.jumps)
+        return jumped
+
+    def _check_jumps(self) -> None:
+        if self._jumps_seen < self.jumps:
+            raise WentBack(f"the state is that of step {self.machine.position.step} now")
 
     def gather(self, data: bytes) -> Mapping[int, Record]:
         """One decision beyond the step: all members' data, the same at all. Survives changes of the membership.
 
-        Raises: Evicted if the others have gone on without this worker's application.
+        Raises: Evicted if the others have gone on without this worker's application; WentBack.
         """
         at = self.machine.position.step
         self._asked_gather = Key(at, self._asked_gather.seq + 1 if self._asked_gather.step == at else 1)
@@ -160,6 +228,8 @@ class Engine:
             if self.machine.position.step > at:
                 raise Evicted(f"the others have decided {key} without this worker; it has to start anew")
             self.turn()
+            if self.settled:
+                self._check_jumps()
         return self.gathered.get(key, {})
 
     def wait_end(self) -> bool:
@@ -280,6 +350,8 @@ class Engine:
                 self._settle(effect)
             case step.Compute():
                 self._want_lanes(effect.step)
+                if plan is not None and plan.stages > 1:
+                    self.lanes = deque(range(plan.lanes) if self.machine.rerun is None else sorted(self.machine.rerun))
             case step.Reduce():
                 self._reduce(effect)
             case step.SendRecord():
@@ -300,10 +372,14 @@ class Engine:
                 self.hands.serve(plan, effect.position, effect.to)  # type: ignore[arg-type]
             case step.FetchState():
                 self.hands.phase("heal", effect.position.step, plan)
-                records = self.hands.fetch(plan, effect.position, effect.donors[0])  # type: ignore[arg-type]
+                records = self.hands.fetch(plan, effect.position, effect.donors)  # type: ignore[arg-type]
                 self.handle(step.StateCopied(effect.generation, effect.position, records))
             case step.GoBack():
-                check(False, f"expected nowhere to go back to, as no snapshots were stated; got {effect}")
+                self.hands.phase("heal", effect.step, plan)
+                records = self.hands.go_back(plan, effect.step, effect.sources)  # type: ignore[arg-type]
+                self.jumps = max(1, self.jumps, self._jumps_seen) + 1
+                self._asked_gather = Key(0, 0)
+                self.handle(step.StateCopied(effect.generation, Key(effect.step, 0), records))
             case step.Entered():
                 self.hands.entered(plan, effect.step, self._phases_ms)  # type: ignore[arg-type]
                 self._phases_ms = {}
@@ -331,16 +407,21 @@ class Engine:
         if self._arrived_ns:
             self._phases_ms["unblock"] = (now - self._arrived_ns) / 1e6
         self._arrived_ns = 0
-        self.transport.open(plan)
+        self.hands.regroup(plan)
         self._phases_ms["regroup"] = (time.monotonic_ns() - now) / 1e6
 
     def _settle(self, effect: step.SendHolding) -> None:
         begin = time.monotonic_ns()
-        self.hands.phase("settle", effect.holding.position.step, self.machine.plan)
-        held = self.transport.exchange(_SETTLE, encode_holding(effect.holding))
+        plan, holding = self.machine.plan, effect.holding
+        self.hands.phase("settle", holding.position.step, plan)
+        if plan is not None and plan.stages > 1:  # the plan may have taken lanes out of sums that were held
+            holding = replace(holding, lacking=self.hands.lacking(holding.position.step + 1, plan))
+        held = self.transport.exchange(_SETTLE, encode_holding(holding))
         self._phases_ms["settle"] = (time.monotonic_ns() - begin) / 1e6
-        for worker_id in sorted(held):
-            self.handle(step.HoldingArrived(effect.generation, worker_id, decode_holding(held[worker_id])))
+        stated = {worker_id: decode_holding(held[worker_id]) for worker_id in sorted(held)}
+        self.top_stated = max(h.position.step for h in stated.values())
+        for worker_id, one in stated.items():
+            self.handle(step.HoldingArrived(effect.generation, worker_id, one))
 
     def _decide(self, effect: step.SendRecord) -> None:
         key = effect.key

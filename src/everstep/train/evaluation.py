@@ -6,14 +6,20 @@ seed, and the results are folded in chunk order. What a dead worker leaves undon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import CollectiveAborted, ConfigError
+from everstep.base.plan import Plan
+from everstep.base.ports import Hop
 from everstep.exact.seeding import derive, seed_all
+from everstep.exact.trees import Bundle, from_wire, to_wire
+
+if TYPE_CHECKING:
+    from everstep.train.session import Session
 
 _Results = dict[int, dict[str, tuple[float, float]]]
 
@@ -39,17 +45,122 @@ def evaluate(
         missing = [i for i in range(chunks) if i not in known]
         for place, index in enumerate(missing):
             if everyone[place % len(everyone)] == me and index not in mine:
-                seed_all(derive(seed, 1 << 32, index))
+                seed_all(derive(seed, _CHUNK_SEED, index))
                 mine[index] = _pairs(fn(load(index)))
         packed = msgspec.msgpack.encode({i: r for i, r in mine.items() if i not in known})
         for data in gather(packed).values():
             known.update(msgspec.msgpack.decode(data, type=_Results))
+    return _folded(known, chunks)
+
+
+def _folded(known: _Results, chunks: int) -> dict[str, float]:
     totals: dict[str, tuple[float, float]] = {}
     for index in range(chunks):
         for name, (value, count) in known[index].items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + value, before[1] + count)
     return {name: value / count if count else float("nan") for name, (value, count) in sorted(totals.items())}
+
+
+_CHUNK_SEED = 1 << 32
+_WAVE = 64
+"""Most chunks of one wave: what is on its way is kept until the wave has ended."""
+
+
+def evaluate_split(
+    session: Session, metrics: Callable[[Any, Any], Mapping[str, Any]], chunks: int, load: Callable[[int], Any]
+) -> dict[str, float]:
+    """As `evaluate`, where each worker has a part of the model: chunks flow through the pools, wave after wave.
+
+    A wave belongs to the generation that all stated in the gather before it. Whoever has left that generation does not
+    begin it, and whoever waits for such a one is freed by the plan that comes; the next gather unites them.
+    """
+    engine, known = session.engine, _Results()
+    mine: _Results = {}
+    while True:
+        stated = session.gather(msgspec.msgpack.encode((engine.machine.generation, mine)))
+        generations: set[int] = set()
+        for data in stated.values():
+            generation, found = msgspec.msgpack.decode(data, type=tuple[int, _Results])
+            generations.add(generation)
+            known.update(found)
+        mine = {}
+        missing = [i for i in range(chunks) if i not in known][:_WAVE]
+        if not missing:
+            return _folded(known, chunks)
+        plan = engine.plan
+        if plan is None or generations != {plan.generation} or engine.ended is not None:
+            continue
+        session.transport.channel.forget(engine.position.step + 1)  # all have received what the wave before sent
+        try:
+            _Wave(session, plan, metrics, load).run(missing, mine)
+        except CollectiveAborted as fault:
+            engine.left(fault, plan.generation)
+
+
+class _Wave:
+    """Some chunks on their way through the pools of one plan."""
+
+    def __init__(
+        self, session: Session, plan: Plan, metrics: Callable[[Any, Any], Mapping[str, Any]], load: Callable[[int], Any]
+    ) -> None:
+        self._session, self._plan, self._metrics, self._load = session, plan, metrics, load
+        self._me = session.link.me.worker_id
+        self._parts = plan.stages * session.config.chunks
+        self._pools = [[s.worker_id for s in plan.pool(k) if s.lanes] for k in range(plan.stages)]
+        self._local: dict[tuple[int, int], Bundle] = {}
+
+    def run(self, indices: Sequence[int], results: _Results) -> None:
+        """All passes of these chunks that are this worker's; what comes out at the last part goes to `results`."""
+        session = self._session
+        models = [replica.parts.model for replica in session.stages.values()]
+        modes = [model.training for model in models]
+        for replica in session.stages.values():
+            replica.settle_buffers()
+            replica.parts.model.eval()
+        try:
+            for place, index in enumerate(indices):
+                for part in range(self._parts):
+                    if self._holder(part, place) == self._me:
+                        if session.engine.superseded(self._plan.generation):
+                            return
+                        self._pass(part, place, index, results)
+        finally:
+            for model, mode in zip(models, modes, strict=True):
+                model.train(mode)
+
+    def _holder(self, part: int, place: int) -> int:
+        pool = self._pools[part % self._plan.stages]
+        return pool[place % len(pool)]
+
+    def _pass(self, part: int, place: int, index: int, results: _Results) -> None:
+        session = self._session
+        inputs = self._take(part, place) if part else None
+        last = part == self._parts - 1
+        seed_all(derive(session.config.seed, _CHUNK_SEED, index))
+        batch = self._load(index) if part == 0 or last else None
+        session.tick()
+        found = session.stages[part % self._plan.stages].evaluate(part, inputs, self._metrics, batch)
+        if last:
+            results[index] = _pairs(found)
+        else:
+            self._give(part + 1, place, found)
+
+    def _hop(self, part: int, place: int) -> Hop:
+        return Hop(self._session.engine.position.step + 1, "eval", part, place)
+
+    def _take(self, part: int, place: int) -> Bundle:
+        source = self._holder(part - 1, place)
+        if source == self._me:
+            return self._local.pop((part, place))
+        return from_wire(*self._session.transport.channel.recv(source, self._hop(part, place)))
+
+    def _give(self, part: int, place: int, what: Bundle) -> None:
+        to = self._holder(part, place)
+        if to == self._me:
+            self._local[part, place] = what
+        else:
+            self._session.transport.channel.send(to, self._hop(part, place), *to_wire(what))
 
 
 def _pairs(results: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

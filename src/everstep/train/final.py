@@ -1,28 +1,55 @@
-"""What a finished job leaves: the model under its own names, and digests of everything."""
+"""What a finished job leaves: the model under its own names, and digests of everything.
+
+In a split job the main gets the stages that it does not hold from their pools. Digests are functions of the merged
+manifest, so they are those of the unsplit job.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from everstep.base.errors import EverstepError
+from everstep.base.plan import Plan
+from everstep.exact import topology
+from everstep.exact.image import BLOCK_BYTES, entries_of, write_blocks
 from everstep.exact.state import ModelState
+from everstep.runtime.peer import PeerConnection
+from everstep.train import heal
+
+if TYPE_CHECKING:
+    from everstep.train.session import Session
+
+log = logging.getLogger(__name__)
+_MODEL = "model/"
 
 
 def write_final(run_dir: Path, model: nn.Module, state: ModelState, step: int) -> dict[str, object]:
     """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it."""
+    return write_tensors(run_dir, model_tensors(model), state.model_digest(), state.state_digest(step), step)
+
+
+def write_tensors(
+    run_dir: Path, tensors: Mapping[str, Tensor], model_digest: str, state_digest: str, step: int
+) -> dict[str, object]:
+    """The same, of tensors by their names in the whole model's state_dict."""
     final = run_dir / "final"
     final.mkdir(parents=True, exist_ok=True)
     weights = final / "model.safetensors"
     partial = final / f".model-{os.getpid()}.partial"
-    save_file(model_tensors(model), partial)
+    save_file(dict(tensors), partial)
     _sync(partial)
     os.replace(partial, weights)
-    digest: dict[str, object] = {"step": step, "model": state.model_digest(), "state": state.state_digest(step)}
+    digest: dict[str, object] = {"step": step, "model": model_digest, "state": state_digest}
     partial = final / f".digest-{os.getpid()}.partial"
     partial.write_text(json.dumps(digest, indent=2) + "\n")
     _sync(partial)
@@ -36,6 +63,118 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     A tied parameter appears under each of its names, as in the model's own state_dict.
     """
     return {name: t.detach().cpu().clone().contiguous() for name, t in sorted(model.state_dict().items())}
+
+
+class Finisher:
+    """Writes final/ where this worker is the main, and gives its stages to the main where it is not."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._manifests: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def write(self, run_dir: Path) -> bool:
+        """Whether it was written. False: the plan changed meanwhile."""
+        session = self._session
+        number = session.engine.position.step
+        if not session.stages.split:
+            replica = session.stages.only
+            write_final(run_dir, replica.parts.model, replica.state, number)
+            return True
+        plan = session.engine.plan
+        if plan is None:
+            return False
+        parts = self._collect(plan, number)
+        if parts is None:
+            return False
+        merged = topology.merge([manifest for manifest, _ in parts])
+        tensors = {name: t for _, found in parts for name, t in found.items()}
+        ordered = {name: tensors[name] for name in sorted(tensors)}
+        model, state = topology.model_digest(merged), topology.state_digest(merged, number)
+        write_tensors(run_dir, ordered, model, state, number)
+        return True
+
+    def _collect(self, plan: Plan, number: int) -> list[tuple[dict[str, Any], dict[str, Tensor]]] | None:
+        """All stages; None if the plan changed before they were there."""
+        session = self._session
+        while not session.engine.superseded(plan.generation):
+            try:
+                return [self._stage(plan, stage, number) for stage in range(plan.stages)]
+            except (EverstepError, OSError) as error:
+                log.info("the stages could not be collected: %s", error)  # not there yet; or dead, then a plan comes
+                session.tick()
+                time.sleep(0.02)
+        return None
+
+    def _stage(self, plan: Plan, stage: int, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        session = self._session
+        if stage in session.engine.machine.stages:
+            replica = session.stages[stage]
+            return self._manifest(stage, number), model_tensors(replica.parts.model)
+        holders = [plan.member(seat.worker_id) for seat in plan.pool(stage)]
+        request = {"kind": "final", "stage": stage, "step": number, "generation": plan.generation}
+        connection = heal.connect_first(holders, session.link.token, request)
+        try:
+            while not heal.readable(connection, 0.005):
+                session.tick()
+            told = connection.recv_json()
+            manifest = told["manifest"]
+            blocks = heal.receive_blocks(connection, manifest, session.tick)
+        finally:
+            connection.close()
+        return manifest, _tensors(manifest, told["names"], blocks)
+
+    def _manifest(self, stage: int, number: int) -> dict[str, Any]:
+        """Made once: nothing changes any more."""
+        key = (stage, number)
+        if key not in self._manifests:
+            replica = self._session.stages[stage]
+            replica.settle_buffers()
+            self._manifests = {k: m for k, m in self._manifests.items() if k[1] == number}
+            self._manifests[key] = replica.state.manifest()
+        return self._manifests[key]
+
+    def serve(self, connection: PeerConnection, request: dict[str, Any]) -> None:
+        """In a handler thread: the main asks for a stage at the last step. Silent if it is not held like that."""
+        session, stage, number = self._session, int(request["stage"]), int(request["step"])
+        engine = session.engine
+        if engine.position.step != number or stage not in engine.machine.stages:
+            return
+        replica = session.stages[stage]
+        manifest = self._manifest(stage, number)
+        connection.send_json({"manifest": manifest, "names": names_of(replica.parts.model, replica.state)})
+        for index in range(len(manifest["blocks"])):
+            connection.send_bytes([replica.state.read_block(index)])
+
+
+def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
+    """For each name of the model's state_dict, the entry of the manifest that it is in."""
+    entries, tensors, _, _ = state.live_tensors()
+    mine = [(e, t) for e, t in zip(entries, tensors, strict=True) if e.name.startswith(_MODEL)]
+    by_name = {e.name for e, _ in mine}
+    by_place = {(t.data_ptr(), tuple(t.shape), t.dtype): e.name for e, t in mine if t.numel()}
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        names[name] = _MODEL + name if _MODEL + name in by_name else by_place[place]
+    return names
+
+
+def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: list[memoryview]) -> dict[str, Tensor]:
+    """The tensors of a manifest by their names in the model's state_dict.
+
+    Raises: CheckpointCorrupt if a block does not match its digest.
+    """
+    entries = entries_of(manifest)
+    image = bytearray(len(blocks) * BLOCK_BYTES)
+    memory = [memoryview(image)[e.offset : e.offset + e.nbytes] for e in entries]
+    write_blocks(manifest, entries, memory, lambda i: blocks[i])
+    found: dict[str, Tensor] = {}
+    for entry, data in zip(entries, memory, strict=True):
+        if entry.name.startswith(_MODEL):
+            dtype = getattr(torch, entry.dtype)
+            flat = torch.frombuffer(data, dtype=dtype) if entry.nbytes else torch.empty(0, dtype=dtype)
+            found[entry.name] = flat.view(entry.shape)
+    return {name: found[entry].clone() for name, entry in names.items()}
 
 
 def _sync(path: Path) -> None:

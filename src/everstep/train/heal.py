@@ -1,8 +1,9 @@
 """Healing: bring a worker to the state of the others, while they go on.
 
-The donor takes one lazy snapshot at a step boundary and feeds what follows: each step's records and reduced gradient.
-The joiner loads the snapshot and applies the steps, until the members switch to a plan that has it.
-The same snapshot path serves a member that turns out to lack the state when a generation settles.
+The donor takes one lazy snapshot at a step boundary and feeds what follows: each step's records and reduced gradients.
+The joiner loads the snapshot and applies the steps, until the members switch to a plan that has it. The same snapshot
+path serves a member that turns out to lack the state when a generation settles. All of it goes by stages: who asks
+names those that it wants.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import logging
 import queue
 import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from everstep.base.errors import CheckpointCorrupt, EverstepError, check
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, check
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
-from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
+from everstep.exact.ties import Place
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train.record import decode_records, encode_records
@@ -35,35 +36,65 @@ MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
 
 
+class Readable(Protocol):
+    """A snapshot, whoever made it."""
+
+    @property
+    def n_blocks(self) -> int: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+    def manifest(self) -> dict[str, Any]: ...
+
+    def read_block(self, index: int) -> memoryview: ...
+
+
 @dataclass
 class Offer:
-    """A snapshot on offer: state and records at `position`, with the gathers of that step."""
+    """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
+
+    application: the state of the user's loop right after the update, where the snapshots have a later one; else empty.
+    """
 
     position: Key
     records: Mapping[int, Record]
     gathers: Mapping[Key, Mapping[int, Record]]
-    snapshot: Snapshot
+    snapshots: Mapping[int, Readable]
+    application: bytes = b""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The reduced gradient of one stage, and what came from others for parameters that they share."""
+
+    reduced: Reduced
+    received: Mapping[Place, torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass
 class Feed:
-    """One joiner being followed: `items` are (step number, then records, presence, application state, gradient)."""
+    """One joiner being followed, in some stages: `items` are (step, message header, parts)."""
 
+    stages: tuple[int, ...]
     offer: Offer | None = None
     ready: threading.Event = field(default_factory=threading.Event)
-    items: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = field(default_factory=queue.SimpleQueue)
+    items: queue.SimpleQueue[tuple[int, dict[str, Any], list[Any]]] = field(default_factory=queue.SimpleQueue)
     closed: bool = False
 
 
 class Donor:
-    """Serves state to joiners (from handler threads) out of what the training thread offers at step boundaries."""
+    """Serves state to joiners (from handler threads) out of what the training thread offers at step boundaries.
 
-    def __init__(self) -> None:
+    others: answers further kinds of requests, by kind.
+    """
+
+    def __init__(self, others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None) -> None:
         self._lock = threading.Lock()
         self._asked: list[Feed] = []
         self._feeds: list[Feed] = []
         self._settled: dict[int, Offer] = {}
         self._settled_changed = threading.Condition(self._lock)
+        self._others = dict(others or {})
 
     # ---- training thread
 
@@ -84,25 +115,39 @@ class Donor:
             self._feeds += asked
 
     def feed(
-        self, step: int, records: Mapping[int, Record], reduced: Reduced, numel: int, application: Callable[[], bytes]
+        self,
+        step: int,
+        records: Mapping[int, Record],
+        gradients: Mapping[int, Gradient],
+        numel: Mapping[int, int],
+        application: Callable[[], bytes],
     ) -> None:
         """Pass a decided step on to those who follow, before it is applied here.
 
-        application: the packed state of the user's loop as it is now; who follows does not run that loop.
+        gradients, numel (of the flat vector): by stage. application: the packed state of the user's loop as it is now;
+        who follows does not run that loop.
         """
         with self._lock:
             self._feeds = [f for f in self._feeds if not f.closed]
             feeds = list(self._feeds)
         if not feeds:
             return
-        flat = torch.empty(numel, dtype=torch.float32)
-        for piece in reduced.pieces:
-            flat[piece.start : piece.stop].copy_(piece.data)
-        parts = (encode_records(records), reduced.presence, application(), bytes_of(flat))
+        common = [encode_records(records), application()]
+        packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
         for feed in feeds:
-            if feed.items.qsize() >= MAX_BACKLOG:
+            if feed.items.qsize() >= MAX_BACKLOG or not set(feed.stages) <= set(packed):
                 feed.closed = True
-            feed.items.put((step, parts))
+                continue
+            stages = {str(k): packed[k][0] for k in feed.stages}
+            header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": stages}
+            feed.items.put((step, header, [*common, *(part for k in feed.stages for part in packed[k][1])]))
+
+    def cut(self) -> None:
+        """The state jumps: who follows has to begin anew."""
+        with self._lock:
+            for feed in self._feeds:
+                feed.closed = True
+            self._feeds = []
 
     def offer_settled(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
@@ -120,32 +165,38 @@ class Donor:
         with self._lock:
             offers = [f.offer for f in self._feeds if f.offer and not f.closed] + list(self._settled.values())
         for offer in offers:
-            offer.snapshot.wait()
+            for snapshot in offer.snapshots.values():
+                snapshot.wait()
 
     # ---- handler threads
 
     def handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """One joiner's connection, from request to end."""
-        if request.get("kind") == "settle":
-            self._serve_settled(connection, int(request["generation"]))
-        elif request.get("kind") == "heal":
-            self._serve_heal(connection)
+        kind = str(request.get("kind"))
+        if kind == "settle":
+            self._serve_settled(connection, int(request["generation"]), request.get("stages", [0]))
+        elif kind == "heal":
+            self._serve_heal(connection, tuple(request.get("stages", [0])))
+        elif kind in self._others:
+            self._others[kind](connection, request)
 
-    def _serve_settled(self, connection: PeerConnection, generation: int) -> None:
+    def _serve_settled(self, connection: PeerConnection, generation: int, stages: Sequence[int]) -> None:
         with self._settled_changed:
             self._settled_changed.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
             offer = self._settled.get(generation)
-        if offer is not None:
-            send_offer(connection, offer)
+        if offer is not None and set(stages) <= set(offer.snapshots):
+            send_offer(connection, offer, stages)
 
-    def _serve_heal(self, connection: PeerConnection) -> None:
-        feed = Feed()
+    def _serve_heal(self, connection: PeerConnection, stages: tuple[int, ...]) -> None:
+        feed = Feed(stages)
         with self._lock:
             self._asked.append(feed)
         try:
             if not feed.ready.wait(timeout=_SERVE_TIMEOUT_S) or feed.offer is None:
                 return
-            send_offer(connection, feed.offer)
+            if not set(stages) <= set(feed.offer.snapshots):
+                return
+            send_offer(connection, feed.offer, stages)
             feed.offer = None
             self._stream(connection, feed)
         except (EverstepError, OSError) as error:
@@ -157,58 +208,93 @@ class Donor:
         last = 0
         while not feed.closed:
             try:
-                step, parts = feed.items.get(timeout=0.02)
+                step, header, parts = feed.items.get(timeout=0.02)
             except queue.Empty:
                 connection.send_json({"kind": "caught_up", "step": last})
                 continue
             last = step
-            connection.send_json({"kind": "step", "step": step, "nbytes": [len(part) for part in parts]})
+            connection.send_json(header)
             for part in parts:
                 connection.send_bytes([part])
 
 
-def send_offer(connection: PeerConnection, offer: Offer) -> None:
-    """Manifest and records first, then the blocks in order."""
-    offer.snapshot.wait()
-    records = encode_records(offer.records)
+# ---- states on the wire
+
+
+def send_offer(connection: PeerConnection, offer: Offer, stages: Sequence[int]) -> None:
+    """Manifests and records first, then the blocks in order, stage after stage."""
     gathers = {f"{k.step},{k.seq}": encode_records(v).hex() for k, v in offer.gathers.items()}
     connection.send_json(
         {
             "position": list(offer.position),
-            "records": records.hex(),
+            "records": encode_records(offer.records).hex(),
             "gathers": gathers,
-            "manifest": offer.snapshot.manifest(),
+            "application": offer.application.hex(),
+            "manifests": [offer.snapshots[k].manifest() for k in stages],
         }
     )
-    for index in range(offer.snapshot.n_blocks):
-        connection.send_bytes([offer.snapshot.read_block(index)])
+    for k in stages:
+        send_blocks(connection, offer.snapshots[k])
+
+
+def send_blocks(connection: PeerConnection, snapshot: Readable) -> None:
+    """All blocks of a snapshot, in order."""
+    for index in range(snapshot.n_blocks):
+        connection.send_bytes([snapshot.read_block(index)])
+
+
+@dataclass(frozen=True)
+class StageState:
+    """One stage's state as it arrived; hashes are checked when it is loaded."""
+
+    manifest: dict[str, Any]
+    blocks: list[memoryview]
+
+    def load_into(self, state: ModelState) -> None:
+        """Raises: CheckpointCorrupt if it was altered."""
+        state.load(self.manifest, lambda i: self.blocks[i])
 
 
 @dataclass(frozen=True)
 class Received:
-    """An offer as it arrived; `blocks` are in memory and their hashes are checked when they are loaded."""
+    """An offer as it arrived; `states` by stage."""
 
     position: Key
     records: Mapping[int, Record]
     gathers: Mapping[Key, Mapping[int, Record]]
-    manifest: dict[str, Any]
-    blocks: list[memoryview]
+    states: Mapping[int, StageState]
+    application: bytes
 
 
-def receive_offer(connection: PeerConnection, tick: Callable[[], None]) -> Received:
-    """Raises: EverstepError or OSError if the donor goes away."""
-    header = connection.recv_json()
+def receive_blocks(
+    connection: PeerConnection, manifest: Mapping[str, Any], tick: Callable[[], None]
+) -> list[memoryview]:
+    """The blocks of a manifest, in memory."""
     blocks = []
-    for _ in header["manifest"]["blocks"]:
-        block = memoryview(bytearray(int(header["manifest"]["block_bytes"])))
+    for _ in manifest["blocks"]:
+        block = memoryview(bytearray(int(manifest["block_bytes"])))
         connection.recv_into(block)
         blocks.append(block)
         tick()
+    return blocks
+
+
+def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Callable[[], None]) -> Received:
+    """What was asked for. Raises: EverstepError or OSError if the donor goes away."""
+    header = connection.recv_json()
+    check(len(header["manifests"]) == len(stages), f"asked for stages {stages}, got {len(header['manifests'])}")
+    states = {
+        k: StageState(manifest, receive_blocks(connection, manifest, tick))
+        for k, manifest in zip(stages, header["manifests"], strict=True)
+    }
     gathers = {
         Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text)) for name, text in header["gathers"].items()
     }
     records = decode_records(bytes.fromhex(header["records"]))
-    return Received(Key(*header["position"]), records, gathers, header["manifest"], blocks)
+    return Received(Key(*header["position"]), records, gathers, states, bytes.fromhex(header["application"]))
+
+
+# ---- steps on the wire
 
 
 @dataclass(frozen=True)
@@ -217,24 +303,56 @@ class FollowedStep:
 
     step: int
     records: Mapping[int, Record]
-    reduced: Reduced
+    gradients: Mapping[int, Gradient]
     application: bytes
 
 
-def next_item(connection: PeerConnection, numel: int) -> FollowedStep | int:
-    """The next step of the feed, or (caught up) the number of the last one."""
+def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedStep | int:
+    """The next step of the feed, or (caught up) the number of the last one. numel: by stage, as for `feed`."""
     header = connection.recv_json()
     if header["kind"] == "caught_up":
         return int(header["step"])
-    sizes = header["nbytes"]
-    check(sizes[3] == numel * 4, f"a fed gradient has {sizes[3]} bytes, expected {numel * 4}")
-    records, presence, application = (bytearray(size) for size in sizes[:3])
-    flat = torch.empty(numel, dtype=torch.float32)
-    for part in (records, presence, application, bytes_of(flat)):
+    records, application = (bytearray(size) for size in header["nbytes"])
+    for part in (records, application):
         connection.recv_into(part)
     step = int(header["step"])
-    reduced = Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0))
-    return FollowedStep(step, decode_records(bytes(records)), reduced, bytes(application))
+    gradients = {
+        int(k): _receive_gradient(connection, step, facts, numel[int(k)]) for k, facts in header["stages"].items()
+    }
+    return FollowedStep(step, decode_records(bytes(records)), gradients, bytes(application))
+
+
+def _pack_gradient(gradient: Gradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
+    """What is told of it, and its bytes."""
+    flat = torch.empty(numel, dtype=torch.float32)
+    for piece in gradient.reduced.pieces:
+        flat[piece.start : piece.stop].copy_(piece.data)
+    there = [(p, t) for p, t in gradient.received.items() if t is not None]
+    told = {
+        "presence": len(gradient.reduced.presence),
+        "numel": numel,
+        "tied": [[p.name, p.unit, p.stage, t.numel()] for p, t in there],
+        "absent": [[p.name, p.unit, p.stage] for p, t in gradient.received.items() if t is None],
+    }
+    tied = [bytes_of(t.detach().to("cpu", torch.float32, copy=True)) for _, t in there]
+    return told, [gradient.reduced.presence, bytes_of(flat), *tied]
+
+
+def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any], numel: int) -> Gradient:
+    check(told["numel"] == numel, f"a fed gradient has {told['numel']} elements, expected {numel}")
+    presence = bytearray(told["presence"])
+    connection.recv_into(presence)
+    flat = torch.empty(numel, dtype=torch.float32)
+    connection.recv_into(bytes_of(flat))
+    received: dict[Place, torch.Tensor | None] = {Place(*row): None for row in told["absent"]}
+    for name, unit, stage, size in told["tied"]:
+        tied = torch.empty(size, dtype=torch.float32)
+        connection.recv_into(bytes_of(tied))
+        received[Place(name, unit, stage)] = tied
+    return Gradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0)), received)
+
+
+# ---- small states
 
 
 def pack_state(state: ModelState) -> bytes:
@@ -250,12 +368,15 @@ def unpack_state(state: ModelState, data: bytes) -> None:
     state.load(json.loads(manifest), lambda i: blocks[i])
 
 
+# ---- connections
+
+
 def readable(connection: PeerConnection, timeout_s: float) -> bool:
     """Whether something can be read within the timeout."""
     return bool(select.select([connection.fileno()], [], [], timeout_s)[0])
 
 
-def connect_first(donors: list[Member], token: bytes, request: dict[str, Any]) -> PeerConnection:
+def connect_first(donors: Iterable[Member], token: bytes, request: dict[str, Any]) -> PeerConnection:
     """Connect to the first donor that answers.
 
     Raises: CheckpointCorrupt if none does (nobody to copy from).
@@ -267,3 +388,16 @@ def connect_first(donors: list[Member], token: bytes, request: dict[str, Any]) -
         except (EverstepError, OSError) as error:
             reasons.append(f"{donor.key} at {donor.address}: {error}")
     raise CheckpointCorrupt("no donor could be reached: " + "; ".join(reasons))
+
+
+def by_donors(sources: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    """The stages to ask for, by whom to ask: one connection each."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for stage, donors in sorted(sources.items()):
+        groups.setdefault(tuple(donors), []).append(stage)
+    return groups
+
+
+def unreachable(error: BaseException, donors: Sequence[int]) -> CollectiveAborted:
+    """A copy that failed, as a transfer that was left."""
+    return CollectiveAborted(f"the state could not be copied: {error}", donors[:1])

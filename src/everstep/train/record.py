@@ -48,11 +48,13 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
-    committed_unix_ns: when this worker committed the step before.
+    committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
+    handed on, all snapshots in memory that it is to; 0 if none.
     """
 
     sections: list[StageSection]
     committed_unix_ns: int
+    kept: int = 0
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +71,7 @@ class Outcome:
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
     were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
-    the step, by stage and worker, where they were due.
+    the step, by stage and worker, where they were due. kept: the newest step that is in memory in all stages.
     """
 
     step: int
@@ -81,6 +83,7 @@ class Outcome:
     samples: int
     buffers: Mapping[int, tuple[tuple[bytes, ...], ...]]
     digests: Mapping[int, Mapping[int, str]]
+    kept: int = 0
 
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
@@ -96,8 +99,9 @@ def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
 def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> Outcome:
     """Fold the records of one agree, in lane and block order."""
     sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
-    for worker_id in sorted(records):
-        for section in _agree.decode(records[worker_id].payload).sections:
+    payloads = {worker_id: _agree.decode(records[worker_id].payload) for worker_id in sorted(records)}
+    for worker_id, payload in payloads.items():
+        for section in payload.sections:
             sections[section.stage][worker_id] = section
     reports: dict[int, LaneReport] = {}
     workers: dict[int, int] = {}
@@ -121,6 +125,7 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int
         samples=sum(r.count for r in lanes),
         buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
+        kept=min(p.kept for p in payloads.values()),
     )
 
 

@@ -194,10 +194,11 @@ class StageReplica:
         self.sums.add_empty(lane)
         self._reports[lane] = LaneReport(lane, 0.0, 0.0, 0, use)
 
-    def idle_lane(self, lane: int, count: int) -> None:
+    def idle_lane(self, lane: int, count: int, use: int) -> None:
         """A lane that was only waited for: it counts as `count` samples, and has no gradient and no loss."""
-        self.sums.add_empty(lane)
-        self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, 0)
+        if lane in self.missing:
+            self.sums.add_empty(lane)
+        self._reports[lane] = LaneReport(lane, 0.0, 1.0, count, use)
 
     def lane_digest(self) -> str:
         """Of the gradients and buffers that a lane has left, and its loss; two computations of it must agree."""
@@ -381,6 +382,12 @@ class StageReplica:
         self.drop_lanes()
         self._reports = {}
         self._step = 0
+
+    def abandon(self) -> None:
+        """The state is about to be replaced: nothing of the step that was under way counts."""
+        self.discard()
+        for part in self._passes.values():
+            part.guard.abandon()
 
     def settle_buffers(self) -> None:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""

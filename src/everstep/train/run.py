@@ -15,7 +15,7 @@ from torch import nn
 
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
-from everstep.train.evaluation import evaluate
+from everstep.train.evaluation import evaluate, evaluate_split
 from everstep.train.session import Session
 
 
@@ -47,6 +47,15 @@ class Step:
                 yield batch
             session.end_lane(self.number, lane, self._count, use)
 
+    def run_split(self) -> None:
+        """Compute the lanes of a split model wherever they pass through this worker, until the update is done.
+
+        Raises: WentBack if the step was left for another one.
+        """
+        if not self._done:
+            self._session.run_lanes(self.number)
+            self._done = True
+
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
 
@@ -74,13 +83,22 @@ class Run:
         session = self._session
         try:
             session.open()
-            if session.engine.position.step > 0:
-                yield Step(session, session.engine.position.step, done=True)
-            while not self._stopped and session.engine.position.step < self.total_steps:
-                yield Step(session, session.begin_step())
-            session.finish()
+            while True:
+                if session.engine.arrived():
+                    self._stopped = False
+                    if session.engine.position.step > 0:
+                        yield Step(session, session.engine.position.step, done=True)
+                elif not self._stopped and session.engine.position.step < self.total_steps:
+                    yield Step(session, session.begin_step())
+                elif session.finish():
+                    return
         finally:
             session.close()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each worker holds a part of the model only; `Step.run_split` computes its lanes then."""
+        return self._session.stages.split
 
     @property
     def total_steps(self) -> int:
@@ -141,8 +159,28 @@ class Run:
         finally:
             self.model.train(was_training)
 
+    def evaluate_split(
+        self,
+        metrics: Callable[[Any, Any], Mapping[str, Any]],
+        dataset: Any,
+        *,
+        batch_size: int = 64,
+        collate: Any = None,
+    ) -> dict[str, float]:
+        """As `evaluate`, for a split model, with the same result: `metrics(model, batch)` is the task's.
+
+        Raises: WentBack if the state is another one meanwhile.
+        """
+        session = self._session
+        if session.engine.ended is None:
+            session.phase("evaluate", session.engine.position.step, session.engine.plan)
+        chunks = -(-len(dataset) // batch_size)
+        if chunks == 0:
+            raise TaskError("evaluate was given an empty dataset")
+        return evaluate_split(session, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
+
     def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
         self._session.tick()
         first = index * batch_size
         samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.replica.device)
+        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.device)

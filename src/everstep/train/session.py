@@ -13,21 +13,20 @@ from typing import Any
 import torch
 
 from everstep.base.config import Config
-from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, Evicted, JobFailed
+from everstep.base.errors import CollectiveAborted, DeterminismError, Evicted, JobFailed
 from everstep.base.plan import Member, Plan
-from everstep.base.ports import Reduced
+from everstep.base.ports import Node
 from everstep.data.loader import LaneLoader, to_device
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
-from everstep.protocol import step_types as step
 from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection
-from everstep.train import heal
 from everstep.train.elastic_order import ElasticOrder
-from everstep.train.engine import Engine
-from everstep.train.final import write_final
+from everstep.train.engine import Engine, WentBack
+from everstep.train.final import Finisher
+from everstep.train.heal import Gradient
 from everstep.train.link import Link
+from everstep.train.pipeline import Pipeline
 from everstep.train.published import Publisher
 from everstep.train.record import (
     AgreePayload,
@@ -39,8 +38,11 @@ from everstep.train.record import (
     gathered,
 )
 from everstep.train.rendezvous import Rendezvous
-from everstep.train.replica import Replica
-from everstep.train.transports import open_transport
+from everstep.train.replica import StageReplica
+from everstep.train.stages import Stages
+from everstep.train.ties import exchange_ties
+from everstep.train.transfers import Transfers
+from everstep.train.transports import open_staged, open_transport
 
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
@@ -51,20 +53,22 @@ _NOT_EXACT = (
 class Session:
     """Everything between the user's loop and the rest of the job.
 
-    `order` says which samples make up a lane; `dataset`, `collate` how to get them.
+    `stages` are what is trained here. `order` says which samples make up a lane; `dataset`, `collate` how to get them.
     """
 
     def __init__(
         self,
         link: Link,
-        replica: Replica,
+        stages: Stages,
+        device: torch.device,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         order: SampleOrder | ElasticOrder,
     ) -> None:
         self.link = link
         self.config: Config = link.config
-        self.replica = replica
+        self.stages = stages
+        self.device = device
         self.order = order
         self.loader = LaneLoader(
             dataset,
@@ -78,13 +82,20 @@ class Session:
         )
         self.publisher = Publisher(link.run_dir, link.me, self.config.log_every)
         self.rendezvous = Rendezvous(link.tell)
-        self.transport = open_transport(link, replica.layout, self.tick, self.rendezvous, replica.device)
-        self.engine = Engine(link.me, self.transport, self, self._tell, self.tick)
-        self.donor = heal.Donor()
+        if stages.split:
+            self.transport = open_staged(link, self.tick, self.rendezvous, device)
+        else:
+            self.transport = open_transport(link, stages.only.layout, self.tick, self.rendezvous, device)
+        self.engine = Engine(link.me, self.transport, self, self.tell, self.tick)
+        self.pipeline = Pipeline(link.me.worker_id, self.config, self, lambda: self.order.micro_batch)
+        self.transfers = Transfers(self)
+        self.donor = self.transfers.donor
+        self.finisher = Finisher(self)
         self.outcome: Outcome | None = None
         self.learned: dict[str, Any] = {}
-        self._standing: dict[type, wire.AnyMessage] = {}
-        self._reduced: dict[int, Reduced] = {}
+        self.standing: dict[type, wire.AnyMessage] = {}
+        self.released = 0
+        self._gradients: dict[int, dict[int, Gradient]] = {}
         self._generations: dict[int, int] = {}
         self._committed_ns = 0
         self._samples = 0
@@ -98,17 +109,17 @@ class Session:
     def open(self) -> None:
         """Say hello and become a settled member: from the start, or healed while the others train."""
         address = self.link.serve_peers(self.donor.handle)
+        self.transfers.begin()
         me = self.link.me
         self._member = Member(
             me.worker_id, me.incarnation, self.link.host, os.getpid(), address, self.transport.segment
         )
-        self._state_bytes = self.replica.expected_bytes()
         self.link.row.set(phase="idle")
         self.link.connect(self._hello, self._deliver, self._reconnected)
         while not self.engine.settled:
             if self.engine.heal is not None:
                 ticket, self.engine.heal = self.engine.heal, None
-                self._follow(ticket)
+                self.transfers.follow(ticket)
             self.engine.turn()
             if self.engine.ended is not None and not self.engine.settled:
                 raise Evicted("the job is over, and this worker was not needed", drained=True)
@@ -120,56 +131,63 @@ class Session:
             member=self._member,
             step=self.engine.position.step,
             plan=self.engine.plan,
-            state_bytes=self._state_bytes,
+            state_bytes=self.stages.expected_bytes,
         )
 
-    def _tell(self, message: wire.AnyMessage) -> None:
+    def tell(self, message: wire.AnyMessage) -> None:
         """Send, and remember what a coordinator that missed it would have to hear again."""
         if isinstance(message, wire.GenerationEntered):
-            self._standing = {}
-        self._standing[type(message)] = message
+            self.standing = {}
+        self.standing[type(message)] = message
         self.link.tell(message)
 
     def _reconnected(self) -> None:
         """What was handed to a connection that then broke may be lost: say it again."""
         self.rendezvous.repeat()
-        for message in list(self._standing.values()):
+        for message in list(self.standing.values()):
             self.link.tell(message)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         self.rendezvous.observe(message)
         self.engine.deliver(message)
 
-    def finish(self) -> None:
-        """After the last step: nobody leaves before all have committed it and the leader has written final/."""
-        self.phase("finish", self.engine.position.step, self.engine.plan)
-        self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
-        while True:
+    def finish(self) -> bool:
+        """After the last step: nobody leaves before all have committed it and the leader has written final/.
+
+        Returns whether the job has ended; False: the state went back, and there are steps to be done again.
+        """
+        try:
             self.phase("finish", self.engine.position.step, self.engine.plan)
-            self.release(self.engine.position.step)  # proven by the gather
-            written = False
-            if self.is_main and self.link.run_dir is not None:
-                write_final(self.link.run_dir, self.replica.parts.model, self.replica.state, self.engine.position.step)
-                written = True
-            me = self.link.me
-            self._tell(
-                wire.WorkerDone(
-                    worker_id=me.worker_id,
-                    incarnation=me.incarnation,
-                    generation=self.engine.machine.generation,
-                    step=self.engine.position.step,
-                    final_written=written,
-                )
-            )
-            if self.engine.wait_end():
-                break
+            self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
+            while True:
+                self.phase("finish", self.engine.position.step, self.engine.plan)
+                self.release(self.engine.position.step)  # proven by the gather
+                self._done(self.is_main and self.link.run_dir is not None and self.finisher.write(self.link.run_dir))
+                if self.engine.wait_end():
+                    break
+        except WentBack:
+            return False
         ended = self.engine.ended
         if ended is not None and ended.state != "completed":
             raise JobFailed(ended.reason)
+        return True
+
+    def _done(self, written: bool) -> None:
+        me = self.link.me
+        self.tell(
+            wire.WorkerDone(
+                worker_id=me.worker_id,
+                incarnation=me.incarnation,
+                generation=self.engine.machine.generation,
+                step=self.engine.position.step,
+                final_written=written,
+            )
+        )
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
         self.loader.close()
+        self.transfers.close()
         self.transport.close()
 
     @property
@@ -177,12 +195,17 @@ class Session:
         plan = self.engine.plan
         return plan is not None and plan.leader(0) == self.link.me.worker_id
 
+    @property
+    def replica(self) -> StageReplica:
+        """Of an unsplit job."""
+        return self.stages.only
+
     # ---- a step, as the loop sees it
 
     def begin_step(self) -> int:
         """Ask for the next step; returns its number."""
         if self.donor.wanted():
-            self.donor.offer(self._offer)
+            self.donor.offer(self.transfers.offer)
         self._step_began_ns = time.monotonic_ns()
         number = self.engine.position.step + 1
         self.engine.ask_step()
@@ -196,7 +219,7 @@ class Session:
             if samples:
                 self.phase("forward", number, self.engine.plan)
                 self.replica.enter_lane(number, lane)
-                return lane, to_device(batch, self.replica.device), len(samples), use_digest(samples)
+                return lane, to_device(batch, self.device), len(samples), use_digest(samples)
             self.replica.empty_lane(lane, use_digest(samples))
             self.engine.lane_done(number, lane)
         return None
@@ -232,6 +255,56 @@ class Session:
                 "say); use torch's, numpy's or random's global generators"
             )
 
+    # ---- a step of a split model
+
+    def run_lanes(self, number: int) -> bool:
+        """Compute whatever passes through this worker until the step has been applied.
+
+        Raises: WentBack if it is to be left for another one.
+        """
+        while (lanes := self.engine.next_lanes(number)) is not None:
+            plan = self.engine.plan
+            if plan is None:
+                continue
+            full = [lane for lane in lanes if not self._pass_empty(plan, number, lane)]
+            try:
+                self.pipeline.run(plan, number, full, self.stages, self.transport.channel)
+            except CollectiveAborted as fault:
+                self.engine.left(fault, plan.generation)
+        return True
+
+    def _pass_empty(self, plan: Plan, number: int, lane: int) -> bool:
+        """Whether the lane has no samples; then it is through at once, at all stages."""
+        samples = self.order.samples(number, lane).samples
+        if samples:
+            return False
+        for stage in plan.stages_of(self.link.me.worker_id):
+            if lane in plan.lanes_of(self.link.me.worker_id, stage):
+                if lane in self.stages[stage].missing:
+                    self.stages[stage].empty_lane(lane, use_digest(samples))
+                self.engine.lane_done(number, lane, stage)
+        return True
+
+    def batch(self, number: int, lane: int) -> tuple[Any, Any]:
+        """A lane's batch on the device, and its samples."""
+        batch, samples = self.loader.batch(number, lane)
+        return to_device(batch, self.device), samples
+
+    def samples(self, number: int, lane: int) -> Any:
+        """Which samples a lane has."""
+        return self.order.samples(number, lane).samples
+
+    def superseded(self) -> bool:
+        """Whether a plan has come since the present one."""
+        return self.engine.superseded(self.engine.machine.generation)
+
+    def lane_done(self, number: int, stage: int, lane: int) -> None:
+        """A stage is through with a lane."""
+        if self.stages[stage].spec.is_last:
+            self._samples += len(self.order.samples(number, lane).samples)
+            self.link.row.set(samples=self._samples)
+        self.engine.lane_done(number, lane, stage)
+
     # ---- gathers
 
     def gather(self, data: bytes) -> dict[int, bytes]:
@@ -254,24 +327,68 @@ class Session:
         if plan is not None:
             self.link.faults(number, name, plan)
 
+    def regroup(self, plan: Plan) -> None:
+        """Have the stages of the plan's seats, and meet the members."""
+        seats = plan.stages_of(self.link.me.worker_id)
+        self.stages.want(seats)
+        self.transport.open(plan, self.stages.layouts(seats))
+
+    def lacking(self, number: int, plan: Plan) -> tuple[int, ...]:
+        """Of the lanes of own seats; sums that the plan has torn apart are dropped."""
+        found: set[int] = set()
+        for stage in plan.stages_of(self.link.me.worker_id):
+            held = stage in self.engine.machine.stages
+            found.update(self._begin(number, plan, stage) if held else plan.lanes_of(self.link.me.worker_id, stage))
+        return tuple(sorted(found))
+
+    def _begin(self, number: int, plan: Plan, stage: int) -> tuple[int, ...]:
+        """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed."""
+        replica, mine = self.stages[stage], plan.lanes_of(self.link.me.worker_id, stage)
+        replica.begin(number, mine, lambda node: self._node(stage, number, node))
+        lacking = replica.lacking(mine)
+        if not lacking:
+            return ()
+        missing = replica.missing
+        return tuple(lane for lane in lacking if lane in missing)
+
+    def _node(self, stage: int, number: int, node: Node) -> torch.Tensor:
+        return self.transport.node(stage, number, node)
+
     def prepare(self, number: int, plan: Plan) -> tuple[int, ...]:
-        mine = plan.lanes_of(self.link.me.worker_id)
-        self.replica.begin(number, mine, lambda node: self.transport.node(number, node))
-        lacking = self.replica.lacking(mine)
-        if lacking:
-            self.loader.schedule(number, mine)
-        return tuple(lane for lane in lacking if lane in self.replica.missing)
+        me = self.link.me.worker_id
+        if not self.stages.split:
+            lacking = self._begin(number, plan, 0)
+            if lacking:
+                self.loader.schedule(number, plan.lanes_of(me))
+            return lacking
+        wanted: set[int] = set()
+        for stage in plan.stages_of(me):
+            self._begin(number, plan, stage)
+            if stage in (0, plan.stages - 1):
+                wanted.update(plan.lanes_of(me, stage))
+        if wanted:
+            self.loader.schedule(number, sorted(wanted))
+        return ()
 
     def reduce(self, number: int, plan: Plan) -> bytes:
-        lanes = plan.lanes_of(self.link.me.worker_id)
-        self._reduced[number] = self.transport.reduce(number, self.replica.presence(number, lanes))
+        me = self.link.me.worker_id
+        lanes = {stage: plan.lanes_of(me, stage) for stage in plan.stages_of(me)}
+        reduced = {k: self.transport.reduce(k, number, self.stages[k].presence(number, lanes[k])) for k in lanes}
+        received = exchange_ties(me, plan, number, self.stages, reduced, self.transport) if self.stages.split else {}
+        found = {k: Gradient(reduced[k], received.get(k, {})) for k in lanes}
+        self._gradients[number] = {**self._gradients.get(number, {}), **found}
         self._generations[number] = plan.generation
         every = self.config.verify_every
-        digest = self.replica.digest(number - 1) if every and number % every == 0 else ""
-        section = self.replica.section(self._reduced[number], lanes, digest)
-        return encode_payload(AgreePayload([section], self._committed_ns))
+        due = bool(every and number % every == 0)
+        sections = [
+            self.stages[k].section(g.reduced, lanes[k], self.stages[k].digest(number - 1) if due else "", g.received)
+            for k, g in found.items()
+        ]
+        return encode_payload(AgreePayload(sections, self._committed_ns, self.transfers.keeper.complete))
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
+        if self.stages.split and key.seq == 0:
+            self.transport.channel.forget(key.step)
         if key.seq == 1 or key.seq == 0:
             self.publisher.committed(key.step if key.seq else key.step - 1, committed_unix_ns(records, key.seq == 0))
         if self._entered_generation == self.engine.machine.generation:
@@ -282,43 +399,64 @@ class Session:
     def update(self, number: int, records: Mapping[int, Record]) -> None:
         committed = time.time_ns()
         self.decided(Key(number, 0), records)
-        self._apply(number, records, self._reduced[number], self._generations[number])
+        self.stages.keep(self.engine.machine.stages)
+        self.apply(number, records, self._gradients[number], self._generations[number])
         self._committed_ns = committed
 
-    def _apply(self, number: int, records: Mapping[int, Record], reduced: Reduced, generation: int) -> None:
-        outcome = conclude(number, self.config.lanes, records)
+    def apply(
+        self, number: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient], generation: int
+    ) -> None:
+        """Take a decided step, with the reduced gradients of all stages that are held here."""
+        outcome = conclude(number, self.config.lanes, records, self.stages.count)
         self._compare_digests(outcome)
-        self.donor.feed(
-            number, records, reduced, self.replica.layout.numel, lambda: heal.pack_state(self.replica.application)
-        )
-        self.donor.busy_snapshot()
-        extra = self.replica.apply(outcome, reduced, self.order.workers if isinstance(self.order, ElasticOrder) else 0)
+        self.transfers.before_update(number, records, gradients)
+        workers = self.order.workers if isinstance(self.order, ElasticOrder) else 0
+        extra: dict[str, Any] = {}
+        for stage, replica in self.stages.items():
+            found = gradients[stage]
+            extra = replica.apply(outcome, found.reduced, workers, found.received)
         if isinstance(self.order, ElasticOrder):
             self.order.advance(number, outcome.samples, len(set(outcome.workers.values())))
-        self.outcome = outcome
-        self.engine.gathered = {Key(number, 0): records}
-        self.link.log.step = number
-        self._reduced = {n: r for n, r in self._reduced.items() if n >= number}
+        self.arrive(outcome, records)
+        self._gradients = {n: g for n, g in self._gradients.items() if n >= number}
         self._generations = {n: g for n, g in self._generations.items() if n > number}
-        self.publisher.hold(outcome, generation, extra)
+        if number > self.released:
+            self.publisher.hold(outcome, generation, extra)
+        self.transfers.keeper.agreed(outcome.kept)
+        self.transfers.after_update(number, records)
+
+    def arrive(self, outcome: Outcome | None, records: Mapping[int, Record], number: int = 0) -> None:
+        """The state is that of the outcome's step (or, without one, of step `number`)."""
+        number = outcome.step if outcome is not None else number
+        self.outcome = outcome
+        self.engine.gathered = {Key(number, 0): records} if records else {}
+        self.link.log.step = number
+
+    def forget_gradients(self) -> None:
+        """The state has jumped: what was reduced for other steps is of no use."""
+        self._gradients, self._generations = {}, {}
 
     def _compare_digests(self, outcome: Outcome) -> None:
-        digests = outcome.digests[self.replica.spec.stage]
-        found = sorted(set(digests.values()))
-        if len(found) > 1:
-            by = {d: [w for w, x in digests.items() if x == d] for d in found}
-            raise DeterminismError(
-                f"the workers' states differ before step {outcome.step}: "
-                + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())
-                + "; one of them computes wrongly, and all steps since the last match are tainted"
-            )
+        for stage, digests in outcome.digests.items():
+            found = sorted(set(digests.values()))
+            if len(found) > 1:
+                by = {d: [w for w, x in digests.items() if x == d] for d in found}
+                raise DeterminismError(
+                    f"the workers' states differ before step {outcome.step}"
+                    + (f" in stage {stage}: " if self.stages.split else ": ")
+                    + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())
+                    + "; one of them computes wrongly, and all steps since the last match are tainted"
+                )
 
     def gather_payload(self, data: bytes) -> bytes:
+        self.transfers.before_gather()
         return encode_payload(GatherPayload(data, self._committed_ns))
 
     def release(self, number: int) -> None:
         leads = self.is_main and self.engine.machine.settled  # before that, the leader of before may still tell
+        self.released = max(self.released, number)
         self.publisher.release(number, leads)
+        self.transfers.released(number)
         now = time.monotonic_ns()
         if leads and now - self._progress_ns > 200_000_000:
             self._progress_ns = now
@@ -337,14 +475,15 @@ class Session:
         )
 
     def discard(self, number: int) -> None:
-        self.replica.discard()
+        for replica in self.stages.values():
+            replica.discard()
 
     def entered(self, plan: Plan, number: int, phases_ms: dict[str, float]) -> None:
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
         self._entered_generation = plan.generation
-        self._tell(
+        self.tell(
             wire.GenerationEntered(
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
@@ -354,110 +493,13 @@ class Session:
             )
         )
 
-    # ---- healing
-
-    def _offer(self) -> heal.Offer:
-        self.replica.settle_buffers()
-        snapshot = self.replica.state.clone_snapshot()
-        snapshot.start()
-        return heal.Offer(self.engine.position, self.engine.machine.records, dict(self.engine.gathered), snapshot)
+    # ---- state from and to others
 
     def serve(self, plan: Plan, position: Key, to: tuple[int, ...]) -> None:
-        self.donor.offer_settled(plan.generation, self._offer())
+        self.transfers.serve(plan, position)
 
-    def fetch(self, plan: Plan, position: Key, donors: tuple[int, ...]) -> Mapping[int, Record]:
-        """Raises: CollectiveAborted if a newer plan comes first, or no donor gives the state."""
-        begin = time.monotonic_ns()
-        request = {"kind": "settle", "generation": plan.generation}
-        try:
-            connection = heal.connect_first([plan.member(d) for d in donors], self.link.token, request)
-            try:
-                while not heal.readable(connection, 0.005):
-                    self.tick()
-                    self.engine.news()
-                    if self.engine.machine.generation != plan.generation:
-                        raise CollectiveAborted("a newer plan has come")
-                offer = heal.receive_offer(connection, self.tick)
-            finally:
-                connection.close()
-        except CollectiveAborted:
-            raise
-        except (EverstepError, OSError) as error:
-            raise CollectiveAborted(f"the state could not be copied: {error}", donors[:1]) from error
-        self._load(offer)
-        self.engine.note_phase("heal", begin)
-        return offer.records
+    def fetch(self, plan: Plan, position: Key, donors: Mapping[int, tuple[int, ...]]) -> Mapping[int, Record]:
+        return self.transfers.fetch(plan, position, donors)
 
-    def _load(self, offer: heal.Received) -> None:
-        self.replica.discard()
-        self.replica.state.load(offer.manifest, lambda i: offer.blocks[i])
-        self.replica.update_proven = True
-        self.engine.gathered = dict(offer.gathers)
-        agreed = offer.gathers.get(Key(offer.position.step, 0))
-        if agreed:
-            self.outcome = conclude(offer.position.step, self.config.lanes, agreed)
-            self.publisher.hold(self.outcome, self.engine.machine.generation, {})  # who gave it may be gone by then
-
-    def _follow(self, ticket: wire.Heal) -> None:
-        """Copy a snapshot and apply what follows, until the switch to a plan with this worker."""
-        me = self.link.me
-        self.phase("heal", self.engine.position.step, ticket.plan)
-        self._standing = {}
-        try:
-            connection = heal.connect_first(ticket.donors, self.link.token, {"kind": "heal", "worker": str(me)})
-            try:
-                if not self._await_offer(connection):
-                    return
-                offer = heal.receive_offer(connection, self.tick)
-                self._load(offer)
-                self.engine.handle(step.Followed(offer.position, offer.records))
-                self._follow_feed(connection, ticket)
-            finally:
-                connection.close()
-        except (EverstepError, OSError) as error:
-            if isinstance(error, JobFailed | Evicted):
-                raise
-            if self.engine.ended is not None:
-                return
-            reason = f"healing stopped: {error}"
-            self._tell(
-                wire.HealFailed(worker_id=me.worker_id, incarnation=me.incarnation, ticket=ticket.ticket, reason=reason)
-            )
-
-    def _healing(self) -> bool:
-        """Take in news; whether to go on healing: no plan with this worker, and no other ticket, has come."""
-        self.tick()
-        self.engine.news()
-        while self.engine.plan is None and self.engine.busy:
-            self.engine.turn()
-        return self.engine.plan is None and self.engine.heal is None and self.engine.ended is None
-
-    def _await_offer(self, connection: PeerConnection) -> bool:
-        """Wait for the donor's next step boundary; False if something else has come instead."""
-        while self._healing():
-            if heal.readable(connection, 0.005):
-                return True
-        return False
-
-    def _follow_feed(self, connection: PeerConnection, ticket: wire.Heal) -> None:
-        said = False
-        while self._healing():
-            if not heal.readable(connection, 0.005):
-                continue
-            item = heal.next_item(connection, self.replica.layout.numel)
-            if isinstance(item, heal.FollowedStep):
-                self.phase("heal", item.step, ticket.plan)
-                heal.unpack_state(self.replica.application, item.application)
-                self._apply(item.step, item.records, item.reduced, ticket.plan.generation)
-                self.engine.handle(step.Followed(Key(item.step, 0), item.records))
-            elif not said:
-                said = True
-                me = self.link.me
-                self._tell(
-                    wire.WorkerHealed(
-                        worker_id=me.worker_id,
-                        incarnation=me.incarnation,
-                        ticket=ticket.ticket,
-                        step=self.engine.position.step,
-                    )
-                )
+    def go_back(self, plan: Plan, number: int, sources: Mapping[int, tuple[int, ...]]) -> Mapping[int, Record]:
+        return self.transfers.go_back(plan, number, sources)

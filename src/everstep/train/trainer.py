@@ -8,7 +8,8 @@ from typing import Any
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.train.calling import calling
-from everstep.train.run import Run
+from everstep.train.engine import WentBack
+from everstep.train.run import Run, Step
 from everstep.train.task import Task
 
 
@@ -65,19 +66,37 @@ def make_early_stop(config: Config) -> EarlyStop:
 def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
     """Train the task to its end."""
     config: Config = task.config
-    model = run.model
     test = calling(task, "build_dataset", "test") if config.eval_every else None
     for step in run:
-        for batch in step:
-            loss = calling(task, "loss", model, batch)
-            if isinstance(loss, tuple):
-                step.backward(loss[0], weight=loss[1])
-            else:
-                step.backward(loss)
-        if test is not None and (step.number % config.eval_every == 0 or step.number == run.total_steps):
-            metrics = run.evaluate(lambda batch: calling(task, "metrics", model, batch), test, collate=task.collate)
-            run.report("evaluated", step=step.number, metrics=metrics)
-            reason = early_stop.observe(metrics)
-            if reason is not None:
-                run.report("warning", step=step.number, reason=f"stopped early: {reason}")
-                run.stop()
+        try:
+            _one_step(task, run, step)
+            if test is None or (step.number % config.eval_every and step.number != run.total_steps):
+                continue
+            metrics = _evaluate(task, run, test)
+        except WentBack:
+            continue  # a stage was lost: the run goes on from where all are
+        run.report("evaluated", step=step.number, metrics=metrics)
+        reason = early_stop.observe(metrics)
+        if reason is not None:
+            run.report("warning", step=step.number, reason=f"stopped early: {reason}")
+            run.stop()
+
+
+def _one_step(task: Task, run: Run, step: Step) -> None:
+    if run.is_split:
+        step.run_split()
+        return
+    for batch in step:
+        loss = calling(task, "loss", run.model, batch)
+        if isinstance(loss, tuple):
+            step.backward(loss[0], weight=loss[1])
+        else:
+            step.backward(loss)
+
+
+def _evaluate(task: Task, run: Run, test: Any) -> dict[str, float]:
+    if run.is_split:
+        return run.evaluate_split(
+            lambda model, batch: calling(task, "metrics", model, batch), test, collate=task.collate
+        )
+    return run.evaluate(lambda batch: calling(task, "metrics", run.model, batch), test, collate=task.collate)
