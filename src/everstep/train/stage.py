@@ -20,9 +20,13 @@ from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.state import Share
 from everstep.exact.ties import Place, Tied
 from everstep.placement.cuts import Cut
+from everstep.train.calling import calling
+from everstep.train.composition import check_units
+from everstep.train.meta_init import build_by_module
 from everstep.train.model_call import Loss
 from everstep.train.parts import Parts, StageSpec
 from everstep.train.replica import StageReplica, make_replica
+from everstep.train.task import Task
 
 
 def build_stages(
@@ -34,11 +38,12 @@ def build_stages(
     config: Config,
     device: torch.device,
     loss: Loss,
+    batch: Any = None,
 ) -> dict[int, StageReplica]:
     """The wanted stages of a job, each with a model, an optimizer and a scheduler of its own.
 
     make: builds all of it from the build seed, the same each time; called once per wanted stage. cut: of the units,
-    one run per part.
+    one run per part. batch: of one lane; if given, the units are first compared with the model's own forward pass.
 
     Raises: ConfigError for a model that cannot be cut like this.
     """
@@ -48,9 +53,24 @@ def build_stages(
         if len(cut) == 1:
             replicas[stage] = make_replica(parts, config, device)
             continue
+        if batch is not None:
+            check_units(parts, loss, batch, config, device)
+            batch = None
         parts, spec = cut_out(parts, cut, stages, stage)
         replicas[stage] = StageReplica(parts, config, device, spec, loss)
     return replicas
+
+
+def build_model(
+    task: Task, config: Config, device: torch.device, wanted: Iterable[int] | None = None
+) -> tuple[nn.Module, list[nn.Module]]:
+    """The task's model and its units; with `meta_init` made module by module, and only the units `wanted`."""
+    if config.meta_init:
+        return build_by_module(
+            lambda: calling(task, "build_model"), lambda m: calling(task, "units", m), config.seed, device, wanted
+        )
+    model = calling(task, "build_model").to(device)
+    return model, calling(task, "units", model)
 
 
 def cut_out(whole: Parts, cut: Cut, stages: int, stage: int) -> tuple[Parts, StageSpec]:

@@ -137,6 +137,15 @@ class Transformer(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """The same distributions for one module by itself (`meta_init`)."""
+        scale = 1 / math.sqrt(3 * self.config.width)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            branch = any(module in (b.attention.out, b.down) for b in self.blocks)  # type: ignore[union-attr]
+            nn.init.normal_(module.weight, std=scale / (math.sqrt(2 * self.config.layers) if branch else 1.0))
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
     def units(self) -> list[nn.Module]:
         """Embedding, each block, head."""
         return [self.embedding, *self.blocks, self.head]

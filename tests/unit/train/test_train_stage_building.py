@@ -17,8 +17,8 @@ from everstep.exact.topology import merge, merge_with_sources, select, state_dig
 from everstep.train.composition import check_units, measure_costs
 from everstep.train.meta_init import build_by_module
 from everstep.train.parts import Parts
-from everstep.train.stage import cut_out
-from everstep.zoo.digits import MLPDigits
+from everstep.train.stage import build_model, cut_out
+from everstep.zoo.digits import MLPDigits, ResNet18Digits
 from split_run import CPU, SplitRun, Text, config_of, maker, run_split
 
 SMALL = {"limit_bytes": 60_000, "context": 16, "layers": 4, "width": 32, "heads": 2}
@@ -189,3 +189,17 @@ def test_digest_of_a_manifest_is_that_of_the_state() -> None:
     one = run_split(Text(), ((0, 6),), 1, 1, values=VALUES)
     state = one.workers[0][0].state
     assert state_digest(one.whole(), 1) == state.state_digest(1) != state_digest(one.whole(), 2)
+
+
+@pytest.mark.parametrize("task", [Text, ResNet18Digits])
+def test_ready_models_are_made_module_by_module_in_any_topology(task: Any) -> None:
+    it = task()
+    config = config_of(it, {"steps": 1, "meta_init": True, **({"task": SMALL} if task is Text else {})})
+    whole, units = build_model(it, config, CPU)
+    last = len(units) - 1
+    _, again = build_model(it, config, CPU, [last])
+    theirs = units[last].state_dict()
+    assert all(torch.equal(t, theirs[name]) and t.device == CPU for name, t in again[last].state_dict().items())
+    optimizer = it.build_optimizer(list(whole.parameters()))
+    parts, _ = cut_out(Parts(whole, optimizer, None, units), ((0, last), (last, last + 1)), 2, 1)
+    assert all(not p.is_meta for p in parts.model.parameters())
