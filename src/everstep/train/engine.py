@@ -214,6 +214,11 @@ class Engine:
         if self._jumps_seen < self.jumps:
             raise WentBack(f"the state is that of step {self.machine.position.step} now")
 
+    @property
+    def last_gather(self) -> Key:
+        """Of the gather that was asked for last."""
+        return self._asked_gather
+
     def gather(self, data: bytes) -> Mapping[int, Record]:
         """One decision beyond the step: all members' data, the same at all. Survives changes of the membership.
 

@@ -65,6 +65,8 @@ def _folded(known: _Results, chunks: int) -> dict[str, float]:
 _CHUNK_SEED = 1 << 32
 _WAVE = 64
 """Most chunks of one wave: what is on its way is kept until the wave has ended."""
+_BEFORE_ALL_STEPS = 1 << 31
+"""Messages of evaluations count as of a step before all others, so that those of older waves can be forgotten alone."""
 
 
 def evaluate_split(
@@ -91,9 +93,10 @@ def evaluate_split(
         plan = engine.plan
         if plan is None or generations != {plan.generation} or engine.ended is not None:
             continue
-        session.transport.channel.forget(engine.position.step + 1)  # all have received what the wave before sent
+        number = engine.last_gather.seq - _BEFORE_ALL_STEPS
+        session.transport.channel.forget(number - 1)  # all have received what the wave before sent
         try:
-            _Wave(session, plan, metrics, load).run(missing, mine)
+            _Wave(session, plan, number, metrics, load).run(missing, mine)
         except CollectiveAborted as fault:
             engine.left(fault, plan.generation)
 
@@ -102,9 +105,14 @@ class _Wave:
     """Some chunks on their way through the pools of one plan."""
 
     def __init__(
-        self, session: Session, plan: Plan, metrics: Callable[[Any, Any], Mapping[str, Any]], load: Callable[[int], Any]
+        self,
+        session: Session,
+        plan: Plan,
+        number: int,
+        metrics: Callable[[Any, Any], Mapping[str, Any]],
+        load: Callable[[int], Any],
     ) -> None:
-        self._session, self._plan, self._metrics, self._load = session, plan, metrics, load
+        self._session, self._plan, self._number, self._metrics, self._load = session, plan, number, metrics, load
         self._me = session.link.me.worker_id
         self._parts = plan.stages * session.config.chunks
         self._pools = [[s.worker_id for s in plan.pool(k) if s.lanes] for k in range(plan.stages)]
@@ -147,7 +155,7 @@ class _Wave:
             self._give(part + 1, place, found)
 
     def _hop(self, part: int, place: int) -> Hop:
-        return Hop(self._session.engine.position.step + 1, "eval", part, place)
+        return Hop(self._number, "eval", part, place)
 
     def _take(self, part: int, place: int) -> Bundle:
         source = self._holder(part - 1, place)
