@@ -462,13 +462,13 @@ class Session:
             self._progress_ns = now
             self._tell_progress(number, (now - self._step_began_ns) / 1e6)
 
-    def _tell_progress(self, number: int, step_ms: float) -> None:
+    def _tell_progress(self, number: int, step_ms: float, generation: int | None = None) -> None:
         me = self.link.me
         self.link.tell(
             wire.Progress(
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
-                generation=self.engine.machine.generation,
+                generation=self.engine.machine.generation if generation is None else generation,
                 step=number,
                 step_ms=step_ms,
             )
@@ -483,12 +483,14 @@ class Session:
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
         self._entered_generation = plan.generation
+        if self.engine.top_stated > number:  # so that it is known how many steps are done again
+            self._tell_progress(self.engine.top_stated, 0.0, plan.generation - 1)
         self.tell(
             wire.GenerationEntered(
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
                 generation=plan.generation,
-                step=number,
+                step=number + 1,
                 phases_ms=phases_ms,
             )
         )

@@ -219,20 +219,8 @@ class Transfers:
         self.keeper.went_back(number)
         outcome = self._conclude(number, records) if records else None
         session.arrive(outcome, records, number)
-        self._tell(plan, number, sources)
         session.engine.note_phase("heal", begin)
         return records
-
-    def _tell(self, plan: Plan, number: int, sources: Mapping[int, tuple[int, ...]]) -> None:
-        session = self._session
-        redone = max(0, session.engine.top_stated - number)
-        if session.is_main and redone:
-            reason = (
-                f"not all stages are at step {session.engine.top_stated} any more; all go back to step {number}, "
-                f"{redone} steps are done again ({plan.reason})"
-            )
-            fields = {"generation": plan.generation, "step": number, "steps_redone": redone, "reason": reason}
-            session.publisher.emit("fallback", **fields)
 
     # ---- following
 
