@@ -265,3 +265,32 @@ class MuonText(Text):
 
     def lane_loss(self, model: nn.Module, batch: Any) -> Any:
         return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class _Shared(nn.Module):
+    """Uses one matrix that others use too."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.norm, self.own = nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.weight = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.own(functional.linear(self.norm(x), self.weight)))
+
+
+class Layers(Pictures):
+    """Six units, a matrix that three of them share, clipping by the norm of all."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**_Task.defaults, "clip_norm": 0.5}
+
+    def build_model(self) -> nn.Module:
+        shared = nn.Parameter(0.2 * torch.randn(16, 16))
+        return nn.Sequential(
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 16)),
+            _Shared(shared),
+            nn.Sequential(nn.Dropout(0.1), nn.Linear(16, 16), nn.ReLU(inplace=True)),
+            _Shared(shared),
+            _Shared(shared),
+            nn.Linear(16, 4),
+        )

@@ -1,0 +1,43 @@
+"""Undisturbed split jobs: stages, schedules, pools, backups, transports and recomputation change no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from job_harness import Jobs
+
+STEPS = {"steps": 10}
+
+# Pairwise over: schedule, workers per stage (or fewer workers than stages), active or standby, transport, recomputation.
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("Text", 3, {"schedule": "gpipe"}),
+    ("Text", 6, {"schedule": "1f1b", "recompute": True}),
+    ("Text", 6, {"schedule": "gpipe", "redundancy": 1, "transport": "gloo"}),
+    ("Pictures", 3, {"schedule": "1f1b", "transport": "gloo", "recompute": True}),
+    ("Pictures", 9, {"schedule": "1f1b", "redundancy": 2}),
+    ("Pictures", 7, {"schedule": "gpipe", "recompute": True}),
+    ("PicturesEpochs", 2, {"schedule": "1f1b", "eval_every": 5}),
+    ("Text", 1, {"schedule": "gpipe", "recompute": True}),
+]
+
+
+@pytest.mark.parametrize(("task", "workers", "settings"), CASES)
+def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, Any]) -> None:
+    numerics = {} if task == "PicturesEpochs" else STEPS
+    jobs.run(task, workers=workers, settings={"stages": 3, **settings}, numerics=numerics)
+
+
+@pytest.mark.parametrize(("workers", "transport"), [(2, "gloo"), (4, "shm")])
+def test_interleaved(jobs: Jobs, workers: int, transport: str) -> None:
+    settings = {"stages": 2, "chunks": 2, "schedule": "interleaved", "transport": transport}
+    jobs.run("Layers", workers=workers, settings=settings, numerics=STEPS)
+
+
+def test_a_parameter_in_three_stages_and_in_a_pool_of_two(jobs: Jobs) -> None:
+    jobs.run("Layers", workers=5, settings={"stages": 4}, numerics=STEPS)
+
+
+def test_half_precision(jobs: Jobs) -> None:
+    jobs.run("Text", workers=4, settings={"stages": 2}, numerics={"steps": 8, "precision": "bf16"})
