@@ -17,10 +17,15 @@ from typing import Any
 
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.chaos.spec import AnyFault, Fault, RandomFaults, choose
+from everstep.chaos.spec import CUTS, AnyFault, Fault, RandomFaults, choose
 from everstep.runtime.process import OUTLIVES_WORKERS
 
 Report = Callable[..., Any]
+Cut = Callable[[float, bool, bool], None]
+
+
+def _cannot(for_s: float, lose: bool, peers: bool) -> None:
+    """Of a worker that has no link to cut."""
 
 
 class ChaosError(EverstepError):
@@ -39,7 +44,9 @@ class Injector:
     """Strikes this worker (and, for it, the coordinator) when a fault is due.
 
     `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at`
-    returns at once.
+    returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
+    cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
+    returns when the worker may go on.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Injector:
         self._seed = seed
         self._drawn: dict[tuple[int, int, tuple[int, ...]], Fault | None] = {}
         self._idle = not faults
+        self.cut_off: Cut = _cannot
 
     def at(self, step: int, phase: str, plan: Plan) -> None:
         """The worker enters `phase` of `step` under this plan: strike if a fault is due.
@@ -62,13 +70,18 @@ class Injector:
         if self._idle:
             return
         for fault in tuple(self._once):
-            if fault.at <= step and self._phase_fits(fault, phase) and self._is_mine(fault, plan):
-                self._once.remove(fault)
-                self._strike(fault, step, phase, plan, f"{fault.index}")
+            if fault.at <= step and self._phase_fits(fault, phase):
+                victims = self._victims(fault, plan)
+                if self._worker.worker_id in victims:
+                    self._once.remove(fault)
+                    if self._claim(f"{fault.index}", victims if fault.target.several else None):
+                        self._strike(fault, step, phase, plan, f"{fault.index}")
         for source in self._random:
             drawn = self._draw(source, step, plan)
-            if drawn is not None and self._phase_fits(drawn, phase) and self._is_mine(drawn, plan):
-                self._strike(drawn, step, phase, plan, f"{source.index}-{step}")
+            if drawn is not None and self._phase_fits(drawn, phase):
+                name = f"{source.index}-{step}"
+                if self._worker.worker_id in self._victims(drawn, plan) and self._claim(name, None):
+                    self._strike(drawn, step, phase, plan, name)
 
     def _draw(self, source: RandomFaults, step: int, plan: Plan) -> Fault | None:
         key = (source.index, step, plan.worker_ids)
@@ -81,20 +94,10 @@ class Injector:
     def _phase_fits(fault: Fault, phase: str) -> bool:
         return phase == fault.phase or (fault.phase is None and phase != "heal")
 
-    def _is_mine(self, fault: Fault, plan: Plan) -> bool:
-        me = self._worker.worker_id
-        target = fault.target
-        if target.kind == "worker":
-            return target.number == me
-        if target.kind == "random":
-            ids = plan.worker_ids
-            return bool(ids) and ids[choose(len(ids), self._seed, fault.index, fault.at)] == me
-        stage = target.number if target.kind == "leader" and target.number is not None else 0
-        return bool(plan.pool(stage)) and plan.leader(stage) == me
+    def _victims(self, fault: Fault, plan: Plan) -> tuple[int, ...]:
+        return fault.target.victims(plan, lambda n: choose(n, self._seed, fault.index, fault.at))
 
     def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> None:
-        if not self._claim(name):
-            return
         pid = self._coordinator_pid() if fault.target.kind == "coordinator" else os.getpid()
         if pid is None:
             return
@@ -116,6 +119,9 @@ class Injector:
                 f"chaos fault {str(fault)!r} raised in phase {phase} of step {step}",
                 f"chaos:{name}:{self._worker}:{step}",
             )
+        if fault.kind in CUTS:
+            self.cut_off(fault.for_s or 0.0, fault.kind == "disconnect", fault.peers)
+            return
         if fault.kind == "stop" and fault.for_s is not None:
             continue_later(pid, fault.for_s)
         try:
@@ -123,16 +129,19 @@ class Injector:
         except ProcessLookupError:
             pass  # a coordinator that is dead already cannot die again
 
-    def _claim(self, name: str) -> bool:
+    def _claim(self, name: str, victims: tuple[int, ...] | None) -> bool:
+        """Whether this worker may be struck: nobody was yet, or, of several, not this one.
+
+        victims: whom the fault meant when it struck first. Those are struck, not who takes their places afterwards.
+        """
         folder = self._run_dir / "chaos"
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"{self._worker}\n")
-        return True
+        first = _create(folder / name, f"{self._worker}\n" if victims is None else f"{json.dumps(victims)}\n")
+        if victims is None:
+            return first
+        meant = victims if first else json.loads((folder / name).read_text())
+        me = self._worker.worker_id
+        return me in meant and _create(folder / f"{name}.{me}", f"{self._worker}\n")
 
     def _coordinator_pid(self) -> int | None:
         try:
@@ -141,6 +150,19 @@ class Injector:
             self._report("warning", reason=f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}")
             return None
         return pid if pid > 1 else None
+
+
+def _create(path: Path, text: str) -> bool:
+    """Make a file that was not there, whole from the first moment; False if somebody else has made it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
 
 
 def continue_later(pid: int, after_s: float) -> None:

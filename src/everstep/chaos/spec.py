@@ -13,34 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError
+from everstep.chaos.targets import Target, parse_target
 
-KINDS = ("kill", "stop", "raise")
+KINDS = ("kill", "stop", "raise", "partition", "disconnect")
 COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
 PHASES = (*COMPUTE_PHASES, "heal")
-TARGETS = ("worker:N", "leader:STAGE", "coordinator", "random")
+CUTS = ("partition", "disconnect")
+SIDES = ("coordinator", "peers")
 
-_FAULT_KEYS = ("target", "at", "phase", "for")
+_FAULT_KEYS = ("target", "at", "phase", "for", "from")
+_LASTING = ("stop", *CUTS)
 _RANDOM_KEYS = ("p", "seed", "after_step")
 
 
 @dataclass(frozen=True)
-class Target:
-    """Whom a fault strikes. kind: worker, leader, coordinator or random; `number`: worker id or stage, else None."""
-
-    kind: str
-    number: int | None = None
-
-    def __str__(self) -> str:
-        return self.kind if self.number is None else f"{self.kind}:{self.number}"
-
-
-@dataclass(frozen=True)
 class Fault:
-    """One fault that strikes once.
+    """One fault that strikes each of its victims once.
 
+    kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
+    disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it).
     `at`: the step being computed (with phase heal: the step being healed to), or the first later one in which the
-    target takes part. `phase` None: as soon as the target computes the step. `for_s`: with kind stop, seconds until
-    SIGCONT, None for never. `index`: its place in the specification.
+    target takes part. `phase` None: as soon as the target computes the step. `for_s`: seconds until SIGCONT (None:
+    never), or until the link is whole again. `peers`: a partition from the other workers too. `index`: its place in
+    the specification.
     """
 
     kind: str
@@ -49,6 +44,7 @@ class Fault:
     phase: str | None = None
     for_s: float | None = None
     index: int = 0
+    peers: bool = False
 
     def __str__(self) -> str:
         parts = [f"target={self.target}", f"at={self.at}"]
@@ -56,6 +52,8 @@ class Fault:
             parts.append(f"phase={self.phase}")
         if self.for_s is not None:
             parts.append(f"for={self.for_s:g}")
+        if self.peers:
+            parts.append("from=peers")
         return f"{self.kind}:{','.join(parts)}"
 
 
@@ -77,7 +75,7 @@ class RandomFaults:
             return Fault("kill", Target("coordinator"), step, index=self.index)
         kind = KINDS[choose(len(KINDS), self.seed, step, 2)]
         phase = COMPUTE_PHASES[choose(len(COMPUTE_PHASES), self.seed, step, 3)]
-        for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if kind == "stop" else None
+        for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if kind in _LASTING else None
         return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
 
     def __str__(self) -> str:
@@ -139,15 +137,28 @@ def _parse_one(text: str, index: int) -> AnyFault:
         phase = None
     if phase is not None and phase not in PHASES:
         raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{_nearest(phase, PHASES)}")
-    target = _parse_target(text, values.get("target", "random"))
-    if target.kind == "coordinator" and kind == "raise":
-        raise _error(text, "the coordinator can be killed or stopped; an exception can be raised in workers only")
-    for_s = None
-    if "for" in values:
-        if kind != "stop":
-            raise _error(text, f"for=SECONDS belongs to stop, not to {kind}")
-        for_s = _number(text, values, "for", low=0.0)
-    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index)
+    try:
+        target = parse_target(values.get("target", "random"))
+    except ConfigError as error:
+        raise _error(text, str(error)) from None
+    if target.kind == "coordinator" and kind not in ("kill", "stop"):
+        raise _error(text, f"the coordinator can be killed or stopped; {kind} is for workers only")
+    for_s, peers = _lasting(text, kind, values)
+    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index, peers)
+
+
+def _lasting(text: str, kind: str, values: Mapping[str, str]) -> tuple[float | None, bool]:
+    """`for` and `from`, where they belong."""
+    if "for" in values and kind not in _LASTING:
+        raise _error(text, f"for=SECONDS belongs to {', '.join(_LASTING)}, not to {kind}")
+    if "for" not in values and kind in CUTS:
+        raise _error(text, "it must say for=SECONDS, after which the link is whole again")
+    if "from" in values and kind != "partition":
+        raise _error(text, f"from=coordinator|peers belongs to partition, not to {kind}")
+    side = values.get("from", SIDES[0])
+    if side not in SIDES:
+        raise _error(text, f"from must be {' or '.join(SIDES)}, got {side!r}")
+    return (_number(text, values, "for", low=0.0) if "for" in values else None), side == "peers"
 
 
 def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFaults:
@@ -159,15 +170,6 @@ def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFau
     seed = _integer(text, values, "seed", low=0) if "seed" in values else 0
     after_step = _integer(text, values, "after_step", low=0) if "after_step" in values else 0
     return RandomFaults(p, seed, after_step, index)
-
-
-def _parse_target(text: str, value: str) -> Target:
-    kind, colon, number = value.partition(":")
-    if kind in ("coordinator", "random") and not colon:
-        return Target(kind)
-    if kind in ("worker", "leader") and number.isdecimal():
-        return Target(kind, int(number))
-    raise _error(text, f"unknown target {value!r}; known: {', '.join(TARGETS)}")
 
 
 def _pairs(text: str, rest: str, known: Sequence[str]) -> dict[str, str]:

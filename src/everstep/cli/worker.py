@@ -17,6 +17,7 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.zygote import DEFAULT_PRELOAD
 
 if TYPE_CHECKING:
+    from everstep.train.link import LaunchedLink
     from everstep.train.task import Task
 
 ENTRY = f"{__name__}:main"
@@ -33,12 +34,15 @@ def main(context: WorkerContext) -> int:
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
     is_script = context.task.endswith(".py")
 
+    def linked(link: LaunchedLink) -> None:
+        injector.cut_off = link.cut_off
+
     def load(effective: Config) -> Task:
         return load_task(context.task, effective)
 
     try:
         if is_script:
-            return run_worker(context, None, context.task, injector.at)
-        return run_worker(context, load, None, injector.at)
+            return run_worker(context, None, context.task, injector.at, linked)
+        return run_worker(context, load, None, injector.at, linked)
     finally:
         events.close()

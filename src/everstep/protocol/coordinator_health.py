@@ -170,6 +170,7 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
         state.lost_slots.pop(key.worker_id, None)
         state.dirty = True
     known.agent_id, known.pid = agent.agent_id, life.pid
+    known.seen_ns = state.now if known.seen_ns else 0
     state.slot_owner[key.worker_id] = agent.agent_id
 
 
@@ -247,6 +248,7 @@ def heartbeat(state: State, agent: Agent, message: Heartbeat) -> None:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
         worker = state.alive(key)
         if worker is not None:
+            worker.seen_ns = state.now
             worker.step, worker.phase, worker.samples_per_s = pulse.step, pulse.phase, pulse.samples_per_s
             worker.ms_per_lane = pulse.compute_ms_per_lane
             if worker.ms_per_lane > 0:
@@ -254,6 +256,25 @@ def heartbeat(state: State, agent: Agent, message: Heartbeat) -> None:
             _check_hang(state, worker, pulse)
         elif state.is_fenced(key) and key in agent.lives:
             _outlived(state, agent, key)
+    if len(message.workers) < len(agent.lives):
+        _check_unseen(state, agent, {WorkerKey(p.worker_id, p.incarnation) for p in message.workers})
+
+
+def _check_unseen(state: State, agent: Agent, seen: set[WorkerKey]) -> None:
+    """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
+    for key in sorted(agent.lives - seen):
+        worker = state.alive(key)
+        if worker is None or worker.agent_id != agent.agent_id or not worker.seen_ns:
+            continue
+        unseen = state.now - worker.seen_ns
+        what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
+        if unseen < state.config.heartbeat_ceiling_ns // 2:
+            continue
+        if unseen < state.config.heartbeat_ceiling_ns or _hold_all_state(state, [worker]):
+            suspect(state, worker, what)
+        else:
+            limit_s = state.config.heartbeat_ceiling_ns / 1e9
+            evict(state, worker, f"{what} (limit {limit_s:.2f} s)", kill=False, notice_ns=unseen)
 
 
 def expected_interval_ns(state: State, agent: Agent) -> int:
@@ -447,3 +468,4 @@ def pardon(state: State, gap_ns: int) -> None:
     for _, worker in sorted(state.workers.items()):
         if worker.gone_ns is not None:
             worker.gone_ns += gap_ns
+        worker.seen_ns += gap_ns if worker.seen_ns else 0

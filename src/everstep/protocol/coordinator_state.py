@@ -84,7 +84,8 @@ class Worker:
     member: as it said in its hello (or as the journal says), None before; greeted: it said hello to this coordinator.
     gone_ns: when its connection ended, None while connected or before the first hello. ordered_ns: when it was last
     given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown. ms_per_lane:
-    as it last said, 0 unknown; lane_times_ms: at the last looks at the speeds.
+    as it last said, 0 unknown; lane_times_ms: at the last looks at the speeds. seen_ns: when its agent last saw it,
+    0 if never.
     """
 
     key: WorkerKey
@@ -104,6 +105,7 @@ class Worker:
     samples_per_s: float = 0.0
     state_bytes: int = -1
     ms_per_lane: float = 0.0
+    seen_ns: int = 0
     lane_times_ms: deque[float] = field(default_factory=lambda: deque(maxlen=6))
 
     @property

@@ -157,7 +157,7 @@ class Agent:
         now_ns = time.monotonic_ns()
         for life in lives:
             pulse = self._board.read(life.worker_id)
-            if pulse.incarnation != life.incarnation:
+            if pulse.incarnation != life.incarnation or self._board.row(life.worker_id).hidden(now_ns):
                 continue
             rate = self._rates.setdefault(life.worker_id, Rate())
             lane_time = self._lane_times.setdefault(life.worker_id, LaneTime())

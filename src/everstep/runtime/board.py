@@ -32,7 +32,9 @@ PHASES = (
 PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 
 # Words of 8 bytes in a row.
-_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _COMPUTE_NS, _LANES = range(10)
+_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _COMPUTE_NS, _LANES, _UNSEEN_NS = range(
+    11
+)
 _FORWARD, _BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
 _WORDS = ROW_BYTES // 8
 _monotonic_ns = time.monotonic_ns
@@ -114,6 +116,14 @@ class Row:
     def set_pid(self, pid: int) -> None:
         """Name the process of this life."""
         self._words[_PID] = pid
+
+    def hide(self, until_ns: int) -> None:
+        """A scripted partition: the agent is not to see this row before `until_ns` (monotonic)."""
+        self._words[_UNSEEN_NS] = until_ns
+
+    def hidden(self, now_ns: int) -> bool:
+        """Whether a scripted partition keeps the agent from seeing this row."""
+        return now_ns < self._words[_UNSEEN_NS]
 
     def read(self) -> Pulse:
         """What the row says now; fields are read one after the other, not as one."""

@@ -71,6 +71,8 @@ class ControlClient:
         self._warned = ""
         self._seen: tuple[int, int] = (0, 0)
         self._connected = threading.Event()
+        self._cut_until_s = 0.0
+        self._cut_breaks = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.connects = 0
         self.dropped = 0
@@ -110,6 +112,19 @@ class ControlClient:
         with self._drained:
             return self._drained.wait_for(lambda: not self._queue or self._closing, timeout_s)
 
+    def cut(self, for_s: float, breaks: bool) -> None:
+        """A scripted fault: for so many seconds nothing passes in either direction. Thread-safe.
+
+        breaks: the connection ends, and none can be made meanwhile; else it only falls silent, and goes on afterwards.
+        """
+        with self._lock:
+            self._cut_until_s, self._cut_breaks = time.monotonic() + for_s, breaks
+        self._wake()
+
+    def _cut_s(self) -> float:
+        """Seconds that the scripted fault still lasts; not above 0 if there is none."""
+        return self._cut_until_s - time.monotonic() if self._cut_until_s else 0.0
+
     def close(self, flush_s: float = 1.0) -> None:
         """End the connection, after giving what is queued `flush_s` to leave."""
         if flush_s > 0 and threading.current_thread() is not self._thread:
@@ -129,6 +144,9 @@ class ControlClient:
     def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._closing:
+            if self._cut_s() > 0:
+                self._pause(self._cut_s())
+                continue
             try:
                 sock = self._connect()
             except (OSError, EverstepError) as error:
@@ -184,6 +202,11 @@ class ControlClient:
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         while not self._closing:
+            if self._cut_s() > 0:
+                if self._cut_breaks:
+                    raise ProtocolError("cut by a scripted fault")
+                self._pause(self._cut_s())
+                continue
             wants_out = select.POLLOUT if self._queue else 0
             poller.register(sock, select.POLLIN | wants_out)
             for fd, _events in poller.poll():
@@ -191,6 +214,8 @@ class ControlClient:
                     self._clear_wake()
             with self._lock:
                 self._pump()
+            if self._cut_s() > 0:
+                continue
             try:
                 data = sock.recv(_RECEIVE_BYTES)
             except BlockingIOError:
@@ -223,7 +248,7 @@ class ControlClient:
     def _pump(self) -> None:
         """Hand as much of the queue to the kernel as it takes at once."""
         sock = self._sock
-        while sock is not None and self._queue:
+        while sock is not None and self._queue and self._cut_s() <= 0:
             data = self._queue[0][0]
             try:
                 sent = sock.send(memoryview(data)[self._offset :] if self._offset else data)

@@ -12,6 +12,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,6 +145,7 @@ class PeerServer:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._deaf_until_ns = 0
         self.refused = 0
         self.host = host
         self.port: int = self._listener.getsockname()[1]
@@ -154,6 +156,11 @@ class PeerServer:
     def address(self) -> str:
         """ "host:port", as `Member.address` wants it."""
         return f"{self.host}:{self.port}"
+
+    def deaf_until(self, end_ns: int) -> None:
+        """A scripted fault: conversations break, and no other begins, until `end_ns` (monotonic)."""
+        self._deaf_until_ns = end_ns
+        self.abort_all()
 
     def abort_all(self) -> None:
         """Make every conversation in progress raise; go on listening."""
@@ -181,7 +188,7 @@ class PeerServer:
                     return
                 continue
             with self._lock:
-                if len(self._open) >= MAX_CONNECTIONS:
+                if len(self._open) >= MAX_CONNECTIONS or time.monotonic_ns() < self._deaf_until_ns:
                     self.refused += 1
                     sock.close()
                     continue

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,6 +109,21 @@ class LaunchedLink:
     def tell(self, message: wire.AnyMessage) -> None:
         if self._control is not None:
             self._control.send(message)
+
+    def cut_off(self, for_s: float, breaks: bool, peers: bool) -> None:
+        """A scripted fault: for so many seconds nothing reaches the coordinator, and nothing comes from it.
+
+        breaks: the connection ends, and cannot be made again meanwhile. Otherwise it falls silent, and so does this
+        worker's row for its agent. peers: returns only when it is over, for no transfer gets through either.
+        """
+        end_ns = time.monotonic_ns() + int(for_s * 1e9)
+        if not breaks:
+            self.row.hide(end_ns)
+        if self._control is not None:
+            self._control.cut(for_s, breaks)
+        if peers and self._peers is not None:
+            self._peers.deaf_until(end_ns)
+            time.sleep(for_s)
 
     def announce(self, words: Callable[[], wire.AnyMessage]) -> None:
         """Say one last thing, even if this worker never said hello."""

@@ -35,15 +35,22 @@ _FATAL = (ConfigError, DeterminismError)
 
 
 def run_worker(
-    context: WorkerContext, load: Callable[[Config], Task] | None, script: str | None, faults: Faults
+    context: WorkerContext,
+    load: Callable[[Config], Task] | None,
+    script: str | None,
+    faults: Faults,
+    linked: Callable[[LaunchedLink], None] = lambda link: None,
 ) -> int:
     """Train as the worker of this context: a task (`load`), or a script that calls `join`. Returns the exit code.
+
+    linked: called with the link before it is used, by whoever wants to disturb it.
 
     0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it failed;
     its last words went to the coordinator and the log.
     """
     config = context.load_config()
     link = LaunchedLink(context, config, faults)
+    linked(link)
     try:
         if load is not None:
             task = load(config)

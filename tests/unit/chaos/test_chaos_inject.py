@@ -214,3 +214,40 @@ def test_without_faults_nothing_is_touched(tmp_path: Path) -> None:
         chaos.at(step, phase, plan_of(0))
     assert list(tmp_path.iterdir()) == []
     assert reports.events == []
+
+
+def staged(*pools: tuple[int, ...], generation: int = 3) -> Plan:
+    members = tuple(Member(i, 0, "localhost") for i in sorted({i for pool in pools for i in pool}))
+    seats = tuple(Seat(i, k, "active", (n,)) for k, pool in enumerate(pools) for n, i in enumerate(pool))
+    return Plan(generation, "test", members, seats, lanes=8, stages=len(pools))
+
+
+@pytest.mark.parametrize(
+    ("target", "struck"),
+    [("stage:1", {2, 3, 4}), ("backups:1", {3, 4}), ("backups:2", set()), ("worker:0+leader:2", {0, 5})],
+)
+def test_stages_and_their_backups(tmp_path: Path, target: str, struck: set[int]) -> None:
+    plan = staged((0, 1), (2, 3, 4), (5,))
+    spec = f"raise:target={target},at=2,phase=forward"
+    assert {w for w in plan.worker_ids if strikes(spec, tmp_path, w, CALLS, plan)} == struck
+
+
+def test_who_takes_the_place_of_the_struck_is_not_struck(tmp_path: Path) -> None:
+    spec = "raise:target=backups:1,at=2"
+    before, after = staged((0,), (1, 2, 3)), staged((0, 3), (1, 4), generation=4)
+    assert strikes(spec, tmp_path, 2, [(2, "load")], before) == [(2, "load")]
+    assert strikes(spec, tmp_path, 4, [(2, "load"), (3, "load")], after) == []
+    assert strikes(spec, tmp_path, 2, [(3, "load")], staged((0,), (1, 2, 3))) == [], "a later life"
+    assert strikes(spec, tmp_path, 3, [(2, "load")], before) == [(2, "load")], "it was meant as well"
+
+
+def test_links_are_cut_by_whoever_has_them(tmp_path: Path) -> None:
+    calls = []
+    chaos, reports = injector("partition:target=worker:1+worker:2,at=2,for=1.5,from=peers", tmp_path, 1)
+    chaos.cut_off = lambda for_s, breaks, peers: calls.append((for_s, breaks, peers))
+    other, _ = injector("disconnect:target=stage:0,at=1,for=2", tmp_path / "b", 1)
+    other.cut_off = chaos.cut_off
+    chaos.at(2, "load", plan_of(0, 1, 2))
+    other.at(2, "load", plan_of(0, 1, 2))
+    assert calls == [(1.5, False, True), (2.0, True, False)]
+    assert reports.events[0]["fault"] == "partition"

@@ -22,6 +22,21 @@ def test_the_example_of_the_interface() -> None:
     )
 
 
+def test_links_are_cut_and_stages_are_struck() -> None:
+    text = (
+        "partition:target=worker:1+worker:2,at=20,for=3; partition:target=leader:1,at=5,for=0.5,from=peers; "
+        "disconnect:target=stage:1,at=6,for=2; kill:target=backups:0+leader:2,at=7,phase=update"
+    )
+    faults = parse(text)
+    assert faults == (
+        Fault("partition", Target("worker", 1, (Target("worker", 2),)), 20, None, 3.0, 0),
+        Fault("partition", Target("leader", 1), 5, None, 0.5, 1, True),
+        Fault("disconnect", Target("stage", 1), 6, None, 2.0, 2),
+        Fault("kill", Target("backups", 0, (Target("leader", 2),)), 7, "update", None, 3),
+    )
+    assert "; ".join(str(f) for f in faults) == text
+
+
 def test_random_faults_and_empty_parts() -> None:
     assert parse("random:p=0.02,seed=7,after_step=30") == (RandomFaults(0.02, 7, 30, 0),)
     assert parse(" ; kill:at=3 ;") == (Fault("kill", Target("random"), 3, None, None, 0),)
@@ -35,12 +50,18 @@ def test_a_fault_prints_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("kil:target=worker:0,at=1", ["'kil'", "kill, stop, raise, random", "did you mean 'kill'"]),
+        (
+            "kil:target=worker:0,at=1",
+            ["'kil'", "kill, stop, raise, partition, disconnect, random", "did you mean 'kill'"],
+        ),
         ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
         ("kill:target=worker:0", ["at=STEP"]),
         ("kill:target=worker:0,at=0", ["at least 1", "got 0"]),
         ("kill:target=worker:0,at=soon", ["whole number", "'soon'"]),
-        ("kill:target=worker,at=1", ["'worker'", "worker:N, leader:STAGE, coordinator, random"]),
+        (
+            "kill:target=worker,at=1",
+            ["'worker'", "worker:N, leader:STAGE, backups:STAGE, stage:STAGE, coordinator, random"],
+        ),
         ("kill:target=worker:x,at=1", ["'worker:x'"]),
         ("kill:at=1,phase=forwrd", ["'forwrd'", "heal", "did you mean 'forward'"]),
         ("kill:at=1,for=3", ["for=SECONDS belongs to stop"]),
@@ -49,6 +70,13 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("kill:at=1,at=2", ["at is given twice"]),
         ("kill:at", ["expected key=value", "'at'"]),
         ("raise:target=coordinator,at=1", ["workers only"]),
+        ("partition:target=coordinator,at=1,for=1", ["workers only"]),
+        ("partition:target=worker:1,at=1", ["for=SECONDS", "whole again"]),
+        ("kill:at=1,from=peers", ["belongs to partition"]),
+        ("partition:at=1,for=1,from=nobody", ["coordinator or peers", "'nobody'"]),
+        ("kill:target=worker:1+coordinator,at=1", ["'coordinator'", "alone"]),
+        ("kill:target=worker:1+worker:1,at=1", ["one twice"]),
+        ("kill:target=stage:all,at=1", ["'stage:all'"]),
         ("random:seed=1", ["p=PROBABILITY"]),
         ("random:p=2", ["from 0 to 1"]),
         ("random:p=0.1,at=3", ["'at'", "p, seed, after_step"]),

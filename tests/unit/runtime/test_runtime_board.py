@@ -103,3 +103,14 @@ def test_time_per_lane_is_that_of_the_last_lanes() -> None:
     assert time.update(5.0, 0, 400_000_000, 4) == 100.0, "nothing new was computed"
     assert time.update(6.0, 0, 1_000_000_000, 6) == 300.0
     assert time.update(7.0, 1, 0, 0) == 0.0
+
+
+def test_a_hidden_row_is_seen_again_afterwards() -> None:
+    row = Board.create(1).row(0)
+    assert not row.hidden(1)
+    row.hide(1000)
+    assert row.hidden(999)
+    assert not row.hidden(1000)
+    row.hide(1000)
+    row.reset(1, 5)
+    assert not row.hidden(1), "another life is not cut off"

@@ -194,3 +194,42 @@ def test_close_lets_the_last_words_out_and_ends_the_thread() -> None:
     assert sock.recv(1) == b""
     assert not any(t.name.startswith("control-agent") and t is client._thread for t in threading.enumerate())
     client.send(_important(4))  # no error after close
+
+
+def test_a_mute_connection_goes_on_where_it_was(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    arrived: queue.Queue[tuple[AnyMessage, float]] = queue.Queue()
+    client = ControlClient(
+        ("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda x: arrived.put((x, time.monotonic()))
+    )
+    clients(client)
+    sock = server.accept()
+    assert isinstance(_read(sock), AgentHello)
+    assert client.wait_connected(30)
+    begin = time.monotonic()
+    client.cut(0.3, breaks=False)
+    client.send(_important(1))
+    send_frame(sock, encode(Pong(seq=7)))
+    assert _read(sock) == _important(1)
+    assert time.monotonic() - begin >= 0.3
+    message, came = arrived.get(timeout=30)
+    assert message == Pong(seq=7) and came - begin >= 0.3
+    assert client.connects == 1
+
+
+def test_a_broken_connection_is_made_again_only_after_the_cut(clients: Callable[[ControlClient], None]) -> None:
+    server = Server()
+    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    clients(client)
+    sock = server.accept()
+    assert isinstance(_read(sock), AgentHello)
+    begin = time.monotonic()
+    client.cut(0.3, breaks=True)
+    client.send(_important(1))
+    assert sock.recv(1) == b""
+    again = server.accept()
+    assert time.monotonic() - begin >= 0.3
+    assert isinstance(_read(again), AgentHello)
+    assert _read(again) == _important(1)
+    assert client.wait_connected(30)
+    assert client.connects == 2
