@@ -17,7 +17,9 @@ from typing import Any
 
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.chaos.spec import CUTS, AnyFault, Fault, RandomFaults, choose
+from everstep.chaos.pace import Pace
+from everstep.chaos.spec import COMPUTE_PHASES, CUTS, AnyFault, Fault, RandomFaults, choose
+from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.process import OUTLIVES_WORKERS
 
 Report = Callable[..., Any]
@@ -53,6 +55,8 @@ class Injector:
         self, faults: Sequence[AnyFault], run_dir: Path, worker: WorkerKey, report: Report, seed: int = 0
     ) -> None:
         self._once = [fault for fault in faults if isinstance(fault, Fault)]
+        self._slow = [Pace(fault, run_dir / EVENTS_FILE) for fault in self._once if fault.kind == "slow"]
+        self._once = [fault for fault in self._once if fault.kind != "slow"]
         self._random = [fault for fault in faults if isinstance(fault, RandomFaults)]
         self._run_dir = run_dir
         self._worker = worker
@@ -76,6 +80,11 @@ class Injector:
                     self._once.remove(fault)
                     if self._claim(f"{fault.index}", victims if fault.target.several else None):
                         self._strike(fault, step, phase, plan, f"{fault.index}")
+        for pace in self._slow:
+            if pace.due(step, phase) and self._worker.worker_id in self._victims(pace.fault, plan):
+                if self._claim(f"{pace.fault.index}", None):
+                    self._tell(pace.fault, step, phase, plan, os.getpid())
+                pace.wait()
         for source in self._random:
             drawn = self._draw(source, step, plan)
             if drawn is not None and self._phase_fits(drawn, phase):
@@ -92,7 +101,7 @@ class Injector:
 
     @staticmethod
     def _phase_fits(fault: Fault, phase: str) -> bool:
-        return phase == fault.phase or (fault.phase is None and phase != "heal")
+        return phase == fault.phase or (fault.phase is None and phase in COMPUTE_PHASES)
 
     def _victims(self, fault: Fault, plan: Plan) -> tuple[int, ...]:
         return fault.target.victims(plan, lambda n: choose(n, self._seed, fault.index, fault.at))
@@ -101,19 +110,7 @@ class Injector:
         pid = self._coordinator_pid() if fault.target.kind == "coordinator" else os.getpid()
         if pid is None:
             return
-        victim = "coordinator" if fault.target.kind == "coordinator" else f"worker {self._worker}"
-        self._report(
-            "fault_injected",
-            generation=plan.generation,
-            step=step,
-            worker_id=None if victim == "coordinator" else self._worker.worker_id,
-            incarnation=None if victim == "coordinator" else self._worker.incarnation,
-            pid=pid,
-            reason=f"chaos fault {str(fault)!r} strikes {victim} in phase {phase} of step {step}",
-            fault=fault.kind,
-            target=str(fault.target),
-            phase=phase,
-        )
+        self._tell(fault, step, phase, plan, pid)
         if fault.kind == "raise":
             raise ChaosError(
                 f"chaos fault {str(fault)!r} raised in phase {phase} of step {step}",
@@ -128,6 +125,21 @@ class Injector:
             os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         except ProcessLookupError:
             pass  # a coordinator that is dead already cannot die again
+
+    def _tell(self, fault: Fault, step: int, phase: str, plan: Plan, pid: int) -> None:
+        victim = "coordinator" if fault.target.kind == "coordinator" else f"worker {self._worker}"
+        self._report(
+            "fault_injected",
+            generation=plan.generation,
+            step=step,
+            worker_id=None if victim == "coordinator" else self._worker.worker_id,
+            incarnation=None if victim == "coordinator" else self._worker.incarnation,
+            pid=pid,
+            reason=f"chaos fault {str(fault)!r} strikes {victim} in phase {phase} of step {step}",
+            fault=fault.kind,
+            target=str(fault.target),
+            phase=phase,
+        )
 
     def _claim(self, name: str, victims: tuple[int, ...] | None) -> bool:
         """Whether this worker may be struck: nobody was yet, or, of several, not this one.

@@ -14,15 +14,19 @@ from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError
 from everstep.chaos.targets import Target, parse_target
+from everstep.observe.events import KINDS as EVENT_KINDS
 
-KINDS = ("kill", "stop", "raise", "partition", "disconnect")
+KINDS = ("kill", "stop", "raise", "partition", "disconnect", "slow")
+DRAWN = ("kill", "stop", "raise", "partition", "disconnect")
+"""What random faults are made of."""
 COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
-PHASES = (*COMPUTE_PHASES, "heal")
+PHASES = (*COMPUTE_PHASES, "settle", "heal")
 CUTS = ("partition", "disconnect")
+EVENTS = tuple(sorted(EVENT_KINDS))
 SIDES = ("coordinator", "peers")
 
-_FAULT_KEYS = ("target", "at", "phase", "for", "from")
-_LASTING = ("stop", *CUTS)
+_FAULT_KEYS = ("target", "at", "phase", "for", "from", "by", "until")
+_LASTING = ("stop", *CUTS, "slow")
 _RANDOM_KEYS = ("p", "seed", "after_step")
 
 
@@ -31,11 +35,12 @@ class Fault:
     """One fault that strikes each of its victims once.
 
     kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
-    disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it).
-    `at`: the step being computed (with phase heal: the step being healed to), or the first later one in which the
-    target takes part. `phase` None: as soon as the target computes the step. `for_s`: seconds until SIGCONT (None:
-    never), or until the link is whole again. `peers`: a partition from the other workers too. `index`: its place in
-    the specification.
+    disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
+    (each forward pass takes `by_s` seconds longer, for whoever the target is at the time).
+    `at`: the step being computed (with phase heal: the step being healed to; with phase settle: the last step done),
+    or the first later one in which the target takes part. `phase` None: as soon as the target computes the step. `for_s`: seconds until SIGCONT (None:
+    never), or until the link is whole again, or the target is fast again. `until`: slow until so many events of
+    this kind were reported. `peers`: a partition from the other workers too. `index`: its place in the specification.
     """
 
     kind: str
@@ -45,6 +50,8 @@ class Fault:
     for_s: float | None = None
     index: int = 0
     peers: bool = False
+    by_s: float = 0.0
+    until: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         parts = [f"target={self.target}", f"at={self.at}"]
@@ -54,6 +61,10 @@ class Fault:
             parts.append(f"for={self.for_s:g}")
         if self.peers:
             parts.append("from=peers")
+        if self.by_s:
+            parts.append(f"by={self.by_s:g}")
+        if self.until is not None:
+            parts.append(f"until={self.until[0]}*{self.until[1]}")
         return f"{self.kind}:{','.join(parts)}"
 
 
@@ -73,7 +84,7 @@ class RandomFaults:
         who = choose(len(worker_ids) + 1, self.seed, step, 1)
         if who == len(worker_ids):
             return Fault("kill", Target("coordinator"), step, index=self.index)
-        kind = KINDS[choose(len(KINDS), self.seed, step, 2)]
+        kind = DRAWN[choose(len(DRAWN), self.seed, step, 2)]
         phase = COMPUTE_PHASES[choose(len(COMPUTE_PHASES), self.seed, step, 3)]
         for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if kind in _LASTING else None
         return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
@@ -144,7 +155,8 @@ def _parse_one(text: str, index: int) -> AnyFault:
     if target.kind == "coordinator" and kind not in ("kill", "stop"):
         raise _error(text, f"the coordinator can be killed or stopped; {kind} is for workers only")
     for_s, peers = _lasting(text, kind, values)
-    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index, peers)
+    by_s, until = _slow(text, kind, values)
+    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index, peers, by_s, until)
 
 
 def _lasting(text: str, kind: str, values: Mapping[str, str]) -> tuple[float | None, bool]:
@@ -159,6 +171,28 @@ def _lasting(text: str, kind: str, values: Mapping[str, str]) -> tuple[float | N
     if side not in SIDES:
         raise _error(text, f"from must be {' or '.join(SIDES)}, got {side!r}")
     return (_number(text, values, "for", low=0.0) if "for" in values else None), side == "peers"
+
+
+def _slow(text: str, kind: str, values: Mapping[str, str]) -> tuple[float, tuple[str, int] | None]:
+    """`by` and `until`, where they belong."""
+    if kind != "slow":
+        for key in ("by", "until"):
+            if key in values:
+                raise _error(text, f"{key} belongs to slow, not to {kind}")
+        return 0.0, None
+    if "by" not in values:
+        raise _error(text, "it must say by=SECONDS, by which each forward pass takes longer")
+    if "phase" in values:
+        raise _error(text, "it slows forward passes down; phase does not belong to it")
+    by_s = _number(text, values, "by", low=0.0)
+    if "until" not in values:
+        return by_s, None
+    event, _, count = values["until"].partition("*")
+    if event not in EVENTS or (count and not count.isdecimal()):
+        raise _error(
+            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{_nearest(event, EVENTS)}"
+        )
+    return by_s, (event, int(count or 1))
 
 
 def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFaults:

@@ -251,3 +251,36 @@ def test_links_are_cut_by_whoever_has_them(tmp_path: Path) -> None:
     other.at(2, "load", plan_of(0, 1, 2))
     assert calls == [(1.5, False, True), (2.0, True, False)]
     assert reports.events[0]["fault"] == "partition"
+
+
+def test_slow_lasts_until_something_was_reported_and_follows_its_target(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text("")
+    spec = "slow:target=leader:0,at=2,by=0.2,until=worker_healed"
+    chaos, reports = injector(spec, tmp_path, 1)
+
+    def seconds(step: int, phase: str, plan: Plan) -> float:
+        begin = time.monotonic()
+        chaos.at(step, phase, plan)
+        return time.monotonic() - begin
+
+    assert seconds(1, "forward", plan_of(1, 2)) < 0.1, "not yet"
+    assert seconds(2, "forward", plan_of(0, 1)) < 0.1, "not the leader"
+    assert seconds(2, "load", plan_of(1, 2)) < 0.1, "not forward"
+    assert seconds(2, "forward", plan_of(1, 2)) >= 0.2
+    assert [event["fault"] for event in reports.events] == ["slow"]
+    later, told = injector(spec, tmp_path, 1, incarnation=1)
+    begin = time.monotonic()
+    later.at(3, "forward", plan_of(1, 2))
+    assert time.monotonic() - begin >= 0.2, "a later life is slow too"
+    assert told.events == [], "and said once"
+    events.write_text('{"time_unix_ns": 1, "kind": "worker_healed"}\n')
+    assert seconds(4, "forward", plan_of(1, 2)) < 0.1
+
+
+def test_settling_has_faults_of_its_own(tmp_path: Path) -> None:
+    calls = [(1, "settle"), (2, "load"), (2, "settle")]
+    assert strikes("raise:target=worker:1,at=2,phase=settle", tmp_path / "a", 1, calls, plan_of(0, 1)) == [
+        (2, "settle")
+    ]
+    assert strikes("raise:target=worker:1,at=1", tmp_path / "b", 1, calls, plan_of(0, 1)) == [(2, "load")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.chaos.spec import KINDS, PHASES, Fault, RandomFaults, Target, parse, simulated_failure
+from everstep.chaos.spec import DRAWN, PHASES, Fault, RandomFaults, Target, parse, simulated_failure
 
 EXAMPLE = (
     "kill:target=worker:2,at=30; stop:target=worker:1,at=50,for=5; "
@@ -25,14 +25,15 @@ def test_the_example_of_the_interface() -> None:
 def test_links_are_cut_and_stages_are_struck() -> None:
     text = (
         "partition:target=worker:1+worker:2,at=20,for=3; partition:target=leader:1,at=5,for=0.5,from=peers; "
-        "disconnect:target=stage:1,at=6,for=2; kill:target=backups:0+leader:2,at=7,phase=update"
+        "disconnect:target=stage:1,at=6,for=2; slow:target=leader:0,at=2,by=0.05,until=worker_healed*2; kill:target=backups:0+leader:2,at=7,phase=update"
     )
     faults = parse(text)
     assert faults == (
         Fault("partition", Target("worker", 1, (Target("worker", 2),)), 20, None, 3.0, 0),
         Fault("partition", Target("leader", 1), 5, None, 0.5, 1, True),
         Fault("disconnect", Target("stage", 1), 6, None, 2.0, 2),
-        Fault("kill", Target("backups", 0, (Target("leader", 2),)), 7, "update", None, 3),
+        Fault("slow", Target("leader", 0), 2, None, None, 3, by_s=0.05, until=("worker_healed", 2)),
+        Fault("kill", Target("backups", 0, (Target("leader", 2),)), 7, "update", None, 4),
     )
     assert "; ".join(str(f) for f in faults) == text
 
@@ -52,7 +53,7 @@ def test_a_fault_prints_as_it_is_written() -> None:
     [
         (
             "kil:target=worker:0,at=1",
-            ["'kil'", "kill, stop, raise, partition, disconnect, random", "did you mean 'kill'"],
+            ["'kil'", "kill, stop, raise, partition, disconnect, slow, random", "did you mean 'kill'"],
         ),
         ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
         ("kill:target=worker:0", ["at=STEP"]),
@@ -74,6 +75,10 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("partition:target=worker:1,at=1", ["for=SECONDS", "whole again"]),
         ("kill:at=1,from=peers", ["belongs to partition"]),
         ("partition:at=1,for=1,from=nobody", ["coordinator or peers", "'nobody'"]),
+        ("kill:at=1,by=1", ["by belongs to slow"]),
+        ("slow:at=1", ["by=SECONDS"]),
+        ("slow:at=1,by=1,phase=load", ["phase does not belong"]),
+        ("slow:at=1,by=1,until=worker_heald*2", ["'worker_heald*2'", "did you mean 'worker_healed'"]),
         ("kill:target=worker:1+coordinator,at=1", ["'coordinator'", "alone"]),
         ("kill:target=worker:1+worker:1,at=1", ["one twice"]),
         ("kill:target=stage:all,at=1", ["'stage:all'"]),
@@ -101,7 +106,7 @@ def test_random_draws_depend_on_seed_and_step_alone() -> None:
     assert all(fault is None for fault in first[:30])
     struck = [fault for fault in first[30:] if fault is not None]
     assert 140 < len(struck) < 230
-    assert {fault.kind for fault in struck} == set(KINDS)
+    assert {fault.kind for fault in struck} == set(DRAWN)
     assert {str(fault.target) for fault in struck} == {"worker:0", "worker:1", "worker:2", "worker:3", "coordinator"}
     assert {fault.phase for fault in struck if fault.phase} == set(PHASES) - {"heal"}
 
