@@ -164,6 +164,10 @@ class Jobs:
         paced = {"events": str(run_dir / "events.jsonl"), "until": list(pace), "lane_s": lane_s}
         return self._request(run_dir, argv, {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {})
 
+    def command(self, argv: list[str], run_dir: Path) -> Job:
+        """Start `everstep ARGV`, whose run directory is this one."""
+        return self._request(run_dir, argv, {})
+
     def plainly(self, script: str, *argv: str) -> Job:
         """Run a script by itself; it is given a run directory as its last argument."""
         run_dir = self.base / f"{next(self._names):02d}-{Path(script).stem}-plainly"

@@ -38,9 +38,10 @@ class Fault:
     disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
     (each forward pass takes `by_s` seconds longer, for whoever the target is at the time).
     `at`: the step being computed (with phase heal: the step being healed to; with phase settle: the last step done),
-    or the first later one in which the target takes part. `phase` None: as soon as the target computes the step. `for_s`: seconds until SIGCONT (None:
-    never), or until the link is whole again, or the target is fast again. `until`: slow until so many events of
-    this kind were reported. `peers`: a partition from the other workers too. `index`: its place in the specification.
+    or the first later one in which the target takes part. `phase` None: as soon as the target computes the step.
+    `for_s`: seconds until SIGCONT (None: never), until the link is whole again, or until the target is fast again.
+    `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.
+    `index`: its place in the specification.
     """
 
     kind: str

@@ -31,6 +31,7 @@ COMMANDS = {
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
     "checkpoints": ("everstep.cli.checkpoints", "List, verify, compare, prune, export and import checkpoints."),
+    "chaos": ("everstep.cli.chaos", "Break jobs on purpose: the failure suite, one's own faults, reports."),
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

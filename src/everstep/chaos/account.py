@@ -1,0 +1,141 @@
+"""What became of the faults of a job, from its events: who was struck, what the job did, how long it took. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.chaos.scenarios import Scenario
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Struck:
+    """One strike. `outcome`: what the job did about it; `recovery_s`: from the fault to the next committed step.
+
+    recovery_s is None where nobody had to recover (a short pause, a lost connection).
+    """
+
+    fault: str
+    target: str
+    worker_id: int | None
+    step: int
+    phase: str
+    outcome: str
+    recovery_s: float | None = None
+
+
+@dataclass
+class Account:
+    """A job's faults. `steps_redone`: because a whole pool was lost. `state`: completed, failed, or not over."""
+
+    struck: list[Struck] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+    recoveries_s: list[float] = field(default_factory=list)
+    steps_redone: int = 0
+    steps: int = 0
+    state: str = "not over"
+    reason: str = ""
+
+    @property
+    def median_s(self) -> float | None:
+        """Of the recoveries."""
+        return statistics.median(self.recoveries_s) if self.recoveries_s else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` says it."""
+        return {
+            "faults": [vars(one) for one in self.struck],
+            "evicted": self.counts.get("worker_evicted", 0),
+            "healed": self.counts.get("worker_healed", 0),
+            "recoveries": len(self.recoveries_s),
+            "recovery_s": {"median": self.median_s, "max": max(self.recoveries_s, default=None)},
+            "steps": self.steps,
+            "steps_redone": self.steps_redone,
+            "state": self.state,
+            "reason": self.reason or None,
+        }
+
+
+def account(events: Iterable[Event]) -> Account:
+    """What the events of one job say."""
+    listed: Sequence[Event] = sorted(events, key=lambda e: int(e.get("time_unix_ns") or 0))
+    found = Account()
+    for event in listed:
+        kind = str(event["kind"])
+        found.counts[kind] = found.counts.get(kind, 0) + 1
+        if event.get("reason"):
+            found.reasons.setdefault(kind, []).append(str(event["reason"]))
+        if kind == "recovery_completed":
+            found.recoveries_s.append(float(event.get("duration_s") or 0.0))
+        elif kind == "fallback":
+            found.steps_redone += int(event.get("steps_redone") or 0)
+        elif kind == "step_committed":
+            found.steps = max(found.steps, int(event["step"]))
+        elif kind in ("job_completed", "job_failed"):
+            found.state = str(event.get("state") or kind.removeprefix("job_"))
+            found.reason = str(event.get("reason") or "") if found.state != "completed" else ""
+    found.struck = [_struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if _is_strike(event)]
+    return found
+
+
+def _is_strike(event: Event) -> bool:
+    return bool(event["kind"] == "fault_injected")
+
+
+def _struck(event: Event, later: Sequence[Event]) -> Struck:
+    outcome, recovery_s = _outcome(event, later)
+    return Struck(
+        str(event.get("fault")),
+        str(event.get("target")),
+        event.get("worker_id"),
+        int(event.get("step") or 0),
+        str(event.get("phase") or ""),
+        outcome,
+        recovery_s,
+    )
+
+
+def _outcome(event: Event, later: Sequence[Event]) -> tuple[str, float | None]:
+    struck_ns, who = int(event["time_unix_ns"]), event.get("worker_id")
+    if event.get("fault") == "slow":
+        return "slowed down", None
+    if who is None:
+        back = next((e for e in later if e["kind"] == "coordinator_restarted"), None)
+        return ("the coordinator was restarted", None) if back is not None else ("nothing was reported", None)
+    life = (who, event.get("incarnation"))
+    end = next(
+        (e for e in later if e["kind"] == "worker_evicted" and (e.get("worker_id"), e.get("incarnation")) == life), None
+    )
+    if end is None:
+        return "went on", None
+    evicted_ns = int(end["time_unix_ns"])
+    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"]) > evicted_ns), None)
+    outcome = "evicted"
+    if any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later):
+        outcome = "evicted, healed and back"
+    return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
+
+
+def missing(scenario: Scenario, found: Account) -> list[str]:
+    """What the scenario should have brought about and did not; empty when all is as it should be."""
+    lines = [
+        f"expected at least {count} {kind}, got {found.counts.get(kind, 0)}"
+        for kind, count in scenario.expects.items()
+        if found.counts.get(kind, 0) < count
+    ]
+    lines += [
+        f"expected a {kind} that says {words!r}, got {'; '.join(found.reasons.get(kind, ())) or 'none'}"
+        for kind, words in scenario.says.items()
+        if not any(words in reason for reason in found.reasons.get(kind, ()))
+    ]
+    lines += [
+        f"expected no {kind}, got {'; '.join(found.reasons.get(kind, ('one',)))}"
+        for kind in scenario.never
+        if found.counts.get(kind, 0)
+    ]
+    return lines
