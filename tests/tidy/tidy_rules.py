@@ -29,8 +29,8 @@ LAYERS = {
     "chaos": 6,
     "zoo": 6,
     "report": 7,
-    "dashboard": 7,
-    "cli": 7,
+    "dashboard": 8,
+    "cli": 9,
 }
 PURE = ("placement", "order", "protocol")
 IMPURE_MODULES = frozenset(

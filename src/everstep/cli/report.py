@@ -1,0 +1,74 @@
+"""`everstep report`: what happened in a job, as one HTML file and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.cli.job import read_job
+from everstep.cli.ledger import audit_run, to_dict
+from everstep.cli.verify import compare
+from everstep.report.figures import figures
+from everstep.report.history import History
+from everstep.report.page import Proof, report_page
+from everstep.report.pictures import can_draw, write_pictures
+
+REPORT_FILE = "report.html"
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help=f"The file to write (DIR/{REPORT_FILE}).")
+@click.option(
+    "--reference", type=click.Path(path_type=Path), help="An undisturbed run, to compare the final bits with."
+)
+def command(run_dir: Path, out: Path | None, reference: Path | None) -> int:
+    """Write what happened in the job in DIR as one HTML file, and its figures as PNGs beside it."""
+    history = open_run(run_dir)
+    page = report_page(history, prove(run_dir, reference), history.running())
+    target = out if out is not None else run_dir / REPORT_FILE
+    write_page(target, page)
+    print(target)
+    if not can_draw():
+        print("no pictures: pip install 'everstep[report]' draws the figures as PNGs, too")
+        return 0
+    for path in write_pictures(target.with_name(f"{target.stem}-figures"), figures(history)):
+        print(path)
+    return 0
+
+
+def open_run(run_dir: Path) -> History:
+    """All that is known of a run.
+
+    Raises: ConfigError if DIR is no run directory.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    read_job(run_dir)
+    return History(run_dir).load()
+
+
+def prove(run_dir: Path, reference: Path | None) -> Proof:
+    """The ledger's audit, and the comparison with a reference.
+
+    Raises: ConfigError if the reference cannot be read.
+    """
+    ledger, note = None, ""
+    try:
+        ledger = to_dict(audit_run(run_dir))
+    except EverstepError as error:
+        note = str(error)
+    if reference is None:
+        return Proof(ledger, note)
+    return Proof(ledger, note, str(reference), compare(reference, run_dir))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Raises: ConfigError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None

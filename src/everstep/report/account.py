@@ -1,0 +1,145 @@
+"""Where each second of a job's wall time went. Pure.
+
+Intervals are painted with a cause; where they overlap, the more specific cause counts. What nobody painted, between the
+first and the last moment, is training. So the parts always add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
+CAUSES = (
+    "training",
+    "start-up",
+    *(f"recovery: {phase}" for phase in PHASES),
+    "recovery: other",
+    "waiting for workers",
+    "steps done again",
+    "evaluation",
+    "checkpoints",
+    "finishing",
+    "not running",
+)
+_PRIORITY = {
+    "finishing": 1,
+    "evaluation": 2,
+    "checkpoints": 3,
+    "steps done again": 4,
+    "waiting for workers": 6,
+    "start-up": 7,
+    "not running": 8,
+}
+_RECOVERY = 5
+_MOST_INTERVALS = 20_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of wall time, in ns since 1970, and its cause."""
+
+    begin_ns: int
+    end_ns: int
+    cause: str
+
+    @property
+    def priority(self) -> int:
+        """The higher one counts where two overlap."""
+        return _PRIORITY.get(self.cause, _RECOVERY if self.cause.startswith("recovery") else 0)
+
+
+class Account:
+    """Collects intervals; old ones are added up and forgotten once there are many."""
+
+    def __init__(self) -> None:
+        self.begin_ns: int | None = None
+        self.end_ns = 0
+        self.intervals: list[Interval] = []
+        self._folded: dict[str, int] = {}
+        self._folded_through_ns = 0
+
+    def reach(self, time_ns: int) -> None:
+        """The job was there at this moment."""
+        if self.begin_ns is None:
+            self.begin_ns = self._folded_through_ns = time_ns
+        self.end_ns = max(self.end_ns, time_ns)
+
+    def paint(self, begin_ns: int, end_ns: int, cause: str) -> None:
+        """This stretch went there."""
+        if end_ns > begin_ns:
+            self.intervals.append(Interval(begin_ns, end_ns, cause))
+        if len(self.intervals) > _MOST_INTERVALS:
+            self._fold()
+
+    def paint_recovery(self, end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Interval]:
+        """A recovery that ended at `end_ns`: its phases one after another; what they do not explain is "other".
+
+        Returns the intervals. Phases that add up to more than the whole are taken in proportion.
+        """
+        begin_ns = end_ns - round(max(0.0, duration_s) * 1e9)
+        shares = [(phase, max(0.0, float(phases_s.get(phase) or 0.0))) for phase in PHASES]
+        total = sum(share for _, share in shares)
+        scale = min(1.0, duration_s / total) if total > 0 else 0.0
+        found: list[Interval] = []
+        at = begin_ns
+        for phase, share in shares:
+            until = min(end_ns, at + round(share * scale * 1e9))
+            if until > at:
+                found.append(Interval(at, until, f"recovery: {phase}"))
+            at = until
+        if end_ns - at > 1000:
+            found.append(Interval(at, end_ns, "recovery: other"))
+        for interval in found:
+            self.paint(interval.begin_ns, interval.end_ns, interval.cause)
+        return found
+
+    def seconds(self, extra: Iterable[Interval] = ()) -> dict[str, float]:
+        """Seconds by cause, in the order of CAUSES; the sum is the wall time. extra: what is still under way."""
+        if self.begin_ns is None:
+            return {}
+        total = dict(self._folded)
+        recent = _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns)
+        for cause, nanoseconds in recent.items():
+            total[cause] = total.get(cause, 0) + nanoseconds
+        return {cause: total[cause] / 1e9 for cause in CAUSES if total.get(cause)}
+
+    def _fold(self) -> None:
+        self.intervals.sort(key=lambda i: i.end_ns)
+        half = len(self.intervals) // 2
+        through_ns = max(self._folded_through_ns, self.intervals[half].end_ns)
+        for cause, nanoseconds in _sweep(self.intervals, self._folded_through_ns, through_ns).items():
+            self._folded[cause] = self._folded.get(cause, 0) + nanoseconds
+        self._folded_through_ns = through_ns
+        self.intervals = [i for i in self.intervals[half:] if i.end_ns > through_ns]
+
+
+def goodput(seconds: dict[str, float]) -> float | None:
+    """Training's share of the time in which the job was running, None before there was any."""
+    running = sum(value for cause, value in seconds.items() if cause != "not running")
+    return seconds.get("training", 0.0) / running if running > 0 else None
+
+
+def _sweep(intervals: list[Interval], begin_ns: int, end_ns: int) -> dict[str, int]:
+    """Nanoseconds by cause between two moments."""
+    edges: list[tuple[int, int, Interval]] = []
+    for interval in intervals:
+        first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)
+        if last > first:
+            edges += [(first, 1, interval), (last, -1, interval)]
+    edges.sort(key=lambda edge: edge[0])
+    total: dict[str, int] = {}
+    active: dict[tuple[int, str], int] = {}
+    at = begin_ns
+    for time_ns, sign, interval in edges:
+        if time_ns > at:
+            cause = max(active)[1] if active else "training"
+            total[cause] = total.get(cause, 0) + time_ns - at
+            at = time_ns
+        key = (interval.priority, interval.cause)
+        active[key] = active.get(key, 0) + sign
+        if not active[key]:
+            del active[key]
+    if end_ns > at:
+        total["training"] = total.get("training", 0) + end_ns - at
+    return total

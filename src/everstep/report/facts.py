@@ -1,0 +1,506 @@
+"""What the events of a job add up to: workers, generations, recoveries, curves, the account of its time. Pure.
+
+Everything is bounded: curves are decimated, lists keep their newest entries and count the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from everstep.report.account import Account, Interval
+from everstep.report.series import POINTS, Series
+from everstep.report.words import Event, level, number, one_line, sentence, whole_number
+
+MEMBERS = ("leader", "active", "standby")
+STEP_COLUMNS = ("time_s", "loss", "loss_min", "loss_max", "lr", "samples", "workers")
+_STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
+_MOST_LOG = 4000
+_MOST_LISTED = 1000
+_MOST_SPANS = 8000
+_MARKED = {
+    "fault_injected": "fault",
+    "worker_evicted": "evicted",
+    "leader_changed": "leader",
+    "coordinator_restarted": "coordinator",
+    "fallback": "fallback",
+    "worker_healed": "healed",
+}
+
+
+@dataclass
+class Worker:
+    """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left."""
+
+    worker_id: int
+    incarnation: int = 0
+    state: str = "spare"
+    stage: int | None = None
+    stages: tuple[int, ...] = ()
+    lanes: tuple[int, ...] = ()
+    pid: int | None = None
+    host: str = ""
+    since_ns: int = 0
+    reason: str = ""
+    role: str = "spare"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One agreed membership, from when, and why."""
+
+    number: int
+    time_ns: int
+    step: int
+    reason: str
+    members: int
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    leaders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """From a fault to the next committed step; `phases` are its parts, one after another."""
+
+    begin_ns: int
+    end_ns: int
+    generation: int
+    step: int
+    worker_id: int | None
+    reason: str
+    duration_s: float
+    phases_s: dict[str, float]
+    phases: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was completed, or failed (`ok` false)."""
+
+    tier: str
+    step: int
+    time_ns: int
+    ok: bool
+    duration_s: float
+    size_bytes: int
+    stall_s: float
+    reason: str
+
+
+@dataclass
+class Span:
+    """A stretch of a worker's life in one state; `end_ns` None while it lasts."""
+
+    worker_id: int
+    incarnation: int
+    state: str
+    begin_ns: int
+    end_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something to be marked on the charts."""
+
+    time_ns: int
+    step: int
+    kind: str
+    worker_id: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """An event in the log; `number` counts all that there were."""
+
+    number: int
+    time_ns: int
+    level: str
+    kind: str
+    worker_id: int | None
+    step: int | None
+    generation: int | None
+    text: str
+
+
+@dataclass
+class Facts:
+    """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers."""
+
+    state: str = "starting"
+    reason: str = ""
+    step: int = 0
+    loss: float | None = None
+    generation: int = 0
+    wanted: int = 0
+    attempts: int = 0
+    samples: int = 0
+    steps_lost: int = 0
+    exit_code: int | None = None
+    workers: dict[int, Worker] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    steps: Series = field(default_factory=lambda: Series(_STEP_RULES, POINTS))
+    evaluations: dict[str, Series] = field(default_factory=dict)
+    generations: deque[Generation] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    recoveries: deque[Recovery] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    checkpoints: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
+    account: Account = field(default_factory=Account)
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    last_step_ns: int = 0
+    ended_ns: int | None = None
+    _lines: int = 0
+    _open: dict[int, Span] = field(default_factory=dict)
+    _started_ns: int | None = None
+    _waiting_ns: int | None = None
+    _fault_ns: int | None = None
+    _clean: bool = False
+    _members: int = 0
+    _suspected: bool = False
+    _seated: frozenset[int] = frozenset()
+
+    def take(self, event: Event) -> None:
+        """Take in the next event; one that makes no sense counts and is otherwise passed over."""
+        kind = str(event["kind"])
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        time_ns = whole_number(event.get("time_unix_ns"))
+        if not time_ns:
+            return
+        if kind == "job_started" and self.account.begin_ns is not None:
+            self._not_running(time_ns)
+        self.account.reach(time_ns)
+        self.generation = max(self.generation, _integer(event, "generation"))
+        act = _ACTS.get(kind)
+        try:
+            if act is not None:
+                act(self, event, time_ns)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+            self.counts["not understood"] = self.counts.get("not understood", 0) + 1
+        if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
+            mark = _MARKED.get(kind, "checkpoint")
+            step = _integer(event, "step") or self.step
+            self.marks.append(Mark(time_ns, step, mark, _id(event), sentence(event)))
+        if kind != "step_committed":
+            self._note(event, kind, time_ns)
+
+    def under_way(self, now_ns: int) -> list[Interval]:
+        """What lasts at the moment and no event has ended yet: for the account."""
+        found = []
+        if self._started_ns is not None:
+            found.append(Interval(self._started_ns, now_ns, "start-up"))
+        if self._waiting_ns is not None:
+            found.append(Interval(self._waiting_ns, now_ns, "waiting for workers"))
+        elif self._fault_ns is not None and self.state == "recovering":
+            found.append(Interval(self._fault_ns, now_ns, "recovery: other"))
+        return found
+
+    def efficiency(self) -> list[dict[str, float]]:
+        """By number of workers, rising: samples per second, and that per worker relative to the fewest workers."""
+        found: list[dict[str, float]] = []
+        for workers, (samples, seconds, steps) in sorted(self.rates.items()):
+            if seconds > 0 and steps >= 2 and workers:
+                rate = samples / seconds
+                base = found[0]["samples_per_s"] / found[0]["workers"] if found else rate / workers
+                share = rate / workers / base if base else 0.0
+                found.append({"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps})
+        return found
+
+    def samples_per_s(self, points: int = 12) -> float | None:
+        """Over the newest points of the curve."""
+        times, samples = self.steps.columns[0][-points:], self.steps.columns[5][-points:]
+        if len(times) < 2 or times[-1] <= times[0]:
+            return None
+        return sum(samples[1:]) / (times[-1] - times[0])
+
+    # ---- events
+
+    def _note(self, event: Event, kind: str, time_ns: int) -> None:
+        self._lines += 1
+        step, generation = event.get("step"), event.get("generation")
+        self.log.append(
+            Line(
+                self._lines,
+                time_ns,
+                level(event),
+                one_line(kind, 40),
+                _id(event),
+                step if isinstance(step, int) else None,
+                generation if isinstance(generation, int) else None,
+                sentence(event),
+            )
+        )
+
+    def _not_running(self, time_ns: int) -> None:
+        begin_ns = self.ended_ns or self.account.end_ns
+        self.account.paint(begin_ns, time_ns, "not running")
+        for span in self._open.values():
+            span.end_ns = begin_ns
+        self._open.clear()
+        self.workers.clear()
+        self._seated = frozenset()
+
+    def _job_started(self, event: Event, time_ns: int) -> None:
+        self.attempts += 1
+        self.state, self.reason, self.exit_code, self.ended_ns = "starting", "", None, None
+        self.wanted = _integer(event, "workers")
+        self._started_ns, self._waiting_ns, self._fault_ns = time_ns, None, None
+        self.last_step_ns, self._clean = 0, False
+
+    def _step_committed(self, event: Event, time_ns: int) -> None:
+        step = int(event["step"])
+        if step <= self.step and self.attempts > 1 and self.steps.x and step <= self.steps.x[-1]:
+            self.samples -= self._samples_from(step)
+        self.step = step
+        loss = event.get("loss")
+        self.loss = float(loss) if isinstance(loss, int | float) else self.loss
+        rate = event.get("lr")
+        first = rate[0] if isinstance(rate, list) and rate else rate
+        samples = _integer(event, "samples")
+        self.samples += samples
+        shown = float(loss) if isinstance(loss, int | float) else None
+        lr = float(first) if isinstance(first, int | float) else None
+        self.steps.add(step, (time_ns / 1e9, shown, shown, shown, lr, samples, self._members))
+        if self._clean and time_ns > self.last_step_ns > 0:
+            entry = self.rates.setdefault(self._members, [0.0, 0.0, 0.0])
+            entry[0] += samples
+            entry[1] += (time_ns - self.last_step_ns) / 1e9
+            entry[2] += 1
+        self._clean = self._started_ns is None
+        self.last_step_ns = time_ns
+        if self.state != "waiting" or time_ns > (self._waiting_ns or 0):
+            self._go_on(time_ns)
+
+    def _go_on(self, time_ns: int) -> None:
+        """A step was committed: every member is alive, nothing is waited for."""
+        if self._started_ns is not None:
+            self.account.paint(self._started_ns, time_ns, "start-up")
+        self._end_of_waiting(time_ns)
+        self._started_ns = self._fault_ns = None
+        self.state, self.reason = "running", ""
+        if self._suspected:
+            for worker in self.workers.values():
+                if worker.state == "suspect":
+                    self._be(worker, worker.role, time_ns, "")
+            self._suspected = False
+
+    def _end_of_waiting(self, time_ns: int) -> None:
+        if self._waiting_ns is not None:
+            self.account.paint(self._waiting_ns, time_ns, "waiting for workers")
+            self._waiting_ns = None
+
+    def _samples_from(self, step: int) -> int:
+        start = self.steps.at(step)
+        return int(sum(self.steps.columns[5][start:])) if start is not None else 0
+
+    def _generation_started(self, event: Event, time_ns: int) -> None:
+        seats = _seats(event)
+        before, self._seated = self._seated, frozenset(seats)
+        leaders = event.get("leaders")
+        if not isinstance(leaders, list):
+            leaders = [event.get("leader")]
+        reason = one_line(event.get("reason"))
+        for i, worker in self.workers.items():
+            if i not in seats and worker.state not in ("dead", "left"):
+                gone = i in before and "leaves as asked" in reason
+                outside = "left" if gone else self._outside(len(seats))
+                worker.lanes, worker.stages, worker.role = (), (), outside
+                self._be(worker, outside, time_ns, "left as asked" if gone else "")
+        for i, held in seats.items():
+            worker = self.workers.setdefault(i, Worker(i, since_ns=time_ns))
+            worker.stages = tuple(sorted({stage for stage, _, _ in held}))
+            worker.stage = worker.stages[0]
+            worker.lanes = tuple(sorted({lane for _, _, lanes in held for lane in lanes}))
+            worker.role = "leader" if i in leaders else "active" if worker.lanes else "standby"
+            self._be(worker, worker.role, time_ns, "")
+        self._members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
+        self._clean = False
+        self._end_of_waiting(time_ns)
+        if self.state == "waiting":
+            self.state, self.reason = ("recovering" if self.step else "starting"), ""
+        if self._started_ns is not None:
+            self.account.paint(self._started_ns, time_ns, "start-up")
+            self._started_ns, self.state = None, "running"
+        joined, left = tuple(sorted(seats.keys() - before)), tuple(sorted(before - seats.keys()))
+        self.generations.append(
+            Generation(
+                _integer(event, "generation"),
+                time_ns,
+                _integer(event, "step"),
+                reason,
+                len(seats),
+                joined[:50],
+                left[:50],
+                tuple(i for i in leaders if isinstance(i, int))[:64],
+            )
+        )
+
+    def _outside(self, members: int) -> str:
+        """What a worker in no plan is doing: it is on its way in if somebody is missing."""
+        return "healing" if self.generation and (not self.wanted or members < self.wanted) else "spare"
+
+    def _worker_joined(self, event: Event, time_ns: int) -> None:
+        i = int(event["worker_id"])
+        incarnation = _integer(event, "incarnation")
+        known = self.workers.get(i)
+        if known is None or known.incarnation != incarnation or known.state in ("dead", "left"):
+            members = sum(w.role in MEMBERS and w.state not in ("dead", "left") for w in self.workers.values())
+            worker = Worker(i, incarnation, "", role=self._outside(members), stage=known.stage if known else None)
+            self.workers[i] = worker
+            self._be(worker, worker.role, time_ns, "")
+        self.workers[i].pid = event.get("pid") if isinstance(event.get("pid"), int) else None
+        self.workers[i].host = one_line(event.get("host"), 80)
+
+    def _worker_suspected(self, event: Event, time_ns: int) -> None:
+        worker = self.workers.get(int(event["worker_id"]))
+        if worker is not None and worker.state not in ("dead", "left"):
+            self._be(worker, "suspect", time_ns, one_line(event.get("reason")))
+            self._suspected = True
+        self._fault_ns = self._fault_ns or time_ns
+
+    def _worker_evicted(self, event: Event, time_ns: int) -> None:
+        i = int(event["worker_id"])
+        died_ns = whole_number(event.get("died_unix_ns")) or time_ns
+        worker = self.workers.setdefault(i, Worker(i, _integer(event, "incarnation")))
+        worker.lanes = ()
+        self._be(worker, "dead", died_ns, one_line(event.get("reason")))
+        self.state, self.reason = "recovering", f"worker {i}: {one_line(event.get('reason'))}"
+        self._fault_ns = min(self._fault_ns or died_ns, died_ns)
+
+    def _recovery_completed(self, event: Event, time_ns: int) -> None:
+        phases = event.get("phases_s")
+        known = {k: number(v) for k, v in phases.items()} if isinstance(phases, dict) else {}
+        duration_s = max(0.0, number(event.get("duration_s")))
+        parts = self.account.paint_recovery(time_ns, duration_s, known)
+        self._fault_ns = None
+        self.recoveries.append(
+            Recovery(
+                time_ns - round(duration_s * 1e9),
+                time_ns,
+                _integer(event, "generation"),
+                _integer(event, "step"),
+                _id(event),
+                one_line(event.get("reason")),
+                duration_s,
+                known,
+                tuple(parts),
+            )
+        )
+
+    def _fallback(self, event: Event, time_ns: int) -> None:
+        back_to = event.get("step")
+        if not isinstance(back_to, int) or (event.get("steps_redone") is None and back_to >= self.step):
+            return
+        at = self.steps.at(back_to + 1)
+        if at is not None and self.steps.x[-1] > back_to:
+            begin_ns = int(self.steps.columns[0][max(0, at - 1)] * 1e9)
+            self.account.paint(begin_ns, min(time_ns, self.last_step_ns), "steps done again")
+            self.samples -= self._samples_from(back_to + 1)
+            self.steps.cut(back_to + 1)
+        self.steps_lost += max(0, self.step - back_to)
+        self.step = min(self.step, back_to)
+        self._clean = False
+
+    def _waiting(self, event: Event, time_ns: int) -> None:
+        self.state, self.reason = "waiting", one_line(event.get("reason"))
+        self._waiting_ns = self._waiting_ns or time_ns
+
+    def _evaluated(self, event: Event, time_ns: int) -> None:
+        metrics = event.get("metrics")
+        if not isinstance(metrics, dict):
+            return
+        self.metrics = {one_line(k, 60): number(v) for k, v in list(metrics.items())[:16]}
+        self.metrics_step = _integer(event, "step")
+        for name, value in self.metrics.items():
+            if len(self.evaluations) < 16 or name in self.evaluations:
+                series = self.evaluations.setdefault(name, Series(("last", "last")))
+                series.add(self.metrics_step, (time_ns / 1e9, value))
+        if self.last_step_ns:
+            self.account.paint(self.last_step_ns, time_ns, "evaluation")
+        self._clean = False
+
+    def _checkpoint(self, event: Event, time_ns: int) -> None:
+        ok = event["kind"] == "checkpoint_completed"
+        stall_s = number(event.get("stall_s"))
+        size = int(number(event.get("size_bytes") or event.get("bytes")))
+        duration_s, reason = number(event.get("duration_s")), one_line(event.get("reason"))
+        tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
+        self.checkpoints.append(Checkpoint(tier, step, time_ns, ok, duration_s, size, stall_s, reason))
+        if ok and stall_s:
+            self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
+
+    def _ended(self, event: Event, time_ns: int) -> None:
+        default = "completed" if event["kind"] == "job_completed" else "failed"
+        self.state = one_line(event.get("state"), 20) or default
+        self.reason = one_line(event.get("reason"))
+        code = event.get("exit_code")
+        self.exit_code = code if isinstance(code, int) else None
+        self.account.intervals.extend(self.under_way(time_ns))
+        self._started_ns = self._waiting_ns = self._fault_ns = None
+        if self.last_step_ns:
+            self.account.paint(self.last_step_ns, time_ns, "finishing")
+        self.ended_ns = time_ns
+        for span in self._open.values():
+            span.end_ns = time_ns
+        self._open.clear()
+
+    def _be(self, worker: Worker, state: str, time_ns: int, reason: str) -> None:
+        """From now on the worker is in this state."""
+        worker.reason = reason
+        if worker.state == state and worker.worker_id in self._open:
+            return
+        worker.state, worker.since_ns = state, time_ns
+        last = self._open.pop(worker.worker_id, None)
+        if last is not None:
+            last.end_ns = max(last.begin_ns, time_ns)
+        span = Span(worker.worker_id, worker.incarnation, state, time_ns)
+        self.spans.append(span)
+        if state == "left":
+            span.end_ns = time_ns
+        else:
+            self._open[worker.worker_id] = span
+
+
+_ACTS = {
+    "job_started": Facts._job_started,
+    "step_committed": Facts._step_committed,
+    "generation_started": Facts._generation_started,
+    "worker_joined": Facts._worker_joined,
+    "worker_suspected": Facts._worker_suspected,
+    "worker_evicted": Facts._worker_evicted,
+    "recovery_completed": Facts._recovery_completed,
+    "fallback": Facts._fallback,
+    "waiting": Facts._waiting,
+    "evaluated": Facts._evaluated,
+    "checkpoint_completed": Facts._checkpoint,
+    "checkpoint_failed": Facts._checkpoint,
+    "job_completed": Facts._ended,
+    "job_failed": Facts._ended,
+}
+
+
+def _integer(event: Event, name: str) -> int:
+    return whole_number(event.get(name))
+
+
+def _id(event: Event) -> int | None:
+    worker_id = event.get("worker_id")
+    return worker_id if isinstance(worker_id, int) else None
+
+
+def _seats(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
+    """worker_id -> (stage, role, lanes) of its seats; events of older jobs know one stage only."""
+    found: dict[int, list[tuple[int, str, list[int]]]] = {}
+    seats = event.get("seats")
+    if isinstance(seats, list):
+        for worker_id, stage, role, lanes in seats:
+            found.setdefault(int(worker_id), []).append((int(stage), str(role), [int(x) for x in lanes]))
+        return found
+    lanes_of = event.get("lanes")
+    for text, taken in (lanes_of if isinstance(lanes_of, dict) else {}).items():
+        found.setdefault(int(text), []).append((0, "", [int(x) for x in taken]))
+    return found

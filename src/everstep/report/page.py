@@ -1,0 +1,287 @@
+"""The report of one run, and the comparison of several, as one HTML file that needs nothing else.
+
+No script, no network: figures are SVG, colours follow the reader's light or dark. All text is escaped by `Html`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.report import figures
+from everstep.report.account import goodput
+from everstep.report.history import History
+from everstep.report.style import page_css
+from everstep.report.svg import escape
+from everstep.report.words import number, one_line, size_text, time_text
+
+_MOST_ROWS = 60
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about exactness: the ledger's audit, and the comparison with a reference run.
+
+    ledger: {"clean", "steps", "problems", "epochs"} or None with the reason in `ledger_note`. differences: lines, none
+    if the runs are bitwise equal; None if there is no reference.
+    """
+
+    ledger: dict[str, Any] | None = None
+    ledger_note: str = ""
+    reference: str = ""
+    differences: list[str] | None = None
+
+
+def report_page(history: History, proof: Proof, running: bool = False) -> str:
+    """The report of one run."""
+    facts = history.facts
+    seconds = history.seconds(running)
+    drawn = figures.figures(history)
+    state = history.state(running)
+    body = [
+        f"<h1>{escape(history.name)}</h1>",
+        f'<p><span class="state {_tone(state)}">{escape(state)}</span> <span class="soft">'
+        f"{escape(_headline(history, facts.reason))}</span></p>",
+        _tiles(history, seconds),
+        _section("What happened", *_story(history)),
+        _section("Loss", _panel(drawn["loss"]), _panel(drawn["evaluations"]) if "evaluations" in drawn else ""),
+        _section("Throughput", _panel(drawn["throughput"]), _efficiency(history)),
+        _section("Step time", _panel(drawn["steptime"])) if "steptime" in drawn else "",
+        _section("Workers", _panel(drawn["workers"]), _generations(history)),
+        _section("Recoveries", _panel(drawn["recoveries"])) if facts.recoveries else "",
+        _section("Where the time went", _panel(drawn["goodput"]), _account(seconds)),
+        _section("Checkpoints", _checkpoints(history)),
+        _section("Exactness", _exactness(history, proof)),
+        _section("Environment", _environment(history)),
+    ]
+    return _page(f"{history.name}: report", body)
+
+
+def compare_page(histories: Sequence[History]) -> str:
+    """Several runs over each other."""
+    first, others = histories[0], list(histories[1:])
+    header = ["", *(h.name for h in histories)]
+    accounts = [h.seconds(False) for h in histories]
+    rows: list[list[str]] = [
+        ["task", *(one_line(h.job.get("task")) for h in histories)],
+        ["state", *(h.state(False) for h in histories)],
+        ["steps", *(str(h.facts.step) for h in histories)],
+        ["last loss", *(_loss(h) for h in histories)],
+        ["samples per second", *(_rate(h) for h in histories)],
+        ["wall time", *(time_text(sum(a.values())) for a in accounts)],
+        ["goodput", *(_percent(goodput(a)) for a in accounts)],
+        ["generations", *(str(h.facts.generation) for h in histories)],
+        ["recoveries", *(str(h.facts.counts.get("recovery_completed", 0)) for h in histories)],
+        ["digest of model", *(str(h.digest.get("model", "none")) for h in histories)],
+        ["digest of state", *(str(h.digest.get("state", "none")) for h in histories)],
+    ]
+    digests = {str(h.digest.get("state") or h.digest.get("model") or id(h)) for h in histories}
+    verdict = "The final states are bitwise equal." if len(digests) == 1 else "The final states are not all equal."
+    body = [
+        f"<h1>{escape(' · '.join(h.name for h in histories))}</h1>",
+        f'<p class="soft">{len(histories)} runs over each other</p>',
+        _section("Side by side", _table(header, rows)),
+        _section("Exactness", f"<p>{verdict}</p>"),
+        _section("Loss", _panel(figures.loss_chart(first, others))),
+        _section("Throughput", _panel(figures.throughput_chart(first, others))),
+        _section(
+            "Where the time went",
+            *(_panel(figures.goodput_chart(a, h.name)) for h, a in zip(histories, accounts, strict=True)),
+        ),
+        _section("Workers", *(f"<h3>{escape(h.name)}</h3>{_panel(figures.workers_chart(h.facts))}" for h in histories)),
+        _section("Settings that differ", _differences(histories)),
+    ]
+    return _page(" · ".join(h.name for h in histories), body)
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    csp = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{csp}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{page_css()}</style></head><body><main>{''.join(body)}"
+        f'<p class="soft">Written {escape(time.strftime("%Y-%m-%d %H:%M:%S %Z"))} by everstep.</p>'
+        "</main></body></html>\n"
+    )
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _panel(content: str) -> str:
+    return f'<div class="panel" tabindex="0" role="group" aria-label="figure">{content}</div>'
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    def cell(tag: str, i: int, text: str) -> str:
+        style = ' class="n"' if i in numbers else ""
+        return f"<{tag}{style}>{escape(text)}</{tag}>"
+
+    head = "".join(cell("th", i, text) for i, text in enumerate(header))
+    lines = "".join(f"<tr>{''.join(cell('td', i, text) for i, text in enumerate(row))}</tr>" for row in rows)
+    return _panel(f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
+
+
+def _tone(state: str) -> str:
+    return {"completed": "good", "running": "good", "failed": "bad"}.get(state, "warn")
+
+
+def _headline(history: History, reason: str) -> str:
+    task = one_line(history.job.get("task"))
+    begin = figures.begin_ns(history.facts)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin / 1e9)) if begin else "never started"
+    return ", ".join(part for part in (task, f"started {when}", reason) if part)
+
+
+def _tiles(history: History, seconds: dict[str, float]) -> str:
+    facts = history.facts
+    durations = sorted(r.duration_s for r in facts.recoveries)
+    total = history.total_steps
+    tiles = [
+        ("steps", f"{facts.step}" + (f" of {total}" if total else "")),
+        ("last loss", _loss(history)),
+        ("samples per second", _rate(history)),
+        ("wall time", time_text(sum(seconds.values()))),
+        ("goodput", _percent(goodput(seconds))),
+        ("faults survived", str(max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)))),
+        ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
+        ("steps lost", str(facts.steps_lost)),
+    ]
+    tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.metrics.items())[:4]]
+    cells = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _story(history: History) -> list[str]:
+    lines = list(history.facts.log)
+    start = figures.begin_ns(history.facts)
+    rows = [[f"{(line.time_ns - start) / 1e9:.2f} s", line.level, line.text] for line in lines]
+    worth = [row for row, line in zip(rows, lines, strict=True) if line.kind != "worker_joined"][-_MOST_ROWS:]
+    found = [_table(["time", "level", "what"], worth, (0,))]
+    if len(rows) > len(worth):
+        text = "\n".join("  ".join(row) for row in rows)
+        found.append(f"<details><summary>All {len(rows)} lines</summary><pre>{escape(text)}</pre></details>")
+    return found
+
+
+def _efficiency(history: History) -> str:
+    found = history.facts.efficiency()
+    if len(found) < 2:
+        return ""
+    rows = [
+        [f"{e['workers']:.0f}", f"{e['samples_per_s']:.1f}", _percent(e["efficiency"]), f"{e['steps']:.0f}"]
+        for e in found
+    ]
+    return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3))
+
+
+def _generations(history: History) -> str:
+    start = figures.begin_ns(history.facts)
+    rows = [
+        [
+            str(g.number),
+            f"{(g.time_ns - start) / 1e9:.2f} s",
+            str(g.step),
+            str(g.members),
+            ", ".join(map(str, g.leaders)),
+            g.reason,
+        ]
+        for g in list(history.facts.generations)[-_MOST_ROWS:]
+    ]
+    return _table(["generation", "time", "step", "members", "leaders", "why"], rows, (0, 1, 2, 3))
+
+
+def _account(seconds: dict[str, float]) -> str:
+    whole = sum(seconds.values()) or 1.0
+    rows = [[cause, f"{value:.3f}", f"{100 * value / whole:.2f} %"] for cause, value in seconds.items()]
+    rows.append(["all", f"{sum(seconds.values()):.3f}", "100.00 %"])
+    return _table(["where", "seconds", "share"], rows, (1, 2))
+
+
+def _checkpoints(history: History) -> str:
+    found = list(history.facts.checkpoints)
+    if not found:
+        return "<p>None were written.</p>"
+    start = figures.begin_ns(history.facts)
+    rows = [
+        [
+            f"{(c.time_ns - start) / 1e9:.2f} s",
+            c.tier,
+            str(c.step),
+            "complete" if c.ok else f"failed: {c.reason}",
+            size_text(c.size_bytes) if c.size_bytes else "",
+            time_text(c.duration_s) if c.duration_s else "",
+            time_text(c.stall_s) if c.stall_s else "",
+        ]
+        for c in found[-_MOST_ROWS:]
+    ]
+    return _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
+
+
+def _exactness(history: History, proof: Proof) -> str:
+    digest = history.digest
+    rows = [[f"digest of {key}", str(digest[key])] for key in ("model", "state") if digest.get(key)]
+    rows = rows or [["digest", "none: the job has not finished"]]
+    if proof.differences is not None:
+        equal = f"bitwise equal to {proof.reference}"
+        rows.append(["compared", equal if not proof.differences else f"differs from {proof.reference}"])
+        rows += [["", line] for line in proof.differences[:20]]
+    else:
+        rows.append(["compared", "with nothing: give --reference DIR of an undisturbed run"])
+    if proof.ledger is not None:
+        problems = proof.ledger.get("problems") or []
+        verdict = (
+            "clean: every sample counted exactly once" if proof.ledger.get("clean") else f"{len(problems)} problems"
+        )
+        rows.append(["ledger", f"{proof.ledger.get('steps')} steps, {verdict}"])
+        rows += [["", one_line(problem)] for problem in problems[:20]]
+    else:
+        rows.append(["ledger", proof.ledger_note or "not read"])
+    return _table(["", ""], rows)
+
+
+def _environment(history: History) -> str:
+    job = history.job
+    versions = job.get("versions")
+    rows = [[one_line(k), one_line(v)] for k, v in (versions if isinstance(versions, dict) else {}).items()]
+    hosts = sorted({w.host for w in history.facts.workers.values() if w.host})
+    rows += [["run directory", str(history.run_dir.resolve())], ["hosts", ", ".join(hosts[:20]) or "unknown"]]
+    config = escape(json.dumps(job.get("config", {}), indent=2, default=str))
+    return f"{_table(['', ''], rows)}<details><summary>Effective config</summary><pre>{config}</pre></details>"
+
+
+def _differences(histories: Sequence[History]) -> str:
+    flat = [_flat(h.job.get("config")) for h in histories]
+    keys = sorted({key for one in flat for key in one})
+    rows = [[key, *(one.get(key, "") for one in flat)] for key in keys if len({one.get(key) for one in flat}) > 1]
+    return _table(["key", *(h.name for h in histories)], rows) if rows else "<p>None.</p>"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {prefix.rstrip("."): one_line(value)} if prefix else {}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{prefix}{key}.")
+    return found
+
+
+def _loss(history: History) -> str:
+    return f"{number(history.facts.loss):.4f}" if history.facts.loss is not None else "none"
+
+
+def _rate(history: History) -> str:
+    facts = history.facts
+    spent = sum(seconds for _, seconds, _ in facts.rates.values())
+    return f"{sum(samples for samples, _, _ in facts.rates.values()) / spent:.1f}" if spent > 0 else "unknown"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,110 @@
+"""Incremental reading of files that grow, are rotated, replaced or cut off while they are read.
+
+Apart because everything that people look at reads the same way: whole lines only, a bounded number of bytes at a time,
+and never twice. A file is known by its inode, so a rename (rotation) loses nothing and a new file under an old name
+begins at its first line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+MOST_LINE_BYTES = 8 << 20  # a longer line is no line of ours: it is passed over
+
+
+class Tail:
+    """One growing file. `replaced` counts how often another file came under its name, or it was cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.replaced = 0
+        self._position = 0
+        self._rest = b""
+        self._skipping = False
+        self._known: tuple[int, int] | None = None
+        self._head = b""
+
+    def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
+        """What has been appended since the last call: lists of whole lines, at most about `most_bytes` in all.
+
+        A missing or unreadable file has nothing new. A torn last line waits for its end.
+        """
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115
+        except OSError:
+            return
+        with file:
+            self._look(file.fileno())
+            file.seek(self._position)
+            left = most_bytes
+            while left > 0:
+                data = file.read(min(CHUNK_BYTES, left))
+                if not data:
+                    return
+                left -= len(data)
+                self._position += len(data)
+                if len(self._head) < 64:
+                    self._head = os.pread(file.fileno(), 64, 0)
+                lines = self._split(data)
+                if lines:
+                    yield lines
+
+    def unread_bytes(self) -> int:
+        """How much is left to be read."""
+        try:
+            return max(0, self.path.stat().st_size - self._position)
+        except OSError:
+            return 0
+
+    def _look(self, fd: int) -> None:
+        found = os.fstat(fd)
+        known = (found.st_dev, found.st_ino)
+        head = os.pread(fd, len(self._head), 0) if self._head else b""
+        same = self._known in (None, known) and found.st_size >= self._position and head == self._head
+        if not same:
+            self.replaced += 1
+            self._position, self._rest, self._skipping, self._head = 0, b"", False, b""
+        self._known = known
+
+    def _split(self, data: bytes) -> list[bytes]:
+        if self._skipping:
+            cut = data.find(b"\n")
+            if cut < 0:
+                return []
+            data, self._skipping = data[cut + 1 :], False
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MOST_LINE_BYTES:
+            self._rest, self._skipping = b"", True
+        return lines
+
+
+class Folder:
+    """All files of a folder that match a pattern, rotated ones included: each is read once, under whatever name."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder = folder
+        self._pattern = pattern
+        self._tails: dict[tuple[int, int], Tail] = {}
+
+    def read(self, most_bytes: int = 64 << 20) -> Iterator[list[bytes]]:
+        """New lines of all files, the oldest file first; files that are gone are forgotten."""
+        present: dict[tuple[int, int], tuple[int, Path]] = {}
+        try:
+            for path in self._folder.glob(self._pattern):
+                found = path.stat()
+                present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
+        except OSError:
+            return
+        self._tails = {key: tail for key, tail in self._tails.items() if key in present}
+        for key, (_, path) in sorted(present.items(), key=lambda item: item[1]):
+            tail = self._tails.setdefault(key, Tail(path))
+            tail.path = path
+            for lines in tail.read(most_bytes):
+                most_bytes -= sum(map(len, lines))
+                yield lines
+            if most_bytes <= 0:
+                return

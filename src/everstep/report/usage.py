@@ -1,0 +1,151 @@
+"""Where the workers' time, bytes and memory go, from the samples in metrics/*.jsonl. Pure.
+
+Samples hold counters that only grow within a life of a worker; what counts is the difference to the one before. Files
+of several hosts may come in any order: differences are added up in buckets of time, which double in width once there
+are many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.report.words import number, one_line, whole_number
+
+PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall", "other")
+_BUCKETS = 2048
+_MOST_OPERATIONS = 24
+_MOST_WORKERS = 8192
+
+
+@dataclass
+class Bucket:
+    """One stretch of time: sums over all workers; `rss_bytes` is the highest sum of a sample."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    steps: float = 0.0
+    samples: float = 0.0
+    cpu_s: float = 0.0
+    rss_bytes: float = 0.0
+
+    def merge(self, other: Bucket) -> None:
+        """Add a neighbouring stretch."""
+        for mine, theirs in ((self.seconds, other.seconds), (self.sent_bytes, other.sent_bytes)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
+        self.steps += other.steps
+        self.samples += other.samples
+        self.cpu_s += other.cpu_s
+        self.rss_bytes = max(self.rss_bytes, other.rss_bytes)
+
+
+@dataclass
+class Newest:
+    """The newest sample of a worker, and its speed since the one before."""
+
+    time_ns: int
+    row: Mapping[str, Any]
+    samples_per_s: float | None = None
+    cpu_share: float | None = None
+
+
+class Usage:
+    """Takes in lines of metrics files. `workers`: the newest of each; `total_s`: seconds by phase of all workers."""
+
+    def __init__(self, width_s: float = 1.0) -> None:
+        self.width_s = width_s
+        self.version = 0
+        self.workers: dict[int, Newest] = {}
+        self.buckets: dict[int, Bucket] = {}
+        self.total_s: dict[str, float] = {}
+        self.total_bytes: dict[str, float] = {}
+        self.lines = 0
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """One line: all workers of a host at one moment."""
+        time_ns = whole_number(line.get("t"))
+        rows = line.get("workers")
+        if not time_ns or not isinstance(rows, list):
+            return
+        self.lines += 1
+        key = int(time_ns / 1e9 / self.width_s)
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self.buckets[key] = Bucket()
+        rss = 0.0
+        for row in rows:
+            if isinstance(row, dict) and isinstance(row.get("worker_id"), int):
+                self._worker(row, time_ns, bucket)
+                rss += number(row.get("rss_bytes"))
+        bucket.rss_bytes = max(bucket.rss_bytes, rss)
+        if len(self.buckets) > _BUCKETS:
+            self._widen()
+
+    def columns(self, start: int = 0) -> dict[str, Any]:
+        """For charts: x (end of a bucket, s since 1970), seconds a worker spends per step by phase, bytes per second.
+
+        start: from this bucket on, in order of time.
+        """
+        keys = sorted(self.buckets)[start:]
+        found = [self.buckets[key] for key in keys]
+        phases = [p for p in PHASES if self.total_s.get(p)]
+        return {
+            "x": [(key + 1) * self.width_s for key in keys],
+            "seconds": {p: [b.seconds.get(p, 0.0) / b.steps if b.steps else None for b in found] for p in phases},
+            "bytes_per_s": {
+                op: [b.sent_bytes.get(op, 0.0) / self.width_s for b in found] for op in sorted(self.total_bytes)
+            },
+            "cpu": [b.cpu_s / self.width_s for b in found],
+            "rss_bytes": [b.rss_bytes for b in found],
+        }
+
+    def _worker(self, row: dict[str, Any], time_ns: int, bucket: Bucket) -> None:
+        worker_id = row["worker_id"]
+        before = self.workers.get(worker_id)
+        if before is None and len(self.workers) >= _MOST_WORKERS:
+            return
+        newest = Newest(time_ns, row)
+        same_life = before is not None and before.row.get("incarnation") == row.get("incarnation")
+        if before is not None and before.time_ns >= time_ns:
+            return
+        old: Mapping[str, Any] = before.row if before is not None and same_life else {}
+        if before is not None and same_life:
+            passed_s = (time_ns - before.time_ns) / 1e9
+            newest.samples_per_s = max(0.0, number(row.get("samples")) - number(old.get("samples"))) / passed_s
+            newest.cpu_share = max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s"))) / passed_s
+        if old:
+            bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
+            bucket.samples += max(0.0, number(row.get("samples")) - number(old.get("samples")))
+            bucket.cpu_s += max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
+        _add(row.get("seconds"), old.get("seconds"), bucket.seconds, self.total_s)
+        _add(row.get("bytes"), old.get("bytes"), bucket.sent_bytes, self.total_bytes)
+        self.workers[worker_id] = newest
+
+    def _widen(self) -> None:
+        self.width_s *= 2
+        self.version += 1
+        merged: dict[int, Bucket] = {}
+        for key in sorted(self.buckets):
+            half = key // 2
+            if half in merged:
+                merged[half].merge(self.buckets[key])
+            else:
+                merged[half] = self.buckets[key]
+        self.buckets = merged
+
+
+def _add(new: Any, old: Any, *sums: dict[str, float]) -> None:
+    """What the counters grew by, into each of the sums."""
+    if not isinstance(new, dict):
+        return
+    before = old if isinstance(old, dict) else {}
+    for name, value in new.items():
+        grown = number(value) - number(before.get(name))
+        key = one_line(name, 40)
+        if grown <= 0:
+            continue
+        for total in sums:
+            if key in total or len(total) < _MOST_OPERATIONS:
+                total[key] = total.get(key, 0.0) + grown

@@ -1,0 +1,152 @@
+"""Events as lines for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+ERRORS = frozenset({"job_failed", "worker_evicted"})
+WARNINGS = frozenset(
+    {
+        "warning",
+        "worker_suspected",
+        "waiting",
+        "fallback",
+        "checkpoint_failed",
+        "coordinator_restarted",
+        "fault_injected",
+    }
+)
+LEVELS = ("info", "warning", "error")
+
+
+def level(event: Event) -> str:
+    """One of LEVELS."""
+    kind = event["kind"]
+    if kind == "job_failed" and event.get("state") == "interrupted":
+        return "warning"
+    return "error" if kind in ERRORS else "warning" if kind in WARNINGS else "info"
+
+
+def one_line(value: Any, most: int = 600) -> str:
+    """Text without line breaks and control characters, cut off where it is long."""
+    text = "".join(c if c.isprintable() else " " for c in " ".join(str(value or "").split()))
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def number(value: Any, default: float = 0.0) -> float:
+    """A finite number from what a file says, else the default."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    return float(value) if value == value and abs(value) != float("inf") else default
+
+
+def whole_number(value: Any) -> int:
+    """An integer from what a file says, else 0; times in ns keep every digit."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else int(number(value))
+
+
+def sentence(event: Event) -> str:
+    """An event as a line; unknown kinds are named."""
+    kind = str(event["kind"])
+    who = f"worker {event['worker_id']}" if event.get("worker_id") is not None else "the coordinator"
+    reason = one_line(event.get("reason"))
+    why = f": {reason}" if reason else ""
+    special = _SPECIAL.get(kind)
+    if special is not None:
+        return special(event, why)
+    words = {
+        "job_started": f"started{why}",
+        "worker_joined": f"{who} has joined{why}",
+        "worker_suspected": f"{who} is suspected{why}",
+        "worker_evicted": f"{who} was evicted{why}",
+        "worker_healed": f"{who} has healed{why}",
+        "waiting": f"waiting{why}",
+        "coordinator_restarted": f"the coordinator was restarted{why}",
+        "fault_injected": reason or "a fault was injected",
+        "warning": f"warning{why}",
+        "fallback": f"fallback{why}",
+        "job_completed": f"completed{why}",
+        "job_failed": f"interrupted{why}" if event.get("state") == "interrupted" else f"failed{why}",
+    }
+    return words.get(kind, f"{kind.replace('_', ' ')}{why}")
+
+
+def size_text(size_bytes: float) -> str:
+    """12 B, 3.4 kB, 5.6 MB, 7.8 GB."""
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def time_text(seconds: float) -> str:
+    """850 us, 12 ms, 3.4 s, 5m06s, 2h03m."""
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds + 0.5)
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _step(event: Event, why: str) -> str:
+    loss = event.get("loss")
+    return f"step {event.get('step')}" + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
+
+
+def _recovered(event: Event, why: str) -> str:
+    phases = event.get("phases_s")
+    redo_s = number(phases.get("redo")) if isinstance(phases, dict) else 0.0
+    whole_s = number(event.get("duration_s"))
+    step = f", the next step is done after {time_text(whole_s)}" if redo_s else ""
+    return f"recovered in {time_text(max(0.0, whole_s - redo_s))}{step}{why}"
+
+
+def _evaluated(event: Event, why: str) -> str:
+    metrics = event.get("metrics")
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return f"evaluated after step {event.get('step')}: " + ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found)
+
+
+def _generation(event: Event, why: str) -> str:
+    ids = event.get("workers")
+    members = [str(i) for i in ids] if isinstance(ids, list) else []
+    named = ", ".join(members) if len(members) <= 12 else f"{', '.join(members[:8])} and {len(members) - 8} more"
+    return f"generation {event.get('generation')} with workers {named}{why}"
+
+
+def _leader(event: Event, why: str) -> str:
+    stage = f" of stage {event['stage']}" if event.get("stage") else ""
+    return f"the leader{stage} is now worker {event.get('worker_id')}{why}"
+
+
+def _checkpoint(event: Event, why: str) -> str:
+    size = number(event.get("size_bytes") or event.get("bytes"))
+    stall_s = number(event.get("stall_s"))
+    stall = f", training stood still for {time_text(stall_s)}" if stall_s else ""
+    return (
+        f"checkpoint of step {event.get('step')} in the {one_line(event.get('tier'))} tier after "
+        f"{time_text(number(event.get('duration_s')))} ({size_text(size)}){stall}"
+    )
+
+
+def _no_checkpoint(event: Event, why: str) -> str:
+    return f"no checkpoint of step {event.get('step')} in the {one_line(event.get('tier'))} tier{why}"
+
+
+_SPECIAL = {
+    "step_committed": _step,
+    "recovery_completed": _recovered,
+    "evaluated": _evaluated,
+    "generation_started": _generation,
+    "leader_changed": _leader,
+    "checkpoint_completed": _checkpoint,
+    "checkpoint_failed": _no_checkpoint,
+}

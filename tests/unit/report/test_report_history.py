@@ -1,0 +1,241 @@
+"""The reading library: growing, torn, rotated, replaced and huge files; facts; the account of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.observe.events import format_event
+from everstep.report.account import Account, goodput
+from everstep.report.history import History
+from everstep.report.series import Series
+from everstep.report.tail import Folder, Tail
+
+T0 = 1_800_000_000_000_000_000
+S = 1_000_000_000
+
+
+def event(kind: str, at_s: float, **fields: Any) -> bytes:
+    return format_event(kind, T0 + round(at_s * S), fields)
+
+
+def plan(at_s: float, generation: int, lanes: dict[int, list[int]], reason: str = "because") -> bytes:
+    leader = min(lanes)
+    seats = [[i, 0, "active", taken] for i, taken in lanes.items()]
+    return event(
+        "generation_started", at_s, generation=generation, step=0, reason=reason, workers=sorted(lanes), leader=leader,
+        lanes={str(i): taken for i, taken in lanes.items()}, seats=seats, leaders=[leader],
+    )  # fmt: skip
+
+
+def killed_run() -> list[bytes]:
+    """3 workers; 10 steps of a second each; worker 0 dies during step 6 and comes back."""
+    lines = [event("job_started", 0, step=0, workers=3)]
+    lines += [event("worker_joined", 2 + i / 10, worker_id=i, incarnation=0, pid=10 + i, host="h") for i in range(3)]
+    lines.append(plan(3, 1, {0: [0, 1], 1: [2], 2: [3]}))
+    lines += [
+        event("step_committed", 3 + s, step=s, generation=1, loss=1 / s, samples=8, lr=[0.1]) for s in range(1, 6)
+    ]
+    lines.append(event("worker_evicted", 8.6, worker_id=0, incarnation=0, died_unix_ns=T0 + 8 * S + S // 2, reason="K"))
+    lines.append(plan(8.7, 2, {1: [0, 1, 2], 2: [3]}, "worker 0 is dead"))
+    phases = {"notice": 0.1, "decide": 0.1, "unblock": 0.1, "regroup": 0.1, "settle": 0.1, "redo": 0.4, "heal": 0.0}
+    lines.append(event("recovery_completed", 9.5, worker_id=0, duration_s=1.0, phases_s=phases, generation=2, step=5))
+    lines += [event("step_committed", 3.5 + s, step=s, generation=2, loss=1 / s, samples=8) for s in range(6, 11)]
+    lines.append(event("worker_joined", 12, worker_id=0, incarnation=1, pid=99, host="h"))
+    return lines
+
+
+def history(run_dir: Path, lines: list[bytes]) -> History:
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines))
+    return History(run_dir).load()
+
+
+def test_a_run_with_a_kill(tmp_path: Path) -> None:
+    known = history(tmp_path, killed_run())
+    facts = known.facts
+    assert (facts.state, facts.step, facts.generation, facts.samples) == ("running", 10, 2, 80)
+    assert {i: w.state for i, w in facts.workers.items()} == {0: "healing", 1: "leader", 2: "active"}
+    assert facts.workers[0].pid == 99
+    assert [(g.number, g.members, g.left) for g in facts.generations] == [(1, 3, ()), (2, 2, (0,))]
+    assert [mark.kind for mark in facts.marks] == ["evicted"]
+    states = [(s.state, s.incarnation) for s in facts.spans if s.worker_id == 0]
+    assert states == [("spare", 0), ("leader", 0), ("dead", 0), ("healing", 1)]
+    dead = next(s for s in facts.spans if s.state == "dead")
+    assert (dead.begin_ns, dead.end_ns) == (T0 + round(8.5 * S), T0 + 12 * S)
+
+
+def test_the_account_adds_up_to_the_wall_time(tmp_path: Path) -> None:
+    seconds = history(tmp_path, killed_run()).seconds(running=False)
+    assert sum(seconds.values()) == pytest.approx(13.5)
+    assert seconds["start-up"] == pytest.approx(3.0)
+    assert seconds["recovery: redo"] == pytest.approx(0.4)
+    assert seconds["recovery: other"] == pytest.approx(0.1)
+    assert seconds["training"] == pytest.approx(13.5 - 3 - 1)
+    assert goodput(seconds) == pytest.approx(9.5 / 13.5)
+
+
+def test_what_overlaps_counts_once_and_old_intervals_are_folded() -> None:
+    account = Account()
+    account.reach(0)
+    for i in range(30_000):
+        account.paint(i * 10, i * 10 + 4, "evaluation")
+        account.paint(i * 10 + 2, i * 10 + 6, "recovery: settle")
+        account.reach(i * 10 + 10)
+    assert len(account.intervals) <= 20_000
+    seconds = {cause: round(value * 1e9) for cause, value in account.seconds().items()}
+    assert seconds == {"training": 120_000, "evaluation": 60_000, "recovery: settle": 120_000}
+
+
+def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path) -> None:
+    lines = [*killed_run(), event("job_started", 100, step=0, workers=3), plan(103, 3, {0: [0], 1: [1], 2: [2, 3]})]
+    lines += [event("step_committed", 104, step=8, generation=3, loss=1.0, samples=8)]
+    known = history(tmp_path, lines)
+    assert known.seconds(running=False)["not running"] == pytest.approx(100 - 13.5)
+    assert (known.facts.step, known.facts.steps.x[-1], known.facts.samples) == (8, 8, 64)
+
+
+def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
+    lines = [
+        *killed_run(),
+        event("worker_suspected", 14, worker_id=2, reason="silent"),
+        event("waiting", 15, reason="too few"),
+        plan(18, 3, {1: [0, 1], 2: [2, 3]}),
+        event("fallback", 18.1, step=7, steps_redone=3, reason="stage lost"),
+    ]
+    known = history(tmp_path, lines)
+    assert (known.facts.step, known.facts.steps_lost, known.facts.steps.x[-1]) == (7, 3, 7)
+    seconds = known.seconds(running=False)
+    assert seconds["waiting for workers"] == pytest.approx(3.0)
+    assert seconds["steps done again"] == pytest.approx(3.0)
+    ended = history(tmp_path, [*lines, event("job_failed", 20, state="failed", reason="why", exit_code=1)])
+    assert (ended.facts.state, ended.facts.reason, ended.facts.exit_code) == ("failed", "why", 1)
+    assert all(span.end_ns is not None for span in ended.facts.spans)
+
+
+def test_events_of_older_jobs_and_nonsense(tmp_path: Path) -> None:
+    old = event("generation_started", 1, generation=1, leader=1, lanes={"1": [0], "2": [1]}, workers=[1, 2])
+    bad = [
+        b"{half",
+        b"[1]\n",
+        b'{"kind": 5}\n',
+        b"\xff\xfe\n",
+        b"[" * 5000 + b"\n",
+        b'{"kind":"x","time_unix_ns":NaN}\n',
+    ]
+    bad += [event("step_committed", 2, step="x"), event("recovery_completed", 3, duration_s="y", phases_s=[1])]
+    bad += [event("generation_started", 4, seats=[[1]]), event("evaluated", 5, metrics="z")]
+    bad += [event("checkpoint_completed", 6, tier={}, step=None, duration_s=None)]
+    known = history(tmp_path, [b"".join(bad), event("job_started", 0, workers=2), old])
+    assert {i: w.state for i, w in known.facts.workers.items()} == {1: "leader", 2: "active"}
+    assert known.foreign >= 4
+    assert json.dumps(known.seconds(running=False))
+
+
+def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"one\ntw")
+    tail = Tail(path)
+    assert list(tail.read()) == [[b"one"]]
+    assert list(tail.read()) == []
+    with open(path, "ab") as file:
+        file.write(b"o\nthree")
+    assert list(tail.read()) == [[b"two"]]
+
+
+def test_a_file_that_is_cut_off_or_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"one\ntwo\n")
+    tail = Tail(path)
+    list(tail.read())
+    path.write_bytes(b"new\n")
+    assert (list(tail.read()), tail.replaced) == ([[b"new"]], 1)
+    other = tmp_path / "b"
+    other.write_bytes(b"other and longer\n")
+    os.replace(other, path)
+    assert (list(tail.read()), tail.replaced) == ([[b"other and longer"]], 2)
+
+
+def test_rotated_files_are_read_once(tmp_path: Path) -> None:
+    current = tmp_path / "host.jsonl"
+    folder = Folder(tmp_path, "*.jsonl")
+    current.write_bytes(b"1\n2\n")
+    assert list(folder.read()) == [[b"1", b"2"]]
+    current.rename(tmp_path / "host-0001.jsonl")
+    current.write_bytes(b"3\n")
+    assert list(folder.read()) == [[b"3"]]
+    assert list(folder.read()) == []
+
+
+def test_fresh_begins_anew(tmp_path: Path) -> None:
+    known = history(tmp_path, killed_run())
+    (tmp_path / "events.jsonl").rename(tmp_path / "old")
+    (tmp_path / "events.jsonl").write_bytes(event("job_started", 50, workers=1))
+    known.load()
+    assert (known.facts.step, known.resets, known.facts.wanted) == (0, 1, 1)
+
+
+def test_series_stay_small_and_exact_in_sum() -> None:
+    series = Series(("sum", "mean", "min", "max", "last"), points=64)
+    for i in range(10_000):
+        series.add(i, (1.0, float(i), float(i), float(i), float(i)))
+    assert len(series) <= 64
+    assert sum(series.columns[0]) == 10_000
+    assert (series.columns[2][0], series.columns[3][-1], series.columns[4][-1]) == (0.0, 9999.0, 9999.0)
+    length, version = len(series), series.version
+    series.add(10_000, (1.0, None, None, None, None))
+    news = series.since(version, length)
+    assert news is not None
+    assert (news["start"], sum(series.columns[0])) == (length - 1, 10_001)
+    series.add(500, (0.0, 0.0, 0.0, 0.0, 0.0))  # done again from there
+    assert series.x[-1] == 500 and series.version > version
+
+
+def test_usage_of_two_lives_and_two_hosts(tmp_path: Path) -> None:
+    def line(t_s: float, worker: int, life: int, step: int, forward_s: float, host: str) -> str:
+        row = {"worker_id": worker, "incarnation": life, "step": step, "samples": 8 * step, "rss_bytes": 100}
+        row |= {"seconds": {"forward": forward_s, "idle": 0}, "bytes": {"all_reduce": 1000 * step}, "cpu_s": t_s}
+        return json.dumps({"t": T0 + int(t_s * S), "host": host, "workers": [row]}) + "\n"
+
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(
+        line(0, 0, 0, 1, 1.0, "a") + line(1, 0, 0, 3, 2.0, "a") + line(2, 0, 1, 3, 0.5, "a")
+    )
+    (folder / "b.jsonl").write_text(line(0, 1, 0, 1, 1.0, "b") + line(1, 1, 0, 3, 3.0, "b") + "torn")
+    usage = History(tmp_path).load().usage
+    assert usage.total_s == {"forward": pytest.approx(5.5)}
+    assert usage.workers[1].samples_per_s == pytest.approx(16.0)
+    assert usage.workers[0].row["incarnation"] == 1
+    columns = usage.columns()
+    assert columns["seconds"]["forward"][1] == pytest.approx(3.0 / 4)
+    assert columns["rss_bytes"][:2] == [100, 100]
+
+
+def test_a_million_lines_in_bounded_memory(tmp_path: Path, record_property: Any) -> None:
+    path = tmp_path / "events.jsonl"
+    with open(path, "wb") as file:
+        file.write(event("job_started", 0, workers=4) + plan(1, 1, {0: [0], 1: [1], 2: [2], 3: [3]}))
+        text = (
+            '{"time_unix_ns":%d,"kind":"step_committed","generation":1,"step":%d,"worker_id":0,"incarnation":0,'
+            '"pid":77,"reason":null,"loss":1.5,"samples":8,"lr":[0.1]}'
+        )
+        for base in range(0, 1_000_000, 10_000):
+            steps = range(base, base + 9_900)
+            file.write("".join(text % (T0 + 2 * S + s * S // 50, s) + "\n" for s in steps).encode())
+            slow = [event("worker_suspected", 2 + base / 50 + i, worker_id=i % 4, reason="slow") for i in range(100)]
+            file.write(b"".join(slow))
+    known = History(tmp_path)
+    begin = time.perf_counter()
+    known.load()
+    seconds = time.perf_counter() - begin
+    record_property("million_lines_s", round(seconds, 2))
+    print(f"1,000,000 lines of events in {seconds:.1f} s")
+    assert known.facts.counts["step_committed"] == 990_000
+    assert known.facts.counts["worker_suspected"] == 10_000
+    assert len(known.facts.steps) <= 2048
+    assert len(known.facts.log) <= 4000

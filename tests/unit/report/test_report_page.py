@@ -1,0 +1,151 @@
+"""Reports and comparisons: complete, self-contained, escaped; figures that are well-formed; pictures."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from test_report_history import event, killed_run, plan
+
+from everstep.base.config import load_config, to_dict
+from everstep.cli.main import run_command
+from everstep.report.figures import figures
+from everstep.report.history import History
+from everstep.report.page import Proof, compare_page, report_page
+from everstep.report.pictures import standalone
+from everstep.report.svg import Curve, line_chart, ticks
+
+NASTY = "<script>alert('x')</script>\" onload=\"alert(1)"
+
+
+def run_directory(base: Path, name: str, lines: list[bytes] | None = None, task: str = "mlp-digits") -> Path:
+    run_dir = base / name
+    run_dir.mkdir()
+    (run_dir / "events.jsonl").write_bytes(b"".join(killed_run() if lines is None else lines))
+    config = to_dict(load_config([("test", {"workers": 3, "steps": 10})]))
+    job = {"task": task, "argv": [], "config": config, "dataset_size": 80, "versions": {"torch": "2"}}
+    (run_dir / "job.json").write_text(json.dumps(job))
+    return run_dir
+
+
+class Outline(html.parser.HTMLParser):
+    """Collects tags, attributes and text; checks that tags are balanced."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(page)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_report_says_everything_and_needs_nothing(tmp_path: Path) -> None:
+    history = History(run_directory(tmp_path, "calm")).load()
+    page = report_page(history, Proof({"clean": True, "steps": 10, "problems": []}, reference="other", differences=[]))
+    outline = Outline(page)
+    for words in ("worker 0 was evicted", "generation 2", "recovery: redo", "100.00 %", "bitwise equal to other"):
+        assert words in outline.text, words
+    assert "clean: every sample counted exactly once" in outline.text
+    attributes = {name for _, attributes in outline.tags for name in attributes}
+    assert not attributes & {"src", "href", "style", "onload", "onclick"}
+    assert not {tag for tag, _ in outline.tags} & {"script", "link", "img", "iframe"}
+    assert "://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", page)
+
+
+def test_shares_add_up(tmp_path: Path) -> None:
+    history = History(run_directory(tmp_path, "calm")).load()
+    page = report_page(history, Proof())
+    shares = [float(x) for x in re.findall(r"(\d+\.\d+) %</td></tr>", page.partition("Where the time went")[2])]
+    assert shares[-1] == 100.0
+    assert sum(shares[:-1]) == pytest.approx(100.0, abs=0.05)
+
+
+def test_everything_is_escaped(tmp_path: Path) -> None:
+    lines = [
+        event("job_started", 0, workers=2, reason=NASTY),
+        event("worker_joined", 1, worker_id=0, host=NASTY),
+        plan(2, 1, {0: [0], 1: [1]}, NASTY),
+        event("step_committed", 3, step=1, loss=1.0, samples=4),
+        event("evaluated", 4, step=1, metrics={NASTY: 0.5}),
+        event("worker_evicted", 5, worker_id=0, reason=NASTY),
+        event("recovery_completed", 6, worker_id=0, reason=NASTY, duration_s=1, phases_s={NASTY: 1}),
+        event("checkpoint_failed", 7, tier=NASTY, step=1, reason=NASTY),
+        event(NASTY, 8, reason=NASTY),
+        event("job_failed", 9, reason=NASTY, state=NASTY),
+    ]
+    history = History(run_directory(tmp_path, "nasty", lines, task=NASTY)).load()
+    history.usage.take({"t": 1, "workers": [{"worker_id": 0, "seconds": {NASTY: 1.0}, "step": 1}]})
+    proof = Proof({"clean": False, "steps": 1, "problems": [NASTY]}, NASTY, NASTY, [NASTY])
+    for page in (report_page(history, proof), compare_page([history, history])):
+        outline = Outline(page)
+        assert not {tag for tag, _ in outline.tags} & {"script"}
+        assert not any("onload" in attributes for _, attributes in outline.tags)
+        assert "<script>alert" in outline.text
+
+
+def test_figures_are_well_formed_and_stand_alone(tmp_path: Path) -> None:
+    for name, svg in figures(History(run_directory(tmp_path, "calm")).load()).items():
+        for text in (svg, standalone(svg)):
+            assert ElementTree.fromstring(text).tag.endswith("svg"), name
+        assert "var(" not in standalone(svg)
+
+
+def test_runs_with_nothing_in_them(tmp_path: Path) -> None:
+    for name, lines in (("empty", []), ("started", [event("job_started", 0, workers=1)])):
+        history = History(run_directory(tmp_path, name, lines)).load()
+        assert "nothing was recorded" in Outline(report_page(history, Proof())).text
+
+
+def test_curves_with_gaps_and_odd_ranges() -> None:
+    nan = float("nan")
+    for values in ([1.0], [nan, None], [2.0, 2.0], [nan, 1.0, None, -3.0], [0.0, 1e-12], [1e30, -1e30]):
+        xs = [float(i) for i in range(len(values))]
+        ElementTree.fromstring(line_chart("t", [Curve("a", xs, values)], "x"))
+    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("resvg_py", reason="the extra [report] is not installed")
+    run_dir = run_directory(tmp_path, "calm")
+    assert run_command(["report", str(run_dir), "--out", str(tmp_path / "r.html")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert written[0] == tmp_path / "r.html"
+    assert {path.stem for path in written[1:]} == {"loss", "throughput", "workers", "recoveries", "goodput"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[1:])
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["report", str(tmp_path / "nowhere")]) == 2
+    assert run_command(["report", str(tmp_path)]) == 2
+    assert run_command(["compare", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("error: ") == 3
+
+
+def test_compare_overlays_and_names_differences(tmp_path: Path) -> None:
+    first, second = run_directory(tmp_path, "first"), run_directory(tmp_path, "second")
+    job = json.loads((second / "job.json").read_text())
+    job["config"]["seed"] = 7
+    (second / "job.json").write_text(json.dumps(job))
+    assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
+    outline = Outline((tmp_path / "c.html").read_text())
+    assert "seed" in outline.text and "first" in outline.text and "second" in outline.text
+    assert sum(attributes.get("class") in ("curve l0", "curve l1") for _, attributes in outline.tags) == 4
