@@ -85,7 +85,22 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     except Exception:
         pass  # the workers meet it too, and say so
     probe = Probe(defaults, size)
-    return look_at_model(task_text, task, probe) if units else probe
+    if units:
+        return look_at_model(task_text, task, probe)
+    return replace(probe, error=impossible_cut(task)) if task.config.stages > 1 else probe
+
+
+def impossible_cut(task: Task) -> str:
+    """Why the model cannot be cut as the config wants, "" if it can, or if it cannot be built (the workers say why)."""
+    from everstep.train.cut import chosen_cut
+
+    try:
+        chosen_cut(task.config, task, _build(task))
+    except ConfigError as error:
+        return str(error)
+    except Exception:
+        pass
+    return ""
 
 
 def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
