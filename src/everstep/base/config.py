@@ -114,6 +114,7 @@ class ObjectTierConfig(TierConfig):
 class CheckpointConfig:
     """Snapshots beyond what the workers hold."""
 
+    enabled: bool = key(True, "bool", "take checkpoints at all")
     memory: MemoryTierConfig = field(default_factory=MemoryTierConfig)
     disk: DiskTierConfig = field(default_factory=DiskTierConfig)
     object: ObjectTierConfig = field(default_factory=ObjectTierConfig)

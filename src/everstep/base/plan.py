@@ -64,7 +64,8 @@ class Plan:
     were repaired, 0 if none) are the inputs placement was called with. `prepared`: members switch to this plan after
     the first agree in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that
     were not members of the generation before. `leaders`: by stage, where the config names one that is a member; None or
-    nothing: the first in id order.
+    nothing: the first in id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends;
+    "" if none is.
     """
 
     generation: int
@@ -78,6 +79,7 @@ class Plan:
     prepared: bool = False
     joining: tuple[int, ...] = ()
     leaders: tuple[int | None, ...] = ()
+    save: str = ""
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]

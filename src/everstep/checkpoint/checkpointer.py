@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.config import CheckpointConfig
-from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import Identity, decode, refuse_foreign
@@ -31,7 +31,7 @@ from everstep.checkpoint.part import (
     decode_report,
     encode_report,
 )
-from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval
+from everstep.checkpoint.policy import MOST_COST, Due, Interval, Schedule, automatic_interval
 from everstep.checkpoint.reader import Checkpoint, newest_complete, open_checkpoint, set_aside, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_uploader
@@ -147,6 +147,11 @@ class Checkpointer:
         minutes = self._config.mtbf_minutes
         elapsed_s = now_s - (self._began_s if self._began_s is not None else now_s)
         return automatic_interval(self._cost_s, self._failures, elapsed_s, None if minutes is None else minutes * 60)
+
+    def affordable(self, now_s: float) -> bool:
+        """Whether one more now would keep checkpoints within `MOST_COST` of the time since the last one on disk."""
+        last_s = self.schedule.last_s("disk")
+        return self._cost_s is None or last_s is None or now_s - last_s >= self._cost_s / MOST_COST
 
     # ---- every worker: saving
 
@@ -349,8 +354,16 @@ class Checkpointer:
                 before = step
         return tuple(sorted(found))
 
-    def load(self, step: int, states: Mapping[int, ModelState], store: BlobStore | None = None) -> Restored:
+    def load(
+        self,
+        step: int,
+        states: Mapping[int, ModelState],
+        store: BlobStore | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
+    ) -> Restored:
         """Gives the states, by stage, what they need of a checkpoint. store: another one than the disk tier.
+        ready: called once everything was read and verified; only then is the state changed, from a second reading.
 
         Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
         one. ConfigError, StoreError.
@@ -360,12 +373,20 @@ class Checkpointer:
             checkpoint = open_checkpoint(source, step)
             self._accept(checkpoint)
             checkpoint.check_files()
+            if ready is not None:
+                checkpoint.verify_for(states)
+                ready()
             checkpoint.load_into(states)
         except CheckpointCorrupt as error:
             self._sound.pop(step, None)
-            with suppress(EverstepError):
-                set_aside(source, step)
-            self._fell_back(step, str(error))
+            try:
+                name = set_aside(source, step)
+            except BlobMissing:
+                pass  # another worker has done so, and said so
+            except EverstepError as problem:
+                self._fell_back(step, f"{error}; it cannot be set aside: {problem}")
+            else:
+                self._fell_back(step, f"{error}; set aside as {name}")
             raise
         manifest = checkpoint.manifest
         return Restored(step, manifest.records, manifest.application, manifest.metrics)
@@ -385,14 +406,26 @@ class Checkpointer:
         The state must not change meanwhile, or `before_update` have been called.
         """
         deadline = time.monotonic() + grace_s
-        ended = [part.join(max(0.0, deadline - time.monotonic())) for part in self._parts]
-        done = all(ended)
-        if self._manifests is not None:
-            done &= self._manifests.drain(max(0.0, deadline - time.monotonic()))
+        done = self.drain(grace_s)
         if self._uploader is not None:
             done &= self._uploader.finish(max(0.0, deadline - time.monotonic()))
         self.close()
         return done
+
+    def drain(self, grace_s: float) -> bool:
+        """Waits, for at most so long, until what began is on disk; whether it is. The state must not change meanwhile,
+        or `before_update` have been called."""
+        deadline = time.monotonic() + grace_s
+        ended = [part.join(max(0.0, deadline - time.monotonic())) for part in self._parts]
+        done = all(ended)
+        if self._manifests is not None:
+            done &= self._manifests.drain(max(0.0, deadline - time.monotonic()))
+        return done
+
+    @property
+    def uploading(self) -> bool:
+        """Whether something is on its way to the object store, or waits for it."""
+        return self._uploader is not None and not self._uploader.idle
 
     def close(self) -> None:
         """Gives up what is not finished. Parts that are being written end by themselves."""

@@ -59,9 +59,10 @@ def names_record(model: nn.Module) -> bytes:
 
 def memory_of(name: str, tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for tensors that are one: leaves of a tie share their storage."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
         return (name,)
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def read_weights(

@@ -34,6 +34,18 @@ def read_pointer(store: BlobStore, name: str) -> int | None:
     return int(body["step"])
 
 
+def read_pointer_value(store: BlobStore, name: str) -> float | None:
+    """The value that made a checkpoint the best; None if nothing is known of it.
+
+    Raises: CheckpointCorrupt if it was altered. StoreError.
+    """
+    try:
+        value = unseal(_POINTER, store.read(name), name).get("value")
+    except BlobMissing:
+        return None
+    return float.fromhex(value) if isinstance(value, str) else None
+
+
 def write_pins(store: BlobStore, pins: Mapping[str, int]) -> None:
     """pins: name -> step that is kept for ever. Raises: StoreError."""
     data = seal(_PINS, {"pins": dict(pins)})

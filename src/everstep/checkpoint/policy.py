@@ -88,6 +88,10 @@ class Schedule:
         """The tiers that are used at all."""
         return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
 
+    def last_s(self, tier: Tier) -> float | None:
+        """When it took its last one, or was first asked for one; None before."""
+        return self._last_s.get(tier)
+
     def request(self, reason: str) -> None:
         """Whoever asked for one gets it after the next step."""
         if reason not in self.wanted:

@@ -99,6 +99,13 @@ class Checkpoint:
             found = self.read_blocks(blocks, threads)
             state.load(manifest, lambda _, found=found: next(found))  # type: ignore[misc]
 
+    def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+        """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
+        for state in states.values():
+            _, blocks = select(self.manifest.state, state.names)
+            for _ in self.read_blocks(blocks, threads):
+                pass
+
     def _pieces(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Runs of blocks that lie one after the other in one file."""
         piece: list[int] = []
@@ -198,7 +205,9 @@ def newest_complete(
             else:
                 checkpoint.check_files()
         except CheckpointCorrupt as error:
-            told(step, f"{error}{_set_aside(store, step)}")
+            note = _set_aside(store, step)
+            if note:  # else another worker has just done so, and said so
+                told(step, f"{error}{note}")
         except BlobMissing:
             continue  # retired while this one looked
         else:
@@ -220,6 +229,8 @@ def set_aside(store: BlobStore, step: int) -> str:
 def _set_aside(store: BlobStore, step: int) -> str:
     try:
         return f"; set aside as {set_aside(store, step)}"
+    except BlobMissing:
+        return ""
     except EverstepError as error:
         return f"; it cannot be set aside: {error}"
 

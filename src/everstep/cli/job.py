@@ -44,7 +44,8 @@ class Request:
 class Job:
     """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
 
-    dataset_size: in samples, None where only the script knows.
+    dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
+    it began with, 0 if none.
     """
 
     task: str
@@ -54,6 +55,7 @@ class Job:
     explicit: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     created_unix_ns: int = 0
+    begins_after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
@@ -66,6 +68,7 @@ class Job:
             "explicit": list(self.explicit),
             "versions": dict(self.versions),
             "created_unix_ns": self.created_unix_ns,
+            "begins_after": self.begins_after,
         }
 
 
@@ -179,6 +182,7 @@ def read_job(run_dir: Path) -> Job:
             explicit=tuple(data.get("explicit", ())),
             versions=data.get("versions", {}),
             created_unix_ns=int(data.get("created_unix_ns", 0)),
+            begins_after=int(data.get("begins_after", 0)),
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

@@ -47,7 +47,8 @@ def audit_run(run_dir: Path) -> LedgerReport:
         )
     digest = read_digest(run_dir)
     upto = int(digest["step"]) if digest is not None else last_committed_step(run_dir / EVENTS_FILE)
-    return audit(read_rows(run_dir), sample_order(run_dir, job), upto, ended=digest is not None)
+    ended, after = digest is not None, job.begins_after
+    return audit(read_rows(run_dir), sample_order(run_dir, job), upto, ended=ended, after=after)
 
 
 def sample_order(run_dir: Path, job: Job) -> SampleOrder:

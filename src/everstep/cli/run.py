@@ -30,6 +30,7 @@ from everstep.cli.job import (
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
+from everstep.cli.start import Start, find_start
 from everstep.cli.story import Story, summary, tell
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
@@ -177,11 +178,17 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     found = inspect(run_dir, job)
     if found.state == "finished":
         return _already_finished(invocation, found)
+    if found.job is not None:  # it goes on: its checkpoints must know it again
+        job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
+    start = find_start(run_dir, job, script=invocation.spec.kind == "script")
+    if start.brought:
+        job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
-    return _launch(invocation, job, _opening(run_dir, found, aside, invocation.spec.kind == "script"))
+    opening = _opening(run_dir, found, start, aside, invocation.spec.kind == "script")
+    return _launch(invocation, job, opening, start.step)
 
 
-def _opening(run_dir: Path, found: Found, aside: Path | None, is_script: bool) -> list[str]:
+def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_script: bool) -> list[str]:
     lines = [f"run directory {run_dir}"]
     if is_script:
         lines.append(
@@ -189,7 +196,11 @@ def _opening(run_dir: Path, found: Found, aside: Path | None, is_script: bool) -
         )
     if aside is not None:
         lines.append(f"what was there is now in {aside}")
-    if found.state == "stopped":
+    if start.step:
+        lines.append(start.words)
+        if found.step > start.step:
+            lines.append(f"steps {start.step + 1} to {found.step} are done again, to the same bits")
+    elif found.state == "stopped":
         lines.append(
             f"this job was stopped after step {found.step} and left no checkpoint: it starts again from step 0 in the "
             "same directory"
@@ -208,7 +219,7 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
     return 0
 
 
-def _launch(invocation: Invocation, job: Job, opening: list[str]) -> int:
+def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> int:
     from everstep.runtime.launcher import Launcher
 
     run_dir, config = invocation.run_dir, job.config
@@ -229,7 +240,8 @@ def _launch(invocation: Invocation, job: Job, opening: list[str]) -> int:
         display.note(line)
     events = EventLog(run_dir / EVENTS_FILE)
     words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
-    events.write("job_started", step=0, reason=f"{words} with {config.workers} workers", workers=config.workers)
+    how = f"{words} with {config.workers} workers" + (f", from the checkpoint of step {step}" if step else "")
+    events.write("job_started", step=step, reason=how, workers=config.workers)
     watcher.start()
     exit_code = 1
     try:

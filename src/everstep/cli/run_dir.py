@@ -22,11 +22,13 @@ _PREVIOUS = "previous-"
 
 @dataclass(frozen=True)
 class Found:
-    """What is in a run directory. `step`: the last one committed there; `digest`: of a finished job."""
+    """What is in a run directory. `step`: the last one committed there; `digest`: of a finished job; `job`: as it was
+    started before."""
 
     state: Literal["new", "stopped", "finished"]
     step: int = 0
     digest: dict[str, Any] | None = None
+    job: Job | None = None
 
 
 def default_run_dir(spec: TaskSpec) -> Path:
@@ -63,7 +65,8 @@ def inspect(run_dir: Path, job: Job) -> Found:
     """
     if not (run_dir / JOB_FILE).exists():
         return Found("new")
-    different = differences(read_job(run_dir), job)
+    before = read_job(run_dir)
+    different = differences(before, job)
     if different:
         raise ConfigError(
             f"{run_dir} belongs to another job: {'; '.join(different)}; choose another --run-dir, or --fresh to set "
@@ -72,7 +75,7 @@ def inspect(run_dir: Path, job: Job) -> Found:
     digest = read_digest(run_dir)
     if digest is not None:
         return Found("finished", int(digest.get("step", 0)), digest)
-    return Found("stopped", last_committed_step(run_dir / EVENTS_FILE))
+    return Found("stopped", last_committed_step(run_dir / EVENTS_FILE), job=before)
 
 
 def set_aside(run_dir: Path) -> Path | None:

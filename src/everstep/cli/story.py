@@ -65,6 +65,7 @@ class Story:
         self.generation = max(self.generation, int(event.get("generation") or 0))
         if kind == "job_started":
             self.wanted = int(event.get("workers") or 0)
+            self.step = int(event.get("step") or 0)
         elif kind == "step_committed":
             self._step(event, time_ns)
         elif kind == "generation_started":
@@ -84,9 +85,7 @@ class Story:
             self.metrics = dict(event.get("metrics") or {})
             self.metrics_step = int(event.get("step") or 0)
         elif kind == "fallback":
-            back_to = int(event.get("step") or 0)
-            self.steps_lost += max(0, self.step - back_to)
-            self.step = min(self.step, back_to)
+            self._fall_back(event)
         elif kind == "waiting":
             self.state, self.waiting = "waiting", str(event.get("reason") or "")
         elif kind in ("job_completed", "job_failed"):
@@ -94,6 +93,14 @@ class Story:
             self.state = str(event.get("state") or default)
             self.reason = str(event.get("reason") or "")
             self.exit_code = event.get("exit_code")
+
+    def _fall_back(self, event: Event) -> None:
+        """Steps that are done again; not known yet where a checkpoint is refused, or the event names no step."""
+        if event.get("step") is None or event.get("what") == "checkpoint":
+            return
+        back_to = int(event["step"])
+        self.steps_lost += max(0, self.step - back_to)
+        self.step = min(self.step, back_to)
 
     def _step(self, event: Event, time_ns: int) -> None:
         self.step = max(self.step, int(event["step"]))

@@ -407,7 +407,8 @@ def _new(tensor: Tensor, seen: set[tuple[Any, ...]]) -> bool:
     """Whether no tensor over the same memory came before."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return True
-    key = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    key = (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
     fresh = key not in seen
     seen.add(key)
     return fresh

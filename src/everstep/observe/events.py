@@ -157,7 +157,9 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_committed_step(path: str | os.PathLike[str]) -> int:
-    """The newest step of a `step_committed` event since the last `job_started`, 0 if none; reads from the end."""
+    """The newest step of a `step_committed` event since the last `job_started` at step 0, 0 if none; from the end.
+
+    A job that goes on from a checkpoint does not tell again of steps that it had told of."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -170,7 +172,7 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
                 steps: list[int] = []
                 started = False
                 for event in parse_events(whole):
-                    if event["kind"] == "job_started":  # it began at step 0: what was committed before was given up
+                    if event["kind"] == "job_started" and not event.get("step"):  # what was before was given up
                         steps, started = [], True
                     elif event["kind"] == "step_committed" and event.get("step"):
                         steps.append(event["step"])
@@ -182,7 +184,8 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
 
 
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
-    """(kind, step) of the events at the end of a file since the last `job_started`; reads the last megabyte at most."""
+    """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
+    at most."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -193,7 +196,7 @@ def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
         return set()
     told: set[tuple[str, int]] = set()
     for event in parse_events(data if start == 0 else data[data.find(b"\n") + 1 :]):
-        if event["kind"] == "job_started":
+        if event["kind"] == "job_started" and not event.get("step"):
             told = set()
         elif event.get("step") is not None:
             told.add((event["kind"], event["step"]))

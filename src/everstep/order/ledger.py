@@ -105,11 +105,14 @@ def _decode(text: bytes) -> LedgerRow | None:
 # ---- audit
 
 
-def audit(rows: Iterable[LedgerRow], order: SampleOrder, upto_step: int, *, ended: bool = True) -> LedgerReport:
+def audit(
+    rows: Iterable[LedgerRow], order: SampleOrder, upto_step: int, *, ended: bool = True, after: int = 0
+) -> LedgerReport:
     """Whether the rows show that steps 1..upto_step used exactly the samples they should have.
 
     Rows may come in any order and repeat. upto_step: the last committed step. ended: the job has ended there, so a
-    row of a later step is a problem; of a running job it is only newer than `upto_step`.
+    row of a later step is a problem; of a running job it is only newer than `upto_step`. after: the step of another
+    job's checkpoint that this one began with; the rows up to it are in the other's ledger, and count as clean.
     """
     problems = _Problems()
     by_step = _by_step(rows, problems)
@@ -124,7 +127,10 @@ def audit(rows: Iterable[LedgerRow], order: SampleOrder, upto_step: int, *, ende
     absent: list[int] = []
     for step in range(1, min(upto_step, order.total_steps) + 1):
         row = by_step.get(step)
-        if row is None:
+        if row is None and step <= after:
+            for lane in range(order.lanes):
+                counts.add(order.samples(step, lane).samples)
+        elif row is None:
             absent.append(step)
         else:
             present += 1

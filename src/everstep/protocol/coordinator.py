@@ -19,6 +19,7 @@ from everstep.protocol import coordinator_joins as joins
 from everstep.protocol import coordinator_links as links
 from everstep.protocol import coordinator_plans as plans
 from everstep.protocol import coordinator_recovery as recovery
+from everstep.protocol import coordinator_saving as saving
 from everstep.protocol import coordinator_speeds as speeds
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_journal import replay
@@ -80,6 +81,8 @@ class Coordinator:
         for name in state.alarms.due(state.now):
             self._ring(name)
         self._decide()
+        if state.ended is not None and state.save_requests:
+            saving.job_ended(state)
         return state.take_effects()
 
     # ---- time
@@ -129,6 +132,8 @@ class Coordinator:
             speeds.look(state)
         elif kind == "quorum":
             plans.check_quorum(state)
+        elif kind == saving.ALARM:
+            saving.ring(state)
         else:
             state.dirty = True
 
@@ -295,6 +300,8 @@ _WorkerAct = Callable[[State, Worker, Any], None]
 def _entered(state: State, worker: Worker, message: m.GenerationEntered) -> None:
     worker.step = max(worker.step, message.step - 1)
     plans.on_entered(state, worker, message.generation, message.step, message.phases_ms)
+    if state.plan is not None and worker.key.worker_id == state.plan.leader(0):
+        saving.remind(state)
 
 
 def _progress(state: State, worker: Worker, message: m.Progress) -> None:
@@ -333,4 +340,6 @@ _WORKER_ACTS: dict[type[Any], _WorkerAct] = {
     m.PeerFault: _peer_fault,
     m.WorkerFailed: health.worker_failed,
     m.WorkerDone: _done,
+    m.SettleAgain: saving.settle_again,
+    m.Saved: saving.saved,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.base.plan import Plan
+from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import Agent, State, Worker, listed
 from everstep.protocol.messages import Command, CommandReply, SetSlots
 
@@ -16,10 +17,13 @@ def command(state: State, connection: str, message: Command) -> None:
     """Carry out a command, or say in one line why not."""
     act = {"status": _status, "scale": _scale, "drain": _drain, "stop": _stop}.get(message.name)
     result: dict[str, Any]
-    if act is None:
-        error, result = f"unknown command '{message.name}': expected status, scale, drain or stop", {}
+    if act is None and message.name != "checkpoint":
+        error, result = f"unknown command '{message.name}': expected status, scale, drain, checkpoint or stop", {}
     elif state.ended is not None and message.name != "status":
         error, result = f"the job is over ({state.ended.state}): {message.name} has no effect", {}
+    elif act is None:
+        saving.ask(state, connection, message)
+        return
     else:
         error, result = act(state, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
@@ -32,7 +36,9 @@ def _status(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _stop(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
-    state.end("interrupted", str(args.get("reason") or "stopped by request"), code)
+    grace_s = args.get("grace_s")
+    grace_ns = int(grace_s * 1e9) if isinstance(grace_s, int | float) else 0
+    saving.end_after_saving(state, "interrupted", str(args.get("reason") or "stopped by request"), code, grace_ns)
     return "", {}
 
 

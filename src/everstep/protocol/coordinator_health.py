@@ -10,6 +10,7 @@ from statistics import median
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_recovery as recovery
+from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import (
     MILLISECOND_NS,
     SECOND_NS,
@@ -221,7 +222,10 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
         return
     first = state.failures.setdefault((message.step, message.signature), worker.key)
     if first != worker.key:
-        state.end("failed", f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}", 1)
+        reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
+        if state.config.save_ns and len(state.survivors()) > 1:
+            evict(state, worker, message.reason, kill=False)  # the others hold the state
+        saving.end_after_saving(state, "failed", reason, 1, state.config.save_ns)
         return
     evict(state, worker, message.reason, kill=False)
 

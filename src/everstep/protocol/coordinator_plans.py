@@ -181,8 +181,8 @@ def _fall_back(state: State) -> None:
         text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
     else:
         text += "starting over from step 0, or from the newest copy that is left"
-    state.report("fallback", reason=text, step=step, generation=state.generation + 1)
-    state.step = step
+    state.report("fallback", reason=text, step=step or None, generation=state.generation + 1)
+    state.fell_from, state.step = 0 if step else state.step, step
     _make_now(state, ready[: state.target], text, fresh=True)
 
 
@@ -217,6 +217,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         speeds=_speeds_of(state, members),
         joining=tuple(sorted(newcomers)),
         leaders=_leaders(state, seats),
+        save=state.ending.reason if state.ending is not None else "",
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
@@ -370,6 +371,16 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
 
 def _note_step(state: State, plan: Plan, step: int) -> None:
     """The step that a member has settled at; the first of a generation knows whether there was a way back."""
+    if state.fell_from and not state.entered:
+        state.report(
+            "fallback",
+            reason=f"all workers go on from {f'the checkpoint of step {step}' if step else 'step 0'}: "
+            f"{max(0, state.fell_from - step)} steps are done again, to the same bits",
+            step=step,
+            generation=plan.generation,
+            steps_redone=max(0, state.fell_from - step),
+        )
+        state.fell_from = 0
     if state.entered or plan.prepared or step >= state.step:
         state.step = max(state.step, step)
         return

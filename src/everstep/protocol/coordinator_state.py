@@ -142,6 +142,16 @@ class Recovery:
     phases_ms: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the job ends once a checkpoint is complete, or at `until_ns`."""
+
+    state: str
+    reason: str
+    exit_code: int
+    until_ns: int
+
+
 class Alarms:
     """Named moments at which the coordinator wants to be called. One may ring early; whoever set it looks again."""
 
@@ -225,6 +235,9 @@ class State:
         self.watching_speeds = False
         self.uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
         self.rebalanced_ns: int | None = None
+        self.fell_from = 0  # the step that had been reached when all state was lost
+        self.ending: Ending | None = None
+        self.save_requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
         self.ended: JobEnded | None = None
 
     # ---- effects

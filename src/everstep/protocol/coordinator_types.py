@@ -13,7 +13,8 @@ from everstep.protocol.messages import AnyMessage
 class CoordinatorConfig:
     """What the coordinator needs of the job's config. Times in nanoseconds.
 
-    small_state_bytes: who has no larger state to copy is taken into a plan for at once, and copies it there.
+    small_state_bytes: who has no larger state to copy is taken into a plan for at once, and copies it there. save_ns:
+    time for a checkpoint before a job ends that fails; 0 without checkpoints.
     """
 
     lanes: int
@@ -29,6 +30,7 @@ class CoordinatorConfig:
     grace_ns: int = 2_000_000_000
     wish: PoolWish = field(default_factory=PoolWish)
     small_state_bytes: int = 32 << 20
+    save_ns: int = 0
 
 
 # ---- events

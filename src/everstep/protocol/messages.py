@@ -179,7 +179,33 @@ class WorkerDone(Message, frozen=True, kw_only=True):
     final_written: bool
 
 
+class SettleAgain(Message, frozen=True, kw_only=True):
+    """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew."""
+
+    worker_id: int
+    incarnation: int
+    generation: int
+    reason: str
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """From the leader: how a checkpoint ended that was asked for. `where` it is, or why there is none (`reason`)."""
+
+    worker_id: int
+    incarnation: int
+    step: int
+    ok: bool
+    where: str = ""
+    reason: str = ""
+
+
 # ---- coordinator -> worker
+
+
+class SaveNow(Message, frozen=True, kw_only=True):
+    """To the leader: take a checkpoint after the present step, and tell (`Saved`)."""
+
+    reason: str
 
 
 class PlanNow(Message, frozen=True, kw_only=True):
@@ -276,7 +302,7 @@ class StoreValues(Message, frozen=True, kw_only=True):
 
 
 class Command(Message, frozen=True, kw_only=True):
-    """name: 'status', 'scale', 'drain', 'stop'. `args` by name, e.g. {"workers": 3} or {"worker_id": 1}."""
+    """name: 'status', 'scale', 'drain', 'checkpoint', 'stop'. `args` by name, e.g. {"workers": 3}."""
 
     request: int
     name: str
@@ -306,6 +332,9 @@ AnyMessage = (
     | PeerFault
     | WorkerFailed
     | WorkerDone
+    | SettleAgain
+    | Saved
+    | SaveNow
     | PlanNow
     | PlanPrepared
     | Heal

@@ -16,6 +16,7 @@ TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"
 DATASET_FILE = "dataset.json"
+CHECKPOINTS_DIR = "checkpoints"
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         heartbeat_interval_ns=None if isinstance(interval, str) else int(interval * 1e9),
         quorum_wait_ns=int(config.quorum_wait_s * 1e9),
         wish=pool_wish(config),
+        save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
     )
 
 

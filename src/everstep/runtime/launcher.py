@@ -316,8 +316,11 @@ class Launcher:
         if self._ending is not None or self._agent is None:
             return
         self._workers.stopping = True
-        self._agent.command("stop", {"reason": outcome.reason, "exit_code": outcome.exit_code})
-        self._deadline_s = time.monotonic() + GRACE_S
+        rule = self.config.checkpoint
+        grace_s = rule.grace_s if rule.enabled else 0.0
+        words = {"reason": outcome.reason, "exit_code": outcome.exit_code, "grace_s": grace_s}
+        self._agent.command("stop", words)
+        self._deadline_s = time.monotonic() + grace_s + GRACE_S
         self._notify("warning", reason=f"{outcome.reason}: ending in order, once more ends at once")
 
     def _on_job_ended(self, message: JobEnded) -> None:

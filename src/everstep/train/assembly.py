@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.data.batch import to_device
+from everstep.data.fetch import Recipe, fetch
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.order.cursor import SampleOrder
+from everstep.placement.cuts import units_of
 from everstep.train.calling import calling
 from everstep.train.cut import chosen_cut
 from everstep.train.elastic_order import ElasticOrder
@@ -19,8 +22,9 @@ from everstep.train.parts import Parts
 from everstep.train.precision import resolve_device
 from everstep.train.replica import StageReplica, make_replica
 from everstep.train.run import Run
+from everstep.train.saving import Whole
 from everstep.train.session import Session
-from everstep.train.stage import build_stages
+from everstep.train.stage import build_model, build_stages
 from everstep.train.stages import Stages
 from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
@@ -71,7 +75,8 @@ def assemble(link: Link, parts: Parts, dataset: Any, collate: Callable[[list[Any
     if isinstance(order, ElasticOrder):
         parts.extras = {**parts.extras, "everstep.order": order}
     replica = make_replica(parts, link.config, device)
-    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order), parts.model)
+    whole = Whole.of(parts.model)
+    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole), parts.model)
 
 
 def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
@@ -84,12 +89,13 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     task.config = config
     early_stop = make_early_stop(config)
     built = _Built(task, config, device, {"everstep.early_stop": early_stop})
-    parts = built.make()
+    parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.stages == 1:
         return assemble(link, parts, built.dataset, task.collate, device), early_stop
     order = sample_order(config, built.dataset)
-    stages = _stages(built, parts, task, config, device)
-    return Run(Session(link, stages, device, built.dataset, task.collate, order), parts.model), early_stop
+    whole = Whole.of(parts.model)
+    stages = _stages(built, parts, order, task, config, device)
+    return Run(Session(link, stages, device, built.dataset, task.collate, order, whole), parts.model), early_stop
 
 
 class _Built:
@@ -102,12 +108,11 @@ class _Built:
         self._extras = extras
         self.dataset: Any = None
 
-    def make(self) -> Parts:
-        """All parts of the whole model, in their initial state."""
+    def make(self, wanted: Iterable[int] | None = None) -> Parts:
+        """All parts of the whole model, in their initial state. wanted: units to make, if made module by module."""
         task = self._task
         seed_all(build_seed(self._config.seed))
-        model = calling(task, "build_model").to(self._device)
-        units = calling(task, "units", model)
+        model, units = build_model(task, self._config, self._device, wanted)
         if self.dataset is None:
             self.dataset = calling(task, "build_dataset", "train")
         optimizer = calling(task, "build_optimizer", list(model.parameters()))
@@ -115,19 +120,35 @@ class _Built:
         return Parts(model, optimizer, scheduler, units, dict(self._extras))
 
 
-def _stages(built: _Built, first: Parts, task: Task, config: Config, device: torch.device) -> Stages:
-    """The stages of a split job. `first`: the whole, built already; the first stage that is wanted is cut out of it."""
+def _stages(
+    built: _Built,
+    first: Parts,
+    order: SampleOrder | ElasticOrder,
+    task: Task,
+    config: Config,
+    device: torch.device,
+) -> Stages:
+    """The stages of a split job.
+
+    first: the whole, built already; the first stage that is wanted is cut out of it, after a look at whether the units
+    make it up. Made module by module there is no whole, and each stage makes what it needs.
+    """
     cut = chosen_cut(config, task, first.model)
-    whole = [first]
+    whole = [] if config.meta_init else [first]
 
     def loss(model: Any, batch: Any) -> Any:
         return calling(task, "loss", model, batch)
 
     def build(stage: int) -> StageReplica:
         def make() -> Parts:
-            return whole.pop() if whole else built.make()
+            return whole.pop() if whole else built.make(units_of(cut, stage, config.stages))
 
-        return build_stages(make, cut, config.stages, [stage], config=config, device=device, loss=loss)[stage]
+        batch = None
+        if whole:
+            recipe = Recipe(built.dataset, order, task.collate, config.seed)
+            batch = to_device(fetch(recipe, 1, 0)[0], device)
+        common: dict[str, Any] = {"config": config, "device": device, "loss": loss, "batch": batch}
+        return build_stages(make, cut, config.stages, [stage], **common)[stage]
 
     parameters = sum(p.numel() * p.element_size() for p in first.model.parameters())
     return Stages(config.stages, build, 3 * parameters // config.stages)

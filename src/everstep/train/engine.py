@@ -99,6 +99,10 @@ class Hands(Protocol):
         """Take on the state of a step; returns its records."""
         ...
 
+    def restorable(self) -> tuple[int, ...]:
+        """Steps whose checkpoints can be read here."""
+        ...
+
     def entered(self, plan: Plan, step: int, phases_ms: dict[str, float]) -> None:
         """A generation goes on from here."""
         ...
@@ -421,6 +425,8 @@ class Engine:
         self.hands.phase("settle", holding.position.step, plan)
         if plan is not None and plan.stages > 1:  # the plan may have taken lanes out of sums that were held
             holding = replace(holding, lacking=self.hands.lacking(holding.position.step + 1, plan))
+        if not holding.position.step or (plan is not None and plan.stages > 1):  # else what is in memory will do
+            holding = replace(holding, disk=self.hands.restorable())
         held = self.transport.exchange(_SETTLE, encode_holding(holding))
         self._phases_ms["settle"] = (time.monotonic_ns() - begin) / 1e6
         stated = {worker_id: decode_holding(held[worker_id]) for worker_id in sorted(held)}

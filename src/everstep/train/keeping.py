@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.base.config import Config
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
-from everstep.checkpoint.vault import Copy, Kept, Vault
+from everstep.checkpoint.vault import Copy, Kept
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.step_types import Record, SnapshotsKept
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -52,7 +52,7 @@ class Keeper:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._every = snapshot_every(session.config)
-        self._vault = Vault(session.config.checkpoint.memory.limit_mb << 20)
+        self._vault = session.saver.vault
         self._records: dict[int, bytes] = {}
         self._copying: list[Snapshot] = []
         self._begun = 0

@@ -35,9 +35,10 @@ def no_faults(step: int, phase: str, plan: Plan) -> None:
 
 
 class Link(Protocol):
-    """One worker's ties to its job. `run_dir` None: nothing is written."""
+    """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or ""."""
 
     me: WorkerKey
+    task: str
     host: str
     config: Config
     run_dir: Path | None
@@ -79,6 +80,7 @@ class LaunchedLink:
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         self.me = context.key
+        self.task = context.task
         self.host = context.host
         self.config = config
         self.run_dir: Path | None = context.run_path
@@ -149,6 +151,7 @@ class LoneLink:
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self.me = WorkerKey(0, 0)
+        self.task = ""
         self.host = socket.gethostname()
         self.config = config
         self.run_dir = run_dir

@@ -49,12 +49,14 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
-    handed on, all snapshots in memory that it is to; 0 if none.
+    handed on, all snapshots in memory that it is to; 0 if none. save: from the main alone, the tiers that take a
+    checkpoint after this step, and why.
     """
 
     sections: list[StageSection]
     committed_unix_ns: int
     kept: int = 0
+    save: tuple[tuple[str, ...], str] = ((), "")
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +73,8 @@ class Outcome:
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
     were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
-    the step, by stage and worker, where they were due. kept: the newest step that is in memory in all stages.
+    the step, by stage and worker, where they were due. kept: the newest step that is in memory in all stages. save: as
+    in `AgreePayload`.
     """
 
     step: int
@@ -84,6 +87,7 @@ class Outcome:
     buffers: Mapping[int, tuple[tuple[bytes, ...], ...]]
     digests: Mapping[int, Mapping[int, str]]
     kept: int = 0
+    save: tuple[tuple[str, ...], str] = ((), "")
 
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
@@ -126,7 +130,13 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int
         buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
         kept=min(p.kept for p in payloads.values()),
+        save=next((p.save for p in payloads.values() if p.save[0]), ((), "")),
     )
+
+
+def stages_in(records: Mapping[int, Record]) -> int:
+    """Of how many stages the records of an agree are."""
+    return 1 + max(s.stage for r in records.values() for s in _agree.decode(r.payload).sections)
 
 
 def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:

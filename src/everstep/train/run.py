@@ -86,7 +86,7 @@ class Run:
             while True:
                 if session.engine.arrived():
                     self._stopped = False
-                    if session.engine.position.step > 0:
+                    if session.engine.position.step > session.past:
                         yield Step(session, session.engine.position.step, done=True)
                 elif not self._stopped and session.engine.position.step < self.total_steps:
                     yield Step(session, session.begin_step())
@@ -148,7 +148,7 @@ class Run:
         self.model.eval()
         try:
             with torch.no_grad():
-                return evaluate(
+                found = evaluate(
                     fn,
                     chunks,
                     lambda i: self._chunk(dataset, i, batch_size, collate),
@@ -158,6 +158,8 @@ class Run:
                 )
         finally:
             self.model.train(was_training)
+        session.saver.evaluated(found)
+        return found
 
     def evaluate_split(
         self,
@@ -177,7 +179,9 @@ class Run:
         chunks = -(-len(dataset) // batch_size)
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")
-        return evaluate_split(session, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
+        found = evaluate_split(session, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
+        session.saver.evaluated(found)
+        return found
 
     def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
         self._session.tick()

@@ -39,6 +39,7 @@ from everstep.train.record import (
 )
 from everstep.train.rendezvous import Rendezvous
 from everstep.train.replica import StageReplica
+from everstep.train.saving import Saver, Whole
 from everstep.train.stages import Stages
 from everstep.train.ties import exchange_ties
 from everstep.train.transfers import Transfers
@@ -64,6 +65,7 @@ class Session:
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         order: SampleOrder | ElasticOrder,
+        whole: Whole | None = None,
     ) -> None:
         self.link = link
         self.config: Config = link.config
@@ -88,6 +90,7 @@ class Session:
             self.transport = open_transport(link, stages.only.layout, self.tick, self.rendezvous, device)
         self.engine = Engine(link.me, self.transport, self, self.tell, self.tick)
         self.pipeline = Pipeline(link.me.worker_id, self.config, self, lambda: self.order.micro_batch)
+        self.saver = Saver(self, whole)
         self.transfers = Transfers(self)
         self.donor = self.transfers.donor
         self.finisher = Finisher(self)
@@ -95,6 +98,8 @@ class Session:
         self.learned: dict[str, Any] = {}
         self.standing: dict[type, wire.AnyMessage] = {}
         self.released = 0
+        self.asked = 0
+        self.past = 0
         self._gradients: dict[int, dict[int, Gradient]] = {}
         self._generations: dict[int, int] = {}
         self._committed_ns = 0
@@ -148,6 +153,8 @@ class Session:
             self.link.tell(message)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.SaveNow):
+            self.saver.request(message.reason)
         self.rendezvous.observe(message)
         self.engine.deliver(message)
 
@@ -159,7 +166,9 @@ class Session:
         try:
             self.phase("finish", self.engine.position.step, self.engine.plan)
             self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
+            self.asked = self.engine.position.step + 1
             while True:
+                self.saver.at_end()
                 self.phase("finish", self.engine.position.step, self.engine.plan)
                 self.release(self.engine.position.step)  # proven by the gather
                 self._done(self.is_main and self.link.run_dir is not None and self.finisher.write(self.link.run_dir))
@@ -187,6 +196,7 @@ class Session:
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
         self.loader.close()
+        self.saver.close()
         self.transfers.close()
         self.transport.close()
 
@@ -207,7 +217,7 @@ class Session:
         if self.donor.wanted():
             self.donor.offer(self.transfers.offer)
         self._step_began_ns = time.monotonic_ns()
-        number = self.engine.position.step + 1
+        number = self.asked = self.engine.position.step + 1
         self.engine.ask_step()
         return number
 
@@ -331,6 +341,7 @@ class Session:
         """Have the stages of the plan's seats, and meet the members."""
         seats = plan.stages_of(self.link.me.worker_id)
         self.stages.want(seats)
+        self.saver.regroup(plan)
         self.transport.open(plan, self.stages.layouts(seats))
 
     def lacking(self, number: int, plan: Plan) -> tuple[int, ...]:
@@ -384,13 +395,12 @@ class Session:
             self.stages[k].section(g.reduced, lanes[k], self.stages[k].digest(number - 1) if due else "", g.received)
             for k, g in found.items()
         ]
-        return encode_payload(AgreePayload(sections, self._committed_ns, self.transfers.keeper.complete))
+        kept, save = self.transfers.keeper.complete, self.saver.wanted(number)
+        return encode_payload(AgreePayload(sections, self._committed_ns, kept, save))
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
         if self.stages.split and key.seq == 0:
             self.transport.channel.forget(key.step)
-        if key.seq == 1 or key.seq == 0:
-            self.publisher.committed(key.step if key.seq else key.step - 1, committed_unix_ns(records, key.seq == 0))
         if self._entered_generation == self.engine.machine.generation:
             self._entered_generation = 0
             if self.is_main:
@@ -410,6 +420,7 @@ class Session:
         outcome = conclude(number, self.config.lanes, records, self.stages.count)
         self._compare_digests(outcome)
         self.transfers.before_update(number, records, gradients)
+        self.saver.before_update()
         workers = self.order.workers if isinstance(self.order, ElasticOrder) else 0
         extra: dict[str, Any] = {}
         for stage, replica in self.stages.items():
@@ -424,6 +435,7 @@ class Session:
             self.publisher.hold(outcome, generation, extra)
         self.transfers.keeper.agreed(outcome.kept)
         self.transfers.after_update(number, records)
+        self.saver.after_update(outcome, records)
 
     def arrive(self, outcome: Outcome | None, records: Mapping[int, Record], number: int = 0) -> None:
         """The state is that of the outcome's step (or, without one, of step `number`)."""
@@ -455,6 +467,9 @@ class Session:
     def release(self, number: int) -> None:
         leads = self.is_main and self.engine.machine.settled  # before that, the leader of before may still tell
         self.released = max(self.released, number)
+        key, records = self.engine.position, self.engine.machine.records  # of the decision that proves it
+        if records:
+            self.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
         self.publisher.release(number, leads)
         self.transfers.released(number)
         now = time.monotonic_ns()
@@ -494,6 +509,11 @@ class Session:
                 phases_ms=phases_ms,
             )
         )
+        if plan.save:
+            self.saver.last(plan)
+
+    def restorable(self) -> tuple[int, ...]:
+        return self.saver.restorable()
 
     # ---- state from and to others
 

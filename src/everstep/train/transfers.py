@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, check
 from everstep.base.plan import Plan
+from everstep.checkpoint.checkpointer import Restored
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.step_types import Key, Record
@@ -19,8 +20,9 @@ from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.heal import Gradient, Offer, Received, StageState
 from everstep.train.keeping import Keeper
-from everstep.train.record import Outcome, conclude
+from everstep.train.record import Outcome, conclude, stages_in
 from everstep.train.replica import StageReplica
+from everstep.train.saving import LOOP, PAST
 
 if TYPE_CHECKING:
     from everstep.train.session import Session
@@ -34,7 +36,9 @@ class Transfers:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.keeper = Keeper(session)
-        self.donor = heal.Donor({"keep": self.keeper.take, "final": self._serve_final})
+        self.donor = heal.Donor(
+            {"keep": self.keeper.take, "final": self._serve_final, "part": session.saver.take_report}
+        )
         self._initial = b""
         self._after_update = (-1, b"")
 
@@ -65,8 +69,12 @@ class Transfers:
     def before_gather(self) -> None:
         """The user's loop is about to learn something: whoever goes back to this step must not know it yet."""
         at = self._session.engine.position.step
-        if self._session.stages.split and self._after_update[0] != at:
+        if self._after_update[0] != at:
             self._after_update = (at, self._application())
+
+    def after_update_state(self, number: int) -> bytes:
+        """The packed state of the user's loop right after this step's update, if it may have gone on; else empty."""
+        return self._after_update[1] if self._after_update[0] == number else b""
 
     def released(self, number: int) -> None:
         """All members have gone beyond this step."""
@@ -116,6 +124,7 @@ class Transfers:
         session = self._session
         received = self._copy(plan, donors)
         check(all(r.position == position for r in received), f"the donors are not at {position}")
+        session.saver.before_update()
         if position != session.engine.position:
             session.forget_gradients()
             self.donor.cut()
@@ -176,7 +185,7 @@ class Transfers:
         session.engine.gathered = dict(offer.gathers)
 
     def _conclude(self, number: int, records: Mapping[int, Record]) -> Outcome:
-        return conclude(number, self._session.config.lanes, records, self._session.stages.count)
+        return conclude(number, self._session.config.lanes, records, stages_in(records))
 
     # ---- going back
 
@@ -197,12 +206,18 @@ class Transfers:
             records = session.engine.machine.records
         elif stands and session.engine.gathered.get(Key(number, 0)):
             records = session.engine.gathered[Key(number, 0)]
+        session.saver.before_update()
+        restored = None
+        if number and not all(sources.values()):
+            restored = session.saver.restore(plan, number, [k for k, ids in sources.items() if not ids])
+            records = records or session.saver.records_of(restored)
+        session.past = 0
         self.donor.cut()
         session.forget_gradients()
         for stage, ids in sources.items():
             if not ids:
-                check(number == 0, f"stage {stage} of step {number} is in nobody's memory")
-                session.stages.rebuild(stage)
+                if not number:
+                    session.stages.rebuild(stage)
             elif ids[0] == me and not (stands and stage in session.engine.machine.stages):
                 check(own is not None and stage in own.snapshots, f"stage {stage} of step {number} was stated as kept")
                 self._load_stage(session.stages[stage], _in_memory(own.snapshots[stage]))  # type: ignore[union-attr]
@@ -218,9 +233,21 @@ class Transfers:
         self._after_update = (-1, b"")
         self.keeper.went_back(number)
         outcome = self._conclude(number, records) if records else None
+        if restored is not None:
+            self._take_loop(restored)
+            if outcome is not None and number > session.released:  # they may have died before they could tell of it
+                session.publisher.hold(outcome, plan.generation, {})
         session.arrive(outcome, records, number)
         session.engine.note_phase("heal", begin)
         return records
+
+    def _take_loop(self, restored: Restored) -> None:
+        """Where the user's loop goes on: right after the update, or beyond what follows it."""
+        session = self._session
+        if restored.application.get(LOOP):
+            heal.unpack_state(session.stages.any.application, restored.application[LOOP])
+        if PAST in restored.application:
+            session.past = restored.step
 
     # ---- following
 

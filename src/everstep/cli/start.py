@@ -1,0 +1,82 @@
+"""Where a job begins: at step 0, at its own newest checkpoint, or at one that is brought from elsewhere.
+
+What is found here is what the user is told; the workers look again, and go by what they can verify.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
+from everstep.cli.job import Job
+from everstep.runtime.address import CHECKPOINTS_DIR
+
+
+@dataclass(frozen=True)
+class Start:
+    """step: of the checkpoint to go on from, 0 if none. words: for the user. brought: it was copied from elsewhere."""
+
+    step: int = 0
+    words: str = ""
+    brought: bool = False
+
+
+def checkpoint_dir(run_dir: Path, job: Job) -> Path:
+    """Where the job's own checkpoints are."""
+    path = job.config.checkpoint.disk.path
+    return Path(path) if path is not None else run_dir / CHECKPOINTS_DIR
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step of which there is a manifest; 0 if none. Nothing is verified."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0
+    steps = [name[5:] for name in names if name.startswith("step-") and (folder / name / "manifest.json").is_file()]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def find_start(run_dir: Path, job: Job, *, script: bool) -> Start:
+    """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
+
+    Raises: ConfigError if that is no checkpoint, or one of another job. CheckpointCorrupt, StoreError.
+    """
+    config = job.config
+    if not config.checkpoint.enabled and config.resume_from is None:
+        return Start()
+    folder = checkpoint_dir(run_dir, job)
+    own = newest_step(folder)
+    if own:
+        return Start(own, f"goes on from the checkpoint of step {own} in {folder}")
+    if config.resume_from is None:
+        return Start()
+    if not config.checkpoint.enabled:
+        raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
+    step = _bring(config.resume_from, folder, job, script=script)
+    return Start(step, f"goes on from the checkpoint of step {step} in {config.resume_from}", brought=True)
+
+
+def _bring(source: str, folder: Path, job: Job, *, script: bool) -> int:
+    """Copy a checkpoint into the job's own; returns its step."""
+    from everstep.base.config import numerics
+    from everstep.checkpoint.manifest import Identity, refuse_foreign
+    from everstep.checkpoint.store import DirectoryStore
+    from everstep.checkpoint.transfer import transfer
+    from everstep.cli.checkpoint_place import choose, find_place, progress_bar
+
+    place = find_place(source)
+    checkpoint = choose(place)
+    if not script:  # what a script joins with is known to its workers alone
+        identity = Identity(job.task, numerics(job.config))
+        refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
+    with progress_bar(f"bringing step {checkpoint.step}", shown=True) as progress:
+        try:
+            transfer(place.store, DirectoryStore(folder), checkpoint.step, progress=progress)
+        except (BlobMissing, CheckpointCorrupt) as error:
+            raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}; name an older one") from None
+        except OSError as error:
+            raise StoreError(f"cannot write {folder}: {error.strerror or error}") from None
+    return checkpoint.step

@@ -1,0 +1,90 @@
+"""Checkpoints as far as the coordinator goes: on request, and before a job ends that could go on later. Pure.
+
+Before the end it makes a plan for at once with the same members, which says that they take a checkpoint as soon as they
+have settled: that interrupts a step wherever it is, and all of them stand at the same one.
+"""
+
+from __future__ import annotations
+
+from everstep.protocol.coordinator_recovery import begin
+from everstep.protocol.coordinator_state import Ending, State, Worker
+from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, SettleAgain
+
+ALARM = "ending"
+
+
+def end_after_saving(state: State, name: str, reason: str, exit_code: int, grace_ns: int) -> None:
+    """End the job, with a checkpoint first where that is possible; at once if not."""
+    able = state.plan is not None and state.entered and not state.fallback and not state.waiting and state.step
+    if not able or grace_ns <= 0 or not state.survivors():
+        state.end(name, reason, exit_code)
+        return
+    if state.ending is not None:
+        return
+    state.ending = Ending(name, reason, exit_code, state.now + grace_ns)
+    state.alarms.set(ALARM, state.ending.until_ns)
+    state.broken.append(f"{reason}: a checkpoint is taken first")
+    state.dirty = True
+
+
+def ring(state: State) -> None:
+    """The time for a checkpoint before the end is over."""
+    ending = state.ending
+    if ending is None or state.ended is not None:
+        return
+    if state.now < ending.until_ns:
+        state.alarms.set(ALARM, ending.until_ns)
+        return
+    state.end(ending.state, f"{ending.reason}; no checkpoint was completed in time", ending.exit_code)
+
+
+def saved(state: State, worker: Worker, message: Saved) -> None:
+    """A checkpoint that was asked for has ended, one way or the other."""
+    ending = state.ending
+    if ending is not None:
+        plan = state.plan
+        if plan is not None and plan.save:
+            what = f"checkpoint of step {message.step} in {message.where}" if message.ok else message.reason
+            text = what if message.ok else f"no checkpoint: {what}"
+            state.end(ending.state, f"{ending.reason}; {text}", ending.exit_code)
+        return
+    waiting, state.save_requests = state.save_requests, []
+    error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
+    for connection, request in waiting:
+        result = {"step": message.step, "path": message.where} if message.ok else {}
+        state.send(connection, CommandReply(request=request, ok=message.ok, error=error, result=result))
+
+
+def ask(state: State, connection: str, message: Command) -> None:
+    """Somebody wants a checkpoint; the reply comes when it is there."""
+    state.save_requests.append((connection, message.request))
+    remind(state)
+
+
+def remind(state: State) -> None:
+    """Tell the leader what is wanted of it; the one before may have died."""
+    plan = state.plan
+    leader = plan.leader(0) if plan is not None and state.entered else None
+    if leader is None or not state.save_requests:
+        return
+    worker = state.workers.get(leader)
+    if worker is not None:
+        state.send(worker.connection, SaveNow(reason="requested"))
+
+
+def job_ended(state: State) -> None:
+    """Nobody will answer any more."""
+    waiting, state.save_requests = state.save_requests, []
+    why = f"the job ended before a checkpoint was complete ({state.ended.reason if state.ended is not None else '?'})"
+    for connection, request in waiting:
+        state.send(connection, CommandReply(request=request, ok=False, error=why, result={}))
+
+
+def settle_again(state: State, worker: Worker, message: SettleAgain) -> None:
+    """What a member had stated does not hold: all settle in a new generation, with what holds."""
+    plan = state.plan
+    if plan is None or message.generation != plan.generation or not plan.has(worker.key):
+        return
+    state.broken.append(f"worker {worker.key.worker_id}: {message.reason}")
+    begin(state, message.reason)
+    state.dirty = True
