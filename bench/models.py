@@ -105,9 +105,17 @@ class TinyTransformer(SmallTransformer):
     shape = TransformerConfig(vocabulary=256, layers=2, width=64, heads=2, context=32, dropout=0.0)
 
 
+class DeepTransformer(SmallTransformer):
+    """Ten units with hardly any parameters: for pipelines whose compute is a timed wait."""
+
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12, "verify_every": 0}
+    shape = TransformerConfig(vocabulary=64, layers=8, width=16, heads=2, context=8, dropout=0.0)
+
+
 MODELS: dict[str, type[everstep.Task]] = {
     "resnet18": ResNet18,
     "transformer-small": SmallTransformer,
     "transformer-25m": Transformer25M,
     "transformer-tiny": TinyTransformer,
+    "transformer-deep": DeepTransformer,
 }

@@ -1,0 +1,85 @@
+"""The peer of `pipeline.py`: torch.distributed.pipelining on gloo, same model, cut, micro-batches and schedule.
+
+Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--cut 0:2,2:4`: units of each part; part
+p is on rank `p % WORLD_SIZE`. The last rank prints JSON: `steps_s`, from the end of each step to the end of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.utils.data import default_collate
+
+from models import MODELS
+
+SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--schedule", required=True)
+    parser.add_argument("--cut", required=True)
+    parser.add_argument("--lanes", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    task = MODELS[options.model]()
+    units = task.units(task.build_model())
+    cut = [tuple(int(end) for end in part.split(":")) for part in options.cut.split(",")]
+    own = [(p, nn.Sequential(*units[first:last])) for p, (first, last) in enumerate(cut) if p % world == rank]
+    stages = [PipelineStage(part, p, len(cut), torch.device("cpu")) for p, part in own]
+    optimizer = task.build_optimizer([p for _, part in own for p in part.parameters()])
+    schedule = make_schedule(options.schedule, stages, options.lanes)
+    dataset: Any = task.build_dataset("train")
+    size = options.lanes * options.micro_batch
+    ends = []
+    for step in range(options.steps):
+        inputs, targets = pair(dataset, step * size % (len(dataset) - size), size) if rank in (0, world - 1) else (0, 0)
+        given = (inputs,) if rank == 0 else ()
+        schedule.step(*given, **({"target": targets} if rank == world - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    if rank == world - 1:
+        first = options.warm_up - 1
+        steps = [b - a for a, b in zip(ends[first:], ends[first + 1 :], strict=False)]
+        print(json.dumps({"steps_s": steps}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_schedule(kind: str, stages: list[PipelineStage], lanes: int) -> Any:
+    """Ours by name, theirs by class."""
+    if kind == "interleaved":
+        return ScheduleInterleaved1F1B(stages, lanes, loss_fn=mean_loss)
+    return SINGLE[kind](stages[0], lanes, loss_fn=mean_loss)
+
+
+def pair(dataset: Any, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch as the model's input and what it is compared with."""
+    batch = default_collate([dataset[i] for i in range(first, first + size)])
+    return (batch[:, :-1], batch[:, 1:]) if isinstance(batch, torch.Tensor) else (batch[0], batch[1])
+
+
+def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As the tasks have it."""
+    if output.dim() == 3:
+        output, target = output.flatten(0, 1), target.flatten()
+    return nn.functional.cross_entropy(output, target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`everstep chaos`: what it passes on, how it judges, what it says is wrong; no job is run here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from everstep.chaos.scenarios import SCENARIOS, Scenario
+from everstep.cli import chaos_suite
+from everstep.cli.chaos_suite import Suite, judge, print_result, undisturbed_options
+from everstep.cli.main import run_command
+
+
+def test_the_undisturbed_run_has_one_worker() -> None:
+    given = [
+        "--stages",
+        "3",
+        "--set",
+        "lanes=4",
+        "--workers=6",
+        "--set",
+        "map=x",
+        "--pool",
+        "2",
+        "--steps",
+        "9",
+        "--set=a=1",
+    ]
+    assert undisturbed_options(given) == ["--set", "lanes=4", "--steps", "9", "--set=a=1"]
+
+
+def test_what_each_run_is_given(tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    def start(argv: list[str], run_dir: Path) -> int:
+        started.append(argv)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return 0
+
+    suite = Suite(tmp_path, "zoo", {"lanes": 4, "stages": 7}, start=start)
+    suite.make_undisturbed()
+    scenario = Scenario("one", "", "kill:at=1", {}, {"stages": 2, "map": [{"workers": [0]}, {"workers": [1]}]})
+    result = suite.run(scenario)
+    calm, disturbed = (" ".join(argv) for argv in started)
+    assert "workers=1" in calm and "lanes=4" in calm and "stages" not in calm
+    assert "stages=2" in disturbed and "chaos=kill:at=1" in disturbed and "--config" in disturbed
+    assert json.loads((tmp_path / "one.yaml").read_text()) == {"map": scenario.shape["map"]}
+    assert not result.passed, "nothing was trained"
+    assert "everstep run zoo" in result.again
+
+
+def test_a_failure_is_said_with_what_reproduces_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "x"
+    run_dir.mkdir()
+    (run_dir / "job.json").write_text(json.dumps({"config": {"seed": 11, "chaos": "kill:at=3"}}))
+    (run_dir / "events.jsonl").write_text('{"time_unix_ns": 1, "kind": "job_failed", "reason": "too few workers"}\n')
+    result = judge(run_dir, None, None)
+    result.again = "everstep run it --again"
+    print_result(result)
+    said = capsys.readouterr().out
+    for words in ("FAILED", "too few workers", "seed 11", "kill:at=3", "everstep run it --again"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chaos", "suite", "single_fail"], ["single_fail", "did you mean 'single_failure'"]),
+        (["chaos", "suite", "--set", "lanes"], ["key=value"]),
+        (["chaos", "run", "mlp-digits"], ["--chaos"]),
+        (["chaos", "run", "mlp-digits", "--chaos", "kil:at=1"], ["did you mean 'kill'"]),
+        (["chaos", "report", "/nowhere"], ["holds no run"]),
+    ],
+)
+def test_bad_input(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(argv) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+
+
+def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["chaos", "suite", "--list", "--json"]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["name"] for entry in listed] == [scenario.name for scenario in SCENARIOS]
+
+
+def test_a_run_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_suite, "LIMIT_S", 0.01)
+    assert chaos_suite.run_everstep(["run", "mlp-digits", "--run-dir", str(tmp_path / "r")], tmp_path / "r") != 0
