@@ -299,6 +299,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["recoveries"]:
         times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms to the next step"
         rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
+    taken = summary.get("checkpoints") or {}
+    if taken.get("completed") or taken.get("failed"):
+        failed = f", {taken['failed']} failed" if taken["failed"] else ""
+        rows.append(("checkpoints", f"{taken['completed']}, the newest of step {taken['newest']}{failed}"))
     rows += [
         ("digest of model", str(digest.get("model", "none"))),
         ("digest of state", str(digest.get("state", "none"))),

@@ -30,6 +30,7 @@ COMMANDS = {
     "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
+    "checkpoint": ("everstep.cli.checkpoint", "Take a checkpoint of a running job, now."),
     "checkpoints": ("everstep.cli.checkpoints", "List, verify, compare, prune, export and import checkpoints."),
     "chaos": ("everstep.cli.chaos", "Break jobs on purpose: the failure suite, one's own faults, reports."),
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),

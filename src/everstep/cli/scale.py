@@ -31,8 +31,10 @@ def command(run_dir: Path, workers: int) -> int:
     return 0
 
 
-def ask_running(run_dir: Path, name: str, args: dict[str, int]) -> dict[str, object]:
+def ask_running(run_dir: Path, name: str, args: dict[str, int], timeout_s: float = _PATIENCE_S) -> dict[str, object]:
     """Ask the job that runs in this directory; a coordinator that is being restarted gets some time.
+
+    timeout_s: for the reply.
 
     Raises: ConfigError if none runs there, or if it refuses; NoAnswer if its coordinator is silent.
     """
@@ -40,7 +42,7 @@ def ask_running(run_dir: Path, name: str, args: dict[str, int]) -> dict[str, obj
     end = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return commands.ask(run_dir, name, args)
+            return commands.ask(run_dir, name, args, timeout_s)
         except commands.NoJobRunning as error:
             if not commands.is_locked(run_dir):
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""

@@ -11,6 +11,7 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import read_digest
+from everstep.cli.start import checkpoint_dir, newest_step
 from everstep.cli.story import MEMBERS, Event, Story, tell
 from everstep.observe.events import read_events
 from everstep.runtime import commands
@@ -45,7 +46,10 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
     except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
         live = _from_files(run_dir)
-    return {**live, "task": job.task}
+    folder = checkpoint_dir(run_dir, job)
+    step = newest_step(folder)
+    newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
+    return {**live, "task": job.task, "checkpoint": newest}
 
 
 def _from_files(run_dir: Path) -> dict[str, Any]:
@@ -100,6 +104,8 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     reason = f" ({status['reason']})" if status.get("reason") else ""
     print(f"{run_dir}: {status['task']}")
     print(f"{status['state']}{reason}, step {status['step']}, generation {status['generation']}")
+    if status["checkpoint"] is not None:
+        print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
     if not status["workers"]:
         return
     header = ("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")

@@ -54,6 +54,9 @@ class Story:
     began_ns: int = 0
     ended_ns: int = 0
     waiting: str = ""
+    checkpoints: int = 0
+    checkpoints_failed: int = 0
+    checkpoint_step: int = 0
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def take(self, event: Event) -> None:
@@ -86,6 +89,11 @@ class Story:
             self.metrics_step = int(event.get("step") or 0)
         elif kind == "fallback":
             self._fall_back(event)
+        elif kind == "checkpoint_completed":
+            self.checkpoints += 1
+            self.checkpoint_step = max(self.checkpoint_step, int(event.get("step") or 0))
+        elif kind == "checkpoint_failed":
+            self.checkpoints_failed += 1
         elif kind == "waiting":
             self.state, self.waiting = "waiting", str(event.get("reason") or "")
         elif kind in ("job_completed", "job_failed"):
@@ -179,12 +187,26 @@ def summary(story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any
         "recoveries": len(times),
         "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
         "generations": story.generation,
+        "checkpoints": {
+            "completed": story.checkpoints,
+            "failed": story.checkpoints_failed,
+            "newest": story.checkpoint_step or None,
+        },
         "digest": dict(digest) if digest is not None else None,
         "loss": story.loss,
         "metrics": story.metrics or None,
         "wall_s": round((story.ended_ns - story.began_ns) / 1e9, 3),
         "run_dir": run_dir,
     }
+
+
+def _place(event: Event) -> str:
+    """On which tier, how large, and how long it took."""
+    where = {"object": " in the object store", "memory": " in memory"}.get(str(event.get("tier")), "")
+    size, duration_s = event.get("size_bytes") or event.get("bytes"), event.get("duration_s")
+    facts = [f"{size / 1e6:.1f} MB"] if isinstance(size, int) else []
+    facts += [f"{1e3 * duration_s:.0f} ms"] if isinstance(duration_s, int | float) else []
+    return where + (f" ({', '.join(facts)})" if facts else "")
 
 
 def sentence(event: Event) -> str | None:
@@ -215,6 +237,8 @@ def sentence(event: Event) -> str | None:
         "fault_injected": reason,
         "warning": f"warning{why}",
         "fallback": f"fallback{why}",
+        "checkpoint_completed": f"checkpoint of step {event.get('step')}{_place(event)}{why}",
+        "checkpoint_failed": f"no checkpoint of step {event.get('step')}{_place(event)}{why}",
         "job_completed": f"completed{why}",
         "job_failed": reason if event.get("state") == "interrupted" else f"failed{why}",
     }

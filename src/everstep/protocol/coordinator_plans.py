@@ -158,6 +158,9 @@ def _tell_lost(state: State, lost: Sequence[int]) -> None:
 
 
 def _fall_back(state: State) -> None:
+    if state.ending is not None:
+        state.end(state.ending.state, f"{state.ending.reason}; no checkpoint: nobody is left", state.ending.exit_code)
+        return
     if not state.fallback:
         state.fallback = True
         state.first_hello_ns = None

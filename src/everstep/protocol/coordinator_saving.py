@@ -15,7 +15,7 @@ ALARM = "ending"
 
 def end_after_saving(state: State, name: str, reason: str, exit_code: int, grace_ns: int) -> None:
     """End the job, with a checkpoint first where that is possible; at once if not."""
-    able = state.plan is not None and state.entered and not state.fallback and not state.waiting and state.step
+    able = state.plan is not None and state.entered and not state.fallback and not state.waiting
     if not able or grace_ns <= 0 or not state.survivors():
         state.end(name, reason, exit_code)
         return

@@ -41,6 +41,12 @@ def was_called() -> bool:
     return _called
 
 
+def save_alone(why: str) -> None:
+    """The script has raised: leave a checkpoint, if no other worker is there to go on."""
+    if _run is not None:
+        _run.save_alone(why)
+
+
 def leads() -> bool | None:
     """Whether this worker leads the job that the script has joined; None while there is no plan to say so."""
     return _run.leads if _run is not None else None

@@ -95,6 +95,10 @@ class Run:
         finally:
             session.close()
 
+    def save_alone(self, why: str) -> None:
+        """The user's loop has raised: leave a checkpoint, if no other worker is there to go on."""
+        self._session.saver.alone(why)
+
     @property
     def is_split(self) -> bool:
         """Whether each worker holds a part of the model only; `Step.run_split` computes its lanes then."""

@@ -29,6 +29,7 @@ from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.vault import Vault
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
+from everstep.protocol.step_machine import Phase
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.address import CHECKPOINTS_DIR, JOB_FILE
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -327,6 +328,16 @@ class Saver:
         while not session.superseded():  # the end comes as an exception
             session.tick()
             time.sleep(0.005)
+
+    def alone(self, why: str) -> None:
+        """This worker fails, and it is the only one: if its state is whole, it leaves a checkpoint of it first."""
+        session = self._session
+        plan = session.engine.plan
+        if plan is None or len(plan.members) > 1 or session.engine.machine.phase is Phase.UPDATING:
+            return
+        self.before_update()
+        if self.here(f"before the end: {why}"):
+            self._wait(plan.generation, time.monotonic() + self._config.grace_s, uploads=True)
 
     def at_end(self) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""

@@ -107,6 +107,7 @@ class Session:
         self._step_began_ns = 0
         self._progress_ns = 0
         self._entered_generation = 0
+        self._told_entered = 0
         self._probed = False
 
     # ---- joining and leaving
@@ -466,6 +467,7 @@ class Session:
 
     def release(self, number: int) -> None:
         leads = self.is_main and self.engine.machine.settled  # before that, the leader of before may still tell
+        entered = self._told_entered == self.engine.machine.generation
         self.released = max(self.released, number)
         key, records = self.engine.position, self.engine.machine.records  # of the decision that proves it
         if records:
@@ -473,7 +475,7 @@ class Session:
         self.publisher.release(number, leads)
         self.transfers.released(number)
         now = time.monotonic_ns()
-        if leads and now - self._progress_ns > 200_000_000:
+        if leads and entered and now - self._progress_ns > 200_000_000:
             self._progress_ns = now
             self._tell_progress(number, (now - self._step_began_ns) / 1e6)
 
@@ -497,7 +499,7 @@ class Session:
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
-        self._entered_generation = plan.generation
+        self._entered_generation = self._told_entered = plan.generation
         if self.engine.top_stated > number:  # so that it is known how many steps are done again
             self._tell_progress(self.engine.top_stated, 0.0, plan.generation - 1)
         self.tell(

@@ -27,6 +27,7 @@ from everstep.train.assembly import assemble_task
 from everstep.train.calling import where
 from everstep.train.console import LeaderConsole
 from everstep.train.link import Faults, LaunchedLink
+from everstep.train.run import Run
 from everstep.train.task import Task
 from everstep.train.trainer import train
 
@@ -55,7 +56,7 @@ def run_worker(
         if load is not None:
             task = load(config)
             run, early_stop = assemble_task(link, task)
-            train(task, run, early_stop)
+            _training(run, lambda: train(task, run, early_stop))
         elif script is not None:
             _run_script(link, script, context)
         return 0
@@ -69,6 +70,18 @@ def run_worker(
         link.close()
 
 
+def _training(run: Run, loop: Callable[[], None]) -> None:
+    """Run the loop; if it raises, save what there is."""
+    try:
+        loop()
+    except (JobFailed, Evicted, DeterminismError, ConfigError):
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            run.save_alone(describe(error))
+        raise
+
+
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
     join.launched_with(link)
     sys.argv = [script, *context.argv]
@@ -77,6 +90,11 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
     with contextlib.redirect_stdout(console):
         try:
             runpy.run_path(script, run_name="__main__")
+        except Exception as error:
+            if not isinstance(error, JobFailed | Evicted | DeterminismError | ConfigError):
+                with contextlib.suppress(Exception):
+                    join.save_alone(describe(error))
+            raise
         finally:
             console.finish()
     if not join.was_called():
