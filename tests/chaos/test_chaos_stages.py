@@ -60,12 +60,12 @@ def test_leaders_die_one_after_the_other_and_a_standby_takes_over(jobs: Jobs) ->
 
 @pytest.mark.parametrize("phase", ["forward", "reduce", "update"])
 def test_a_whole_pool_dies_and_its_copy_is_used(jobs: Jobs, phase: str) -> None:
-    chaos = f"kill:target=worker:2,at=14,phase={phase}; kill:target=worker:3,at=14,phase={phase}"
+    chaos = f"kill:target=worker:2,at=18,phase={phase}; kill:target=worker:3,at=18,phase={phase}"
     settings = {"stages": 3, **SNAPSHOTS}
     job = jobs.run("Text", workers=6, chaos=chaos, numerics=STEPS, settings=settings, pace=[healed(2)])
     redone = [e for e in job.of_kind("fallback") if e.get("steps_redone") is not None]
     assert len(redone) == 1, job.account()
-    assert redone[0]["step"] in (8, 12)
+    assert 12 <= redone[0]["step"] <= 16
 
 
 def test_fewer_workers_than_stages_until_the_last_one(jobs: Jobs) -> None:

@@ -45,6 +45,10 @@ def build_by_module(
         for path, module in model.named_modules():
             if id(module) in needed:
                 _materialise(model, path, module, seed, device, owners, made)
+    for module in model.modules():  # what is not made stays tied to what is, so that every stage sees the tie
+        if id(module) not in needed:
+            tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
+            module._parameters.update(tied)
     return model, units
 
 
