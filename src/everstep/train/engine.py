@@ -126,7 +126,7 @@ class Engine:
         self.lanes: deque[int] = deque()
         self.lanes_step = 0
         self.jumps = 0
-        self.top_stated = 0
+        self._stated: dict[int, step.Holding] = {}
         self.gathered: dict[Key, Mapping[int, Record]] = {}
         self.ended: wire.JobEnded | None = None
         self.heal: wire.Heal | None = None
@@ -207,6 +207,16 @@ class Engine:
         """A transfer of this generation was left: somebody decides, and a plan comes."""
         if self.machine.generation == generation:
             self._aborted(fault)
+
+    @property
+    def top_stated(self) -> int:
+        """The newest step that a member was at when this generation settled."""
+        return max((h.position.step for h in self._stated.values()), default=0)
+
+    def in_memory(self, number: int) -> bool:
+        """Whether a member stated, when this generation settled, that it has state of this step in memory."""
+        holdings = self._stated.values()
+        return any(h.position.step == number or any(s == number for _, s in h.snapshots) for h in holdings)
 
     def arrived(self) -> bool:
         """Whether the state has jumped since this was asked last (true the first time): go on from there."""
@@ -386,8 +396,9 @@ class Engine:
             case step.GoBack():
                 self.hands.phase("heal", effect.step, plan)
                 records = self.hands.go_back(plan, effect.step, effect.sources)  # type: ignore[arg-type]
-                self.jumps = max(1, self.jumps, self._jumps_seen) + 1
-                self._asked_gather = Key(0, 0)
+                if self.machine.position != Key(effect.step, 0):  # else the application is where it should be
+                    self.jumps = max(1, self.jumps, self._jumps_seen) + 1
+                    self._asked_gather = Key(0, 0)
                 self.handle(step.StateCopied(effect.generation, Key(effect.step, 0), records))
             case step.Entered():
                 self.hands.entered(plan, effect.step, self._phases_ms)  # type: ignore[arg-type]
@@ -430,7 +441,7 @@ class Engine:
         held = self.transport.exchange(_SETTLE, encode_holding(holding))
         self._phases_ms["settle"] = (time.monotonic_ns() - begin) / 1e6
         stated = {worker_id: decode_holding(held[worker_id]) for worker_id in sorted(held)}
-        self.top_stated = max(h.position.step for h in stated.values())
+        self._stated = stated
         for worker_id, one in stated.items():
             self.handle(step.HoldingArrived(effect.generation, worker_id, one))
 

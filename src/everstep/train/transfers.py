@@ -246,7 +246,7 @@ class Transfers:
         session = self._session
         if restored.application.get(LOOP):
             heal.unpack_state(session.stages.any.application, restored.application[LOOP])
-        if PAST in restored.application:
+        if PAST in restored.application and not session.engine.in_memory(restored.step):  # all do the same
             session.past = restored.step
 
     # ---- following
