@@ -152,9 +152,11 @@ class Jobs:
         settings: Mapping[str, Any] | None = None,
         pace: Iterable[Mapping[str, Any]] = (),
         lane_s: float = 0.06,
+        run_dir: Path | None = None,
     ) -> Job:
-        """Start a job. task: a class of job_tasks, or a script's path. pace: what it takes its time for."""
-        run_dir = self.base / f"{next(self._names):02d}-{Path(task).stem}"
+        """Start a job. task: a class of job_tasks, or a script's path. pace: what it takes its time for. run_dir: that
+        of a job that was stopped."""
+        run_dir = run_dir or self.base / f"{next(self._names):02d}-{Path(task).stem}"
         argv = ["run", task if task.endswith(".py") else f"{HERE / 'job_tasks.py'}:{task}", "--run-dir", str(run_dir)]
         argv += ["--workers", str(workers), "--json"]
         for key, value in {**(numerics or {}), **(settings or {})}.items():

@@ -47,6 +47,12 @@ def save_alone(why: str) -> None:
         _run.save_alone(why)
 
 
+def close() -> None:
+    """The script is over."""
+    if _run is not None:
+        _run.close()
+
+
 def leads() -> bool | None:
     """Whether this worker leads the job that the script has joined; None while there is no plan to say so."""
     return _run.leads if _run is not None else None

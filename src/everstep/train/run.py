@@ -7,7 +7,7 @@ when the update has been applied. So the user's other lines run once per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,9 +77,16 @@ class Run:
         self._session = session
         self.model = model
         self._stopped = False
+        self._kept: Generator[Step] | None = None
 
     def __iter__(self) -> Iterator[Step]:
         """One iteration per update that is applied here, up to the last; ends when the job has ended."""
+        steps = self._steps()
+        if self._session.saver.on:
+            self._kept = steps  # a loop that raises must not close what could still be saved
+        return steps
+
+    def _steps(self) -> Generator[Step]:
         session = self._session
         try:
             session.open()
@@ -98,6 +105,11 @@ class Run:
     def save_alone(self, why: str) -> None:
         """The user's loop has raised: leave a checkpoint, if no other worker is there to go on."""
         self._session.saver.alone(why)
+
+    def close(self) -> None:
+        """The loop is over, be it that it raised."""
+        if self._kept is not None:
+            self._kept.close()
 
     @property
     def is_split(self) -> bool:

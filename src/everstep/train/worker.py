@@ -80,6 +80,8 @@ def _training(run: Run, loop: Callable[[], None]) -> None:
         with contextlib.suppress(Exception):  # the first error is the one to tell
             run.save_alone(describe(error))
         raise
+    finally:
+        run.close()
 
 
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
@@ -96,6 +98,7 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
                     join.save_alone(describe(error))
             raise
         finally:
+            join.close()
             console.finish()
     if not join.was_called():
         raise ConfigError(f"{script} ended without calling everstep.join(model, optimizer, dataset)")

@@ -82,6 +82,7 @@ def test_the_summary_at_the_end() -> None:
         "recoveries": 2,
         "recovery_s": {"median": 0.25, "max": 0.4},
         "generations": 2,
+        "checkpoints": {"completed": 0, "failed": 0, "newest": None},
         "digest": digest,
         "loss": 1.0,
         "metrics": {"accuracy": 0.5},
