@@ -230,7 +230,13 @@ class Config:
     resume_from: str | None = key(None, "str", "checkpoint (path or URL) to begin with; none: the job's own", none=True)
 
     chaos: str = key("", "str", "faults to inject, as for --chaos")
-    emulate_compute_ms: float = key(0.0, "float", "extra time per lane, to try placements without the hardware", low=0)
+    emulate_compute_ms: float = key(
+        0.0,
+        "float",
+        "with stages: only wait so long for each forward pass of a lane through a stage, twice for backward; nothing "
+        "is learnt, but schedules and placements can be timed without the hardware",
+        low=0,
+    )
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own options, `task.NAME`: anything."""
 
