@@ -230,7 +230,7 @@ def recoveries(folder: Path, options: argparse.Namespace, *, standby: bool) -> d
         "next_step_s": spread(whole),
         "ordinary_step_s": spread(ordinary),
         "target_median": limit,
-        "met": statistics.median(whole if standby else over_ordinary) <= limit,
+        "met": statistics.median(over_ordinary) <= limit,
         "bits": "equal" if len(digests) == 1 else "DIFFERENT",
     }
 
