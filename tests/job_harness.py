@@ -153,6 +153,7 @@ class Jobs:
         pace: Iterable[Mapping[str, Any]] = (),
         lane_s: float = 0.06,
         run_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Job:
         """Start a job. task: a class of job_tasks, or a script's path. pace: what it takes its time for. run_dir: that
         of a job that was stopped."""
@@ -164,7 +165,8 @@ class Jobs:
         argv += ["--chaos", chaos] if chaos else []
         argv += list(options)
         paced = {"events": str(run_dir / "events.jsonl"), "until": list(pace), "lane_s": lane_s}
-        return self._request(run_dir, argv, {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {})
+        more = {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {}
+        return self._request(run_dir, argv, {**more, **(environment or {})})
 
     def command(self, argv: list[str], run_dir: Path) -> Job:
         """Start `everstep ARGV`, whose run directory is this one."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_harness import HERE, Event, Job, Jobs, same
 
 from everstep.cli.ledger import audit_run
+from job_harness import HERE, Event, Job, Jobs, same
 
 TASK = f"{HERE / 'job_tasks.py'}:"
 ENDLESS = [{"kind": "job_completed"}]
@@ -163,3 +163,56 @@ def test_training_goes_on_when_the_disk_is_full(jobs: Jobs, tmp_path: Path) -> N
         assert failed and "No space left" in failed[0]["reason"], job.account()
     finally:
         subprocess.run(["umount", str(small)], check=False)
+
+
+SCRIPT = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import everstep
+
+generator = torch.Generator().manual_seed(1)
+train = TensorDataset(torch.randn(160, 6, generator=generator), torch.randn(160, 1, generator=generator))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+class History:
+    losses = torch.zeros(0, dtype=torch.float64)
+    best = 9.0
+    def state_dict(self): return {"losses": self.losses, "best": self.best}
+    def load_state_dict(self, state): self.losses, self.best = state["losses"], state["best"]
+
+history = History()
+run = everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), train, lanes=8, micro_batch=2, steps=24,
+                    state={"history": history})
+for step in run:
+    for x, y in step:
+        time.sleep(float(os.environ.get("LANE_S", "0")))
+        step.backward(nn.functional.mse_loss(model(x), y))
+    history.losses = torch.cat([history.losses, torch.tensor([step.loss], dtype=torch.float64)])
+    if step.number % 4 == 0:
+        found = run.evaluate(lambda b: {"mse": torch.stack([((model(b[0]) - b[1]) ** 2).sum().double(),
+                                                           torch.tensor(float(len(b[1])), dtype=torch.float64)])}, train)
+        history.best = min(history.best, found["mse"])
+if run.is_main:
+    print("history", len(history.losses), history.losses.sum().item().hex(), history.best.hex())
+"""
+
+
+def test_a_script_goes_on_with_what_it_had_learned(jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "learns.py"
+    script.write_text(SCRIPT)
+    undisturbed = jobs.start(str(script), workers=1)
+    assert undisturbed.end() == 0, undisturbed.account()
+    rule = {"checkpoint.best_metric": "mse", "checkpoint.best_mode": "min", "checkpoint.disk.keep_best": 1}
+    job = jobs.start(str(script), workers=2, settings=rule, environment={"LANE_S": "0.04"})
+    job.wait_for("checkpoint_completed", reason="the best so far")
+    job.wait_for("step_committed", step(9))
+    assert stop(job, signal.SIGTERM) == 143
+    job = again(jobs, job, str(script), workers=3, settings=rule)
+    assert job.end() == 0, job.account()
+    same(undisturbed.run_dir, job)
+    said = [(j.run_dir / "logs" / "output.log").read_text().splitlines()[-1] for j in (undisturbed, job)]
+    assert said[0].startswith("history 24 ") and said[0] == said[1], job.account()
+    best = (job.run_dir / "checkpoints" / "best.json").read_text()
+    assert '"metric":"mse"' in best.replace(" ", ""), best

@@ -164,20 +164,20 @@ def write_job(run_dir: Path, job: Job) -> None:
         raise ConfigError(f"cannot write {run_dir / JOB_FILE}: {error.strerror or error}") from None
 
 
-def read_job(run_dir: Path) -> Job:
-    """The job of a run directory.
+def read_job(run_dir: Path, *, joined: bool = True) -> Job:
+    """The job of a run directory. joined: with what a script added when it joined, which nobody knows beforehand.
 
     Raises: ConfigError if there is none, or job.json cannot be read.
     """
     path = run_dir / JOB_FILE
     try:
         data = json.loads(path.read_text())
-        joined = _joined(run_dir)
-        size = joined.pop("size", None)
+        more = _joined(run_dir) if joined else {}
+        size = more.pop("size", None)
         return Job(
             task=str(data["task"]),
             argv=tuple(str(a) for a in data["argv"]),
-            config=load_config([(JOB_FILE, data["config"]), (DATASET_FILE, joined)]),
+            config=load_config([(JOB_FILE, data["config"]), (DATASET_FILE, more)]),
             dataset_size=data.get("dataset_size") or size,
             explicit=tuple(data.get("explicit", ())),
             versions=data.get("versions", {}),

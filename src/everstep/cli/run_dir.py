@@ -65,7 +65,7 @@ def inspect(run_dir: Path, job: Job) -> Found:
     """
     if not (run_dir / JOB_FILE).exists():
         return Found("new")
-    before = read_job(run_dir)
+    before = read_job(run_dir, joined=False)
     different = differences(before, job)
     if different:
         raise ConfigError(
