@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -230,7 +231,7 @@ def main() -> None:
                     report[part] = measure_lost(folder, size)
                 case "restart":
                     report[part] = measure_restart(folder, size, workers)
-            print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+            print(f"{part} ({time.monotonic() - began:.0f} s): {json.dumps(report[part])}", flush=True)
     write_report(report, options.out)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import everstep
 from checkpoint_ranks import WIDTH
-from models import RandomTokens
+from models import RandomImages
 
 
 class Wide(everstep.Task):
@@ -33,7 +33,7 @@ class Wide(everstep.Task):
         return list(model.children())
 
     def build_dataset(self, split: str) -> Dataset[Any]:
-        return RandomTokens()
+        return RandomImages()
 
     def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-4)
