@@ -47,6 +47,13 @@ $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
 
 integration chaos e2e: $(VENV)/.object-server
 
+# Chromium for the tests of the dashboard, where it can be had; else they are skipped.
+$(VENV)/.browser: tests/install_browser.sh $(STAMP)
+	tests/install_browser.sh
+	touch $@
+
+e2e: $(VENV)/.browser
+
 # Real processes share the cores with each other already: these run one test at a time.
 sim integration chaos e2e: $(STAMP)
 	$(PYTEST) tests/$@

@@ -35,6 +35,7 @@ COMMANDS = {
     "chaos": ("everstep.cli.chaos", "Break jobs on purpose: the failure suite, one's own faults, reports."),
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
+    "dashboard": ("everstep.cli.dashboard", "Show jobs, running or over, on a live page in the browser."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

@@ -175,6 +175,9 @@ class Facts:
             self._not_running(time_ns)
         self.account.reach(time_ns)
         self.generation = max(self.generation, _integer(event, "generation"))
+        if kind == "step_committed":
+            self._step_safely(event, time_ns)
+            return
         act = _ACTS.get(kind)
         try:
             if act is not None:
@@ -185,8 +188,13 @@ class Facts:
             mark = _MARKED.get(kind, "checkpoint")
             step = _integer(event, "step") or self.step
             self.marks.append(Mark(time_ns, step, mark, _id(event), sentence(event)))
-        if kind != "step_committed":
-            self._note(event, kind, time_ns)
+        self._note(event, kind, time_ns)
+
+    def _step_safely(self, event: Event, time_ns: int) -> None:
+        try:
+            self._step_committed(event, time_ns)
+        except (TypeError, ValueError, KeyError):
+            self.counts["not understood"] = self.counts.get("not understood", 0) + 1
 
     def under_way(self, now_ns: int) -> list[Interval]:
         """What lasts at the moment and no event has ended yet: for the account."""
@@ -216,6 +224,11 @@ class Facts:
         if len(times) < 2 or times[-1] <= times[0]:
             return None
         return sum(samples[1:]) / (times[-1] - times[0])
+
+    def mean_samples_per_s(self) -> float | None:
+        """Over all steps that no change of generation and no evaluation fell into."""
+        spent = sum(seconds for _, seconds, _ in self.rates.values())
+        return sum(samples for samples, _, _ in self.rates.values()) / spent if spent > 0 else None
 
     # ---- events
 
@@ -257,13 +270,13 @@ class Facts:
             self.samples -= self._samples_from(step)
         self.step = step
         loss = event.get("loss")
-        self.loss = float(loss) if isinstance(loss, int | float) else self.loss
+        shown = float(loss) if isinstance(loss, int | float) else None
+        self.loss = self.loss if shown is None else shown
         rate = event.get("lr")
         first = rate[0] if isinstance(rate, list) and rate else rate
-        samples = _integer(event, "samples")
-        self.samples += samples
-        shown = float(loss) if isinstance(loss, int | float) else None
         lr = float(first) if isinstance(first, int | float) else None
+        samples = whole_number(event.get("samples"))
+        self.samples += samples
         self.steps.add(step, (time_ns / 1e9, shown, shown, shown, lr, samples, self._members))
         if self._clean and time_ns > self.last_step_ns > 0:
             entry = self.rates.setdefault(self._members, [0.0, 0.0, 0.0])
@@ -272,7 +285,7 @@ class Facts:
             entry[2] += 1
         self._clean = self._started_ns is None
         self.last_step_ns = time_ns
-        if self.state != "waiting" or time_ns > (self._waiting_ns or 0):
+        if self.state != "running" or self._suspected or self._started_ns is not None or self._fault_ns is not None:
             self._go_on(time_ns)
 
     def _go_on(self, time_ns: int) -> None:
@@ -467,7 +480,6 @@ class Facts:
 
 _ACTS = {
     "job_started": Facts._job_started,
-    "step_committed": Facts._step_committed,
     "generation_started": Facts._generation_started,
     "worker_joined": Facts._worker_joined,
     "worker_suspected": Facts._worker_suspected,

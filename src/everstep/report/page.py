@@ -278,9 +278,8 @@ def _loss(history: History) -> str:
 
 
 def _rate(history: History) -> str:
-    facts = history.facts
-    spent = sum(seconds for _, seconds, _ in facts.rates.values())
-    return f"{sum(samples for samples, _, _ in facts.rates.values()) / spent:.1f}" if spent > 0 else "unknown"
+    rate = history.facts.mean_samples_per_s()
+    return "unknown" if rate is None else f"{rate:.1f}"
 
 
 def _percent(share: float | None) -> str:

@@ -34,14 +34,13 @@ class Series:
         """Append a point. One whose x is not beyond the last takes the place of all from there on: done again."""
         if self.x and x <= self.x[-1]:
             self.cut(x)
-        numbers = [math.nan if value is None else value for value in values]
         if self._counts and self._counts[-1] < self._stride:
-            self._merge_into(len(self.x) - 1, x, numbers, 1)
+            self._grow(x, values)
             return
         self.x.append(x)
         self._counts.append(1)
-        for column, value in zip(self.columns, numbers, strict=True):
-            column.append(value)
+        for column, value in zip(self.columns, values, strict=True):
+            column.append(math.nan if value is None else value)
         if len(self.x) > self._points:
             self._halve()
 
@@ -73,6 +72,27 @@ class Series:
             "x": self.x[start:],
             "columns": [[None if math.isnan(v) else v for v in column[start:]] for column in self.columns],
         }
+
+    def _grow(self, x: float, values: Sequence[float | None]) -> None:
+        """Add a point to the newest bucket: the one thing that is done for each line of a long file."""
+        count = self._counts[-1]
+        for rule, column, value in zip(self.rules, self.columns, values, strict=True):
+            if value is None or value != value:
+                continue
+            if rule == "last":
+                column[-1] = value
+                continue
+            old = column[-1]
+            if old != old:
+                column[-1] = value
+            elif rule == "sum":
+                column[-1] = old + value
+            elif rule == "mean":
+                column[-1] = (old * count + value) / (count + 1)
+            elif (value < old) == (rule == "min"):
+                column[-1] = value
+        self.x[-1] = x
+        self._counts[-1] = count + 1
 
     def _merge_into(self, i: int, x: float, values: Sequence[float], count: int) -> None:
         before = self._counts[i]

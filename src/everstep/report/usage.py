@@ -119,8 +119,9 @@ class Usage:
             bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
             bucket.samples += max(0.0, number(row.get("samples")) - number(old.get("samples")))
             bucket.cpu_s += max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
-        _add(row.get("seconds"), old.get("seconds"), bucket.seconds, self.total_s)
-        _add(row.get("bytes"), old.get("bytes"), bucket.sent_bytes, self.total_bytes)
+        recent = (bucket.seconds, bucket.sent_bytes) if before is not None else ({}, {})  # else: since who knows when
+        _add(row.get("seconds"), old.get("seconds"), recent[0], self.total_s)
+        _add(row.get("bytes"), old.get("bytes"), recent[1], self.total_bytes)
         self.workers[worker_id] = newest
 
     def _widen(self) -> None:

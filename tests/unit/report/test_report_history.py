@@ -230,11 +230,11 @@ def test_a_million_lines_in_bounded_memory(tmp_path: Path, record_property: Any)
             slow = [event("worker_suspected", 2 + base / 50 + i, worker_id=i % 4, reason="slow") for i in range(100)]
             file.write(b"".join(slow))
     known = History(tmp_path)
-    begin = time.perf_counter()
+    begin = time.process_time()
     known.load()
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     record_property("million_lines_s", round(seconds, 2))
-    print(f"1,000,000 lines of events in {seconds:.1f} s")
+    print(f"1,000,000 lines of events in {seconds:.1f} s of CPU time")
     assert known.facts.counts["step_committed"] == 990_000
     assert known.facts.counts["worker_suspected"] == 10_000
     assert len(known.facts.steps) <= 2048

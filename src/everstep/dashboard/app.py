@@ -1,0 +1,138 @@
+"""The web application: one page, its files, one stream of server-sent events, and the actions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from everstep.dashboard.actions import act
+from everstep.dashboard.feed import Feeds, RunFeed
+from everstep.dashboard.guard import Guard
+from everstep.dashboard.view import Cursor, now_ms, patch
+
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
+_FILES = (
+    "index.html",
+    "page.css",
+    "uPlot.min.css",
+    "uPlot.iife.min.js",
+    "uPlot.LICENSE.txt",
+    "dom.js",
+    "charts.js",
+    "workers.js",
+    "panels.js",
+    "stream.js",
+    "page.js",
+    "icon.svg",
+)
+_TICK_S = 0.5
+_ALIVE_S = 10.0
+_MOST_STREAMS = 64
+_MOST_BODY = 4096
+_encode = msgspec.json.Encoder().encode
+
+
+def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
+    """The application over these runs; `host` and `token` decide who may ask."""
+    files = {name: (resources.files(__package__) / "static" / name).read_bytes() for name in _FILES}
+    streams = threading.BoundedSemaphore(_MOST_STREAMS)
+
+    async def page(request: Request) -> Response:
+        return _file(files, "index.html")
+
+    async def static(request: Request) -> Response:
+        return _file(files, request.path_params["name"])
+
+    async def stream(request: Request) -> Response:
+        if not streams.acquire(blocking=False):
+            return JSONResponse({"ok": False, "error": f"more than {_MOST_STREAMS} pages are open"}, status_code=503)
+        return StreamingResponse(_events(feeds, streams), media_type="text/event-stream")
+
+    async def action(request: Request) -> Response:
+        run = _run_of(feeds, request)
+        body = await _body(request)
+        if run is None or body is None:
+            error = "there is no such run" if run is None else "expected a JSON object of at most 4 kB"
+            return JSONResponse({"ok": False, "error": error}, status_code=404 if run is None else 400)
+        name = request.path_params["name"]
+        if name == "ledger":
+            return JSONResponse({"ok": True, "text": "checked", "result": await asyncio.to_thread(run.check_ledger)})
+        return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
+
+    async def me(request: Request) -> Response:
+        """Whether the token is right: the guard has answered already if it is not."""
+        return JSONResponse({"ok": True})
+
+    routes = [
+        Route("/", page),
+        Route("/static/{name}", static),
+        Route("/api/stream", stream),
+        Route("/api/token", me, methods=["POST"]),
+        Route("/api/runs/{run:int}/{name}", action, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token)])
+
+
+def _file(files: dict[str, bytes], name: str) -> Response:
+    if name not in files:
+        return JSONResponse({"ok": False, "error": "there is no such file"}, status_code=404)
+    return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
+
+
+def _run_of(feeds: Feeds, request: Request) -> RunFeed | None:
+    number = request.path_params["run"]
+    return feeds.runs[number] if number < len(feeds.runs) else None
+
+
+async def _body(request: Request) -> dict[str, Any] | None:
+    data = b""
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > _MOST_BODY:
+                return None
+        found = json.loads(data or b"{}")
+    except (ValueError, ClientDisconnect, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIterator[bytes]:
+    """Patches of all runs, twice a second where something changed; a comment now and then keeps the line open."""
+    cursors = [Cursor() for _ in feeds.runs]
+    silent_s = 0.0
+    try:
+        yield b"retry: 1000\n\n"
+        while not feeds.stopped:
+            data = await asyncio.to_thread(_changes, feeds, cursors)
+            if data is not None:
+                silent_s = 0.0
+                yield b"data: " + data + b"\n\n"
+            elif silent_s >= _ALIVE_S:
+                silent_s = 0.0
+                yield b": alive\n\n"
+            silent_s += _TICK_S
+            await asyncio.sleep(_TICK_S)
+    finally:
+        streams.release()
+
+
+def _changes(feeds: Feeds, cursors: list[Cursor]) -> bytes | None:
+    found = {}
+    for i, (run, cursor) in enumerate(zip(feeds.runs, cursors, strict=True)):
+        with run.lock:
+            changed = patch(run, cursor)
+        if changed:
+            found[str(i)] = changed
+    return _encode({"now_ms": now_ms(), "count": len(feeds.runs), "runs": found}) if found else None

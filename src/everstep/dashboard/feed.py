@@ -1,0 +1,134 @@
+"""What is known of the runs on a dashboard, kept current by two threads: one reads files, one asks coordinators.
+
+Apart from the web server, so that a slow disk or a silent coordinator never holds up a request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import EverstepError
+from everstep.report.history import History
+from everstep.runtime import commands
+
+Audit = Callable[[Path], dict[str, Any]]
+
+_PORTION_BYTES = 1 << 20
+_IDLE_S = 0.25
+_STATUS_S = 1.0
+_STALE_S = 5.0
+_PATIENCE_S = 2.0
+_AUTOMATIC_LEDGER_BYTES = 32 << 20
+
+
+class RunFeed:
+    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent."""
+
+    def __init__(self, run_dir: Path, audit: Audit | None = None) -> None:
+        self.lock = threading.Lock()
+        self.history = History(run_dir)
+        self.status: dict[str, Any] | None = None
+        self.running = False
+        self.ledger: dict[str, Any] = {}
+        self._status_at = 0.0
+        self._audit = audit
+        self._auditing = threading.Lock()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run lives."""
+        return self.history.run_dir
+
+    def read(self) -> bool:
+        """Read a portion of what is new; returns whether there was anything."""
+        with self.lock:
+            return self.history.poll(_PORTION_BYTES)
+
+    def ask(self) -> None:
+        """Ask the coordinator, if a job runs there."""
+        running = self.history.running()
+        status: dict[str, Any] | None = None
+        if running:
+            try:
+                status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
+            except EverstepError:
+                status = None
+        with self.lock:
+            self.running = running
+            if status is not None:
+                self.status, self._status_at = status, time.monotonic()
+            elif not running or time.monotonic() - self._status_at > _STALE_S:
+                self.status = None
+
+    def check_ledger(self, automatic: bool = False) -> dict[str, Any]:
+        """Audit the ledger now: {"checked_step", "clean", "steps", "problems", "note"}. One at a time.
+
+        automatic: only if the ledger is small and the result is not known yet.
+        """
+        with self._auditing:
+            step = self.history.facts.step
+            known = self.ledger.get("checked_step") == step and bool(self.ledger)
+            if self._audit is None or (automatic and (known or self._ledger_bytes() > _AUTOMATIC_LEDGER_BYTES)):
+                return self.ledger
+            result: dict[str, Any] = {"checked_step": step, "clean": None, "steps": 0, "problems": [], "note": ""}
+            try:
+                found = self._audit(self.run_dir)
+                result |= {"clean": bool(found.get("clean")), "steps": int(found.get("steps") or 0)}
+                result["problems"] = [str(problem)[:300] for problem in (found.get("problems") or [])[:20]]
+            except EverstepError as error:
+                result["note"] = str(error)
+            with self.lock:
+                self.ledger = result
+            return result
+
+    def _ledger_bytes(self) -> int:
+        try:
+            return sum(path.stat().st_size for path in (self.run_dir / "ledger").iterdir())
+        except OSError:
+            return 0
+
+
+class Feeds:
+    """All runs of a dashboard, and the threads that keep them current."""
+
+    def __init__(self, run_dirs: Iterable[Path], audit: Audit | None = None) -> None:
+        self.runs = [RunFeed(path, audit) for path in run_dirs]
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._read, name="dashboard-files", daemon=True),
+            threading.Thread(target=self._ask, name="dashboard-status", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to read."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_PATIENCE_S + 1)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the dashboard is ending."""
+        return self._stop.is_set()
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            busy = [run.read() and not run.history.loaded for run in self.runs]
+            self._stop.wait(0.002 if any(busy) else _IDLE_S)
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            for run in self.runs:
+                run.ask()
+                if not run.running and run.history.loaded and run.history.facts.step:
+                    run.check_ledger(automatic=True)
+            self._stop.wait(_STATUS_S)

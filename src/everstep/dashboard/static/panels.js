@@ -1,0 +1,216 @@
+// Everything beside workers and curves: the head, generations, recoveries, account, scaling, checkpoints, ledger, log.
+
+import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, write } from "./dom.js";
+
+const PHASES = ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal", "other"];
+const phaseColour = (phase) => `var(--c${PHASES.indexOf(phase) < 0 ? 7 : PHASES.indexOf(phase)})`;
+const CAUSES = { training: "c2", "start-up": "c0", "waiting for workers": "c1", "steps done again": "c5", evaluation: "c4", checkpoints: "c3", finishing: "c7", "not running": "line" };
+const MOST_LINES = 300;
+
+function styled(node, properties) {
+  for (const [name, value] of Object.entries(properties)) node.style.setProperty(name, value);
+  return node;
+}
+
+function table(header, rows, numbers = []) {
+  const cell = (tag, text, i) => el(tag, { className: numbers.includes(i) ? "n" : "" }, text instanceof Node ? text : String(text));
+  return el(
+    "div",
+    { className: "scroll", tabIndex: 0, role: "region", "aria-label": header.join(", ") },
+    el("table", {}, el("thead", {}, el("tr", {}, ...header.map((t, i) => cell("th", t, i)))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((t, i) => cell("td", t, i)))))),
+  );
+}
+
+// ---- head
+
+export function head(run, nowMs) {
+  const h = run.head;
+  document.title = `${h.state} · ${h.name} · everstep`;
+  write($("name"), h.name);
+  write($("task"), h.task);
+  write($("state"), h.state);
+  attribute($("state"), "data-state", h.state);
+  write($("sentence"), sentence(h, nowMs));
+  const share = h.total ? Math.min(100, (100 * h.step) / h.total) : h.state === "completed" ? 100 : 0;
+  $("progress").firstElementChild.style.width = `${share}%`;
+  attribute($("progress"), "aria-valuenow", Math.round(share));
+  attribute($("progress"), "aria-valuetext", h.total ? `step ${h.step} of ${h.total}` : `step ${h.step}`);
+  tiles(run, nowMs);
+}
+
+function sentence(h, nowMs) {
+  if (!h.loaded) return `reading the run's history, step ${h.step} so far …`;
+  const i = h.incident;
+  const last = i ? `Last fault ${ago(i.time_ms, nowMs)}: ${i.text}${i.recovered_s ? `; training went on after ${duration(i.recovered_s)}` : ""}.` : "No fault so far.";
+  if (h.state === "running") return `${h.members < h.wanted ? `Training with ${h.members} of ${h.wanted} workers. ` : "All is well. "}${last}`;
+  if (h.state === "recovering") return `Recovering${h.reason ? ` from: ${h.reason}` : ""}.`;
+  if (h.state === "waiting") return `Waiting: ${h.reason || "for workers"}.`;
+  if (h.state === "starting") return `Starting: ${plural(h.members, "worker")} of ${h.wanted || "?"} ready.`;
+  return `${h.state[0].toUpperCase()}${h.state.slice(1)}${h.reason ? `: ${h.reason}` : ""}. ${last}`;
+}
+
+function tiles(run, nowMs) {
+  const h = run.head;
+  const saved = run.checkpoints.findLast((c) => c[3]);
+  const dead = h.states.dead ?? 0, healing = h.states.healing ?? 0, spare = h.states.spare ?? 0;
+  const beside = [dead && `${dead} dead`, healing && `${healing} healing`, spare && plural(spare, "spare")].filter(Boolean);
+  const end = h.ended_ns ?? (h.running ? nowMs * 1e6 : h.last_ns);
+  const items = [
+    ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
+    ["Loss", number(h.loss, 4), Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", ")],
+    ["Samples/s", number(h.rate ?? h.mean_rate), h.rate === null && h.mean_rate ? "on average" : ""],
+    ["Workers", h.wanted ? `${h.members} / ${h.wanted}` : `${h.members}`, beside.join(", "), dead || h.states.suspect ? "bad" : h.members < h.wanted ? "warn" : ""],
+    ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
+    ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
+    ["Checkpoint", saved ? `step ${saved[1]}` : "none", saved ? `${saved[0]}, ${ago(saved[2], nowMs)}` : ""],
+    ["Wall time", h.began_ns && end ? duration((end - h.began_ns) / 1e9) : "–", h.running && !h.answers ? "coordinator silent" : ""],
+  ];
+  const root = $("tiles");
+  items.forEach(([name, value, note, tone], i) => {
+    const box = root.children[i] ?? root.appendChild(el("div", {}, el("dt"), el("dd", {}, el("span"), el("small"))));
+    write(box.children[0], name);
+    write(box.children[1].children[0], value);
+    write(box.children[1].children[1], note);
+    attribute(box, "data-tone", tone ?? "");
+  });
+}
+
+// ---- beside the curves
+
+export function generations(run, nowMs) {
+  const list = run.generations;
+  const end = run.head.ended_ns ? run.head.ended_ns / 1e6 : nowMs;
+  const wanted = Math.max(1, run.head.wanted, ...list.map((g) => g[3]));
+  $("strip").replaceChildren(
+    ...list.map((g, i) => {
+      const width = Math.max(0, (list[i + 1]?.[1] ?? end) - g[1]);
+      const part = styled(el("i", { title: `generation ${g[0]}: ${plural(g[3], "worker")}` }), { flex: `${width} 0 0`, background: g[3] >= wanted ? "var(--c2)" : "var(--c1)" });
+      return part;
+    }),
+  );
+  $("generations").replaceChildren(
+    ...list.toReversed().slice(0, 60).map((g) =>
+      el("li", {}, el("strong", {}, `${g[0]} `), `${g[7] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[6].join(", ")}, ${clock(g[1])}`)),
+    ),
+  );
+}
+
+export function recoveries(run) {
+  const list = run.recoveries.toReversed();
+  const longest = Math.max(0.001, ...list.map((r) => r[1]));
+  if (!$("phase-legend").children.length) {
+    $("phase-legend").append(...PHASES.map((phase) => el("li", { "data-glyph": "" }, phase)));
+    [...$("phase-legend").children].forEach((item, i) => item.classList.add(`p${i}`));
+  }
+  if (!list.length) return $("recoveries").replaceChildren(el("p", { className: "soft" }, "none was needed"));
+  $("recoveries").replaceChildren(
+    ...list.map(([begin, seconds, worker, step, reason, phases]) => {
+      const said = phases.map(([phase, , s]) => `${phase} ${duration(s)}`).join(", ");
+      const track = el("div", { className: "track", role: "img", "aria-label": said });
+      track.append(...phases.map(([phase, at, s]) => styled(el("i", { title: `${phase} ${duration(s)}` }), { left: `${(100 * at) / longest}%`, width: `${(100 * s) / longest}%`, background: phaseColour(phase) })));
+      return el("div", { className: "fall" }, el("span", {}, clock(begin)), track, el("span", {}, duration(seconds)), el("span", { className: "why" }, `step ${step}: ${reason}`));
+    }),
+  );
+}
+
+export function account(run) {
+  const entries = Object.entries(run.account);
+  const whole = entries.reduce((sum, [, s]) => sum + s, 0) || 1;
+  const tint = (cause) => `var(--${CAUSES[cause] ?? "bad"})`;
+  $("account").replaceChildren(...entries.map(([cause, s]) => styled(el("i", { title: `${cause}: ${duration(s)}` }), { flex: `${s} 0 0`, background: tint(cause) })));
+  $("account-list").replaceChildren(
+    ...entries.map(([cause, s]) => el("div", {}, styled(el("dt", {}, cause), { "--swatch": tint(cause) }), el("dd", {}, `${duration(s)} · ${((100 * s) / whole).toFixed(2)} %`))),
+  );
+}
+
+export function scaling(run) {
+  const measured = run.efficiency.toSorted((a, b) => b.steps - a.steps).slice(0, 8).sort((a, b) => a.workers - b.workers);
+  const rows = measured.map((e) => [e.workers, number(e.samples_per_s), percent(e.efficiency), e.steps]);
+  const note = run.efficiency.length < 2 ? el("p", { className: "soft" }, "Efficiency compares numbers of workers: so far there was one.") : null;
+  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "steps"], rows, [0, 1, 2, 3]) : null, note].filter(Boolean));
+}
+
+export function checkpoints(run, nowMs) {
+  const list = run.checkpoints;
+  if (!list.length) return $("checkpoints").replaceChildren(el("p", { className: "soft" }, "none so far"));
+  const tiers = [...new Set(list.map((c) => c[0]))];
+  const rows = tiers.map((tier) => {
+    const of = list.filter((c) => c[0] === tier), good = of.findLast((c) => c[3]), failed = of.filter((c) => !c[3]).length;
+    return [tier, good ? `step ${good[1]}` : "none", good ? bytes(good[5]) : "–", good ? duration(good[4]) : "–", good ? duration(good[6]) : "–", failed];
+  });
+  const last = list.at(-1);
+  const trouble = last[3] ? null : el("p", { className: "bad" }, `The last one failed (${last[0]}, step ${last[1]}): ${last[7]}`);
+  $("checkpoints").replaceChildren(...[table(["tier", "newest", "size", "took", "stall", "failed"], rows, [2, 3, 4, 5]), trouble].filter(Boolean));
+}
+
+export function ledger(run, check) {
+  const l = run.ledger;
+  const button = el("button", { type: "button", id: "check-ledger", onclick: check }, "Check now");
+  let text = el("p", { className: "soft" }, "not checked yet");
+  if (l.note) text = el("p", { className: "warn" }, l.note);
+  else if (l.clean === true) text = el("p", { className: "good" }, `Clean: every sample of ${plural(l.steps, "step")} counted exactly once.`);
+  else if (l.clean === false) text = el("div", {}, el("p", { className: "bad" }, `Not clean: ${plural(l.problems.length, "problem")}.`), el("ul", {}, ...l.problems.map((p) => el("li", {}, p))));
+  $("ledger").replaceChildren(text, button);
+}
+
+export function cards(runs, selected, choose) {
+  $("cards").replaceChildren(
+    ...runs.map((run, i) => {
+      const h = run.head;
+      return el(
+        "button",
+        { type: "button", className: "card", "aria-current": String(i === selected), onclick: () => choose(i) },
+        el("b", {}, `${i + 1} ${h.name ?? "…"}`),
+        el("span", {}, `${h.state ?? ""}, step ${h.step ?? 0}${h.total ? ` of ${h.total}` : ""}`),
+        el("span", {}, `loss ${number(h.loss, 4)}, ${number(h.rate)} samples/s`),
+        el("span", {}, `${plural(h.members ?? 0, "worker")}, goodput ${percent(h.goodput)}, ${plural(h.faults ?? 0, "fault")}`),
+      );
+    }),
+  );
+}
+
+// ---- log
+
+export class Log {
+  constructor() {
+    this.root = $("log");
+    this.shown = 0;
+    $("filters").addEventListener("input", () => this.all());
+    $("filters").addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  show(run) {
+    this.run = run;
+    this.all();
+  }
+
+  /** New lines have come. */
+  more(run) {
+    if (run !== this.run) return this.show(run);
+    const fresh = run.log.filter((line) => line[0] > this.shown && this.wanted(line));
+    this.shown = run.log.at(-1)?.[0] ?? 0;
+    if (!fresh.length) return;
+    this.root.querySelector(".empty")?.remove();
+    this.root.prepend(...fresh.slice(-MOST_LINES).reverse().map(line));
+    while (this.root.children.length > MOST_LINES) this.root.lastElementChild.remove();
+  }
+
+  all() {
+    if (!this.run) return;
+    const found = this.run.log.filter((line) => this.wanted(line)).slice(-MOST_LINES).reverse();
+    this.shown = this.run.log.at(-1)?.[0] ?? 0;
+    this.root.replaceChildren(...(found.length ? found.map(line) : [el("p", { className: "empty" }, "nothing to show")]));
+  }
+
+  wanted([, , level, , worker, , text]) {
+    const order = ["info", "warning", "error"];
+    if (order.indexOf(level) < order.indexOf($("log-level").value)) return false;
+    const id = $("log-worker").value.trim();
+    if (id && String(worker) !== id) return false;
+    return text.toLowerCase().includes($("log-text").value.trim().toLowerCase());
+  }
+}
+
+function line([, ms, level, , , step, text]) {
+  return el("p", { "data-level": level }, el("span", { className: "soft", title: step === null ? "" : `step ${step}` }, clock(ms)), el("span", {}, level), el("span", {}, text));
+}

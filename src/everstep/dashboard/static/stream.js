@@ -1,0 +1,53 @@
+// Server-sent events by fetch, because an EventSource cannot carry the token header. Reconnects by itself.
+
+/** Calls `take(message)` for each message and `link(state)` as the connection changes, for ever. */
+export async function follow(headers, take, link) {
+  for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
+    try {
+      const answer = await fetch("/api/stream", { headers: headers(), cache: "no-store", credentials: "omit" });
+      if (answer.status === 401) link("locked");
+      else if (!answer.ok) link("lost");
+      else {
+        pause = 500;
+        link("live");
+        await read(answer.body.getReader(), take);
+        link("lost");
+      }
+    } catch {
+      link("lost");
+    }
+    await new Promise((done) => setTimeout(done, pause));
+  }
+}
+
+async function read(reader, take) {
+  const decoder = new TextDecoder();
+  let rest = "";
+  let fresh = true;
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += decoder.decode(value, { stream: true });
+    for (let cut; (cut = rest.indexOf("\n\n")) >= 0; rest = rest.slice(cut + 2)) {
+      const line = rest.slice(0, cut);
+      if (!line.startsWith("data: ")) continue;
+      take(JSON.parse(line.slice(6)), fresh);
+      fresh = false;
+    }
+  }
+}
+
+/** Ask for something to be done; returns {ok, text | error, result}. */
+export async function post(path, token, body = {}) {
+  try {
+    const answer = await fetch(path, {
+      method: "POST",
+      credentials: "omit",
+      headers: { "content-type": "application/json", "x-everstep-token": token },
+      body: JSON.stringify(body),
+    });
+    return await answer.json();
+  } catch {
+    return { ok: false, error: "the dashboard does not answer" };
+  }
+}

@@ -1,0 +1,259 @@
+"""What a page shows of a run, as JSON-able data; and the difference to what a page has already. Called with the lock.
+
+A page gets everything once and then only what changed: rows of workers, points at the ends of curves, lines of the log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from everstep.dashboard.feed import RunFeed
+from everstep.report.account import goodput
+from everstep.report.facts import MEMBERS, Facts, Worker
+from everstep.report.words import number, one_line
+
+_LISTED = 200
+_FIRST_LINES = 600
+_FIELDS = (
+    "state",
+    "stage",
+    "stages",
+    "lanes",
+    "step",
+    "rate",
+    "rss",
+    "cpu",
+    "pid",
+    "host",
+    "life",
+    "phase",
+    "reason",
+    "since",
+)
+
+
+@dataclass
+class Cursor:
+    """What one page has of one run."""
+
+    resets: int = -1
+    rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, tuple[int, int]] = field(default_factory=dict)
+    line: int = 0
+    usage: tuple[int, int] = (-1, -1)
+
+
+def patch(feed: RunFeed, cursor: Cursor) -> dict[str, Any]:
+    """What this page lacks of the run; {} if nothing. The cursor is moved on."""
+    history, facts = feed.history, feed.history.facts
+    found: dict[str, Any] = {}
+    if cursor.resets != history.resets:
+        fresh = Cursor(resets=history.resets)
+        cursor.__dict__.update(fresh.__dict__)
+        found["reset"] = True
+    rows = worker_rows(feed)
+    _changed_rows(found, cursor, rows)
+    parts: dict[str, Any] = {
+        "head": head(feed, rows),
+        "generations": _generations(facts),
+        "recoveries": _recoveries(facts),
+        "checkpoints": _checkpoints(facts),
+        "marks": _marks(facts),
+        "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items()},
+        "efficiency": facts.efficiency()[:64],
+        "metrics": {"step": facts.metrics_step, "values": facts.metrics},
+        "ledger": feed.ledger,
+    }
+    for name, value in parts.items():
+        if cursor.parts.get(name) != value:
+            cursor.parts[name] = found[name] = value
+    for name, series in (("steps", facts.steps), *((f"eval:{k}", s) for k, s in facts.evaluations.items())):
+        version, length = cursor.curves.get(name, (-1, 0))
+        tail = (series.version, len(series), series.x[-1] if series.x else None)
+        news = series.since(version, length) if cursor.parts.get(f"tail:{name}") != tail else None
+        if news is not None:
+            found.setdefault("curves", {})[name] = news
+            cursor.curves[name] = (series.version, len(series))
+            cursor.parts[f"tail:{name}"] = tail
+    if cursor.usage != (history.usage.version, history.usage.lines) and history.usage.lines:
+        cursor.usage = (history.usage.version, history.usage.lines)
+        found["usage"] = history.usage.columns()
+    lines = _lines(facts, cursor.line)
+    if lines:
+        cursor.line = lines[-1][0]
+        found["log"] = lines
+    return found
+
+
+def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
+    """The first five seconds: how it is, how far it is, what went wrong last."""
+    history, facts, status = feed.history, feed.history.facts, feed.status
+    states = [row[0] for row in rows.values()]
+    live = status if feed.running and status is not None else None
+    state = str(live["state"]) if live else history.state(feed.running)
+    rate = facts.samples_per_s() if state in ("running", "recovering") else None
+    total, step = history.total_steps, facts.step
+    lately = _steps_per_s(facts)
+    return {
+        "name": history.name,
+        "dir": str(feed.run_dir),
+        "task": one_line(history.job.get("task")),
+        "state": state,
+        "reason": one_line((live or {}).get("reason")) or facts.reason,
+        "running": feed.running,
+        "answers": live is not None,
+        "loaded": history.loaded,
+        "step": step,
+        "total": total,
+        "loss": facts.loss,
+        "rate": rate,
+        "mean_rate": facts.mean_samples_per_s(),
+        "eta_s": (total - step) / lately if total and lately and state == "running" and step < total else None,
+        "generation": facts.generation,
+        "wanted": int(number((live or {}).get("target"))) or facts.wanted,
+        "members": sum(s in MEMBERS for s in states),
+        "states": {s: states.count(s) for s in sorted(set(states))},
+        "goodput": goodput(history.seconds(feed.running)),
+        "began_ns": facts.account.begin_ns,
+        "ended_ns": facts.ended_ns,
+        "last_ns": facts.account.end_ns if not feed.running else None,
+        "faults": max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)),
+        "recoveries": facts.counts.get("recovery_completed", 0),
+        "steps_lost": facts.steps_lost,
+        "incident": _incident(facts),
+    }
+
+
+def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
+    """worker_id -> values of _FIELDS, from the events and, while it answers, from the coordinator."""
+    facts, usage = feed.history.facts, feed.history.usage.workers
+    live = {}
+    if feed.running and feed.status is not None:
+        live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
+    rows: dict[int, tuple[Any, ...]] = {}
+    for worker_id in sorted(facts.workers.keys() | live.keys()):
+        worker = facts.workers.get(worker_id) or Worker(worker_id)
+        now = live.get(worker_id)
+        measured = usage.get(worker_id)
+        state, life = _state(worker, now)
+        step = now["step"] if now else (facts.step if worker.role in MEMBERS and state != "dead" else 0)
+        rate = now.get("samples_per_s") if now else None
+        if not rate and measured is not None and feed.running:
+            rate = measured.samples_per_s
+        stages = list((now or {}).get("stages") or worker.stages)
+        rows[worker_id] = (
+            state,
+            stages[0] if stages else worker.stage,
+            stages,
+            list(now["lanes"]) if now else list(worker.lanes),
+            step,
+            round(number(rate), 2) if rate else None,
+            int(number(measured.row.get("rss_bytes"))) if measured else None,
+            round(measured.cpu_share, 2) if measured and measured.cpu_share is not None else None,
+            now.get("pid") if now else worker.pid,
+            one_line((now or {}).get("host") or worker.host, 80),
+            life,
+            one_line(measured.row.get("phase"), 20) if measured else "",
+            worker.reason,
+            worker.since_ns // 1_000_000,
+        )
+    return rows
+
+
+def _state(worker: Worker, now: dict[str, Any] | None) -> tuple[str, int]:
+    """The state, and the incarnation that it is of."""
+    if now is None:
+        return worker.state, worker.incarnation
+    life = int(now.get("incarnation") or 0)
+    if life <= worker.incarnation and worker.state in ("dead", "suspect"):
+        return worker.state, worker.incarnation
+    role = str(now.get("role"))
+    return ("healing" if role == "joining" else role), life
+
+
+def _changed_rows(found: dict[str, Any], cursor: Cursor, rows: dict[int, tuple[Any, ...]]) -> None:
+    changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
+    gone = [i for i in cursor.rows if i not in rows]
+    if changed or gone:
+        found["workers"] = {"fields": _FIELDS, "rows": changed, "gone": gone}
+    cursor.rows = rows
+
+
+def _steps_per_s(facts: Facts) -> float | None:
+    times, steps = facts.steps.columns[0][-12:], facts.steps.x[-12:]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    return (steps[-1] - steps[0]) / (times[-1] - times[0])
+
+
+def _incident(facts: Facts) -> dict[str, Any] | None:
+    """The newest fault, and how long it took to recover from it."""
+    mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
+    if mark is None:
+        return None
+    recovery = facts.recoveries[-1] if facts.recoveries and facts.recoveries[-1].end_ns >= mark.time_ns else None
+    return {
+        "text": mark.text,
+        "time_ms": mark.time_ns // 1_000_000,
+        "worker": mark.worker_id,
+        "recovered_s": recovery.duration_s if recovery else None,
+    }
+
+
+def _newest(items: Any, most: int = _LISTED) -> list[Any]:
+    return list(islice(reversed(items), most))[::-1]
+
+
+def _generations(facts: Facts) -> list[list[Any]]:
+    return [
+        [g.number, g.time_ns // 1_000_000, g.step, g.members, list(g.joined), list(g.left), list(g.leaders), g.reason]
+        for g in _newest(facts.generations)
+    ]
+
+
+def _recoveries(facts: Facts) -> list[list[Any]]:
+    return [
+        [
+            r.begin_ns // 1_000_000,
+            r.duration_s,
+            r.worker_id,
+            r.step,
+            r.reason,
+            [
+                [p.cause.removeprefix("recovery: "), (p.begin_ns - r.begin_ns) / 1e9, (p.end_ns - p.begin_ns) / 1e9]
+                for p in r.phases
+            ],
+        ]
+        for r in _newest(facts.recoveries, 60)
+    ]
+
+
+def _checkpoints(facts: Facts) -> list[list[Any]]:
+    return [
+        [c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason]
+        for c in _newest(facts.checkpoints)
+    ]
+
+
+def _marks(facts: Facts) -> list[list[Any]]:
+    return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(facts.marks, 300)]
+
+
+def _lines(facts: Facts, after: int) -> list[list[Any]]:
+    fresh: list[list[Any]] = []
+    for line in reversed(facts.log):
+        if line.number <= after or len(fresh) >= _FIRST_LINES:
+            break
+        text = [line.number, line.time_ns // 1_000_000, line.level, line.kind, line.worker_id, line.step, line.text]
+        fresh.append(text)
+    return fresh[::-1]
+
+
+def now_ms() -> int:
+    """The server's time: pages show ages by it."""
+    return time.time_ns() // 1_000_000

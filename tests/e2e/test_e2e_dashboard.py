@@ -1,0 +1,206 @@
+"""The dashboard's real page, in headless Chromium, over a real run in which the leader is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_cli import COMMAND, LIMIT_S, Running, environment
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: see tests/install_browser.sh")
+
+TOKEN = "a-token-for-the-tests"
+WIDTHS = {"phone": 390, "tablet": 820, "wide": 1600}
+KILL = "kill:target=leader:0,at=5"
+CAUGHT = 60_000
+
+
+class Dashboard:
+    """`everstep dashboard` as a process; `address` is where it listens."""
+
+    def __init__(self, *run_dirs: Path) -> None:
+        command = [*COMMAND, "dashboard", *map(str, run_dirs), "--token", TOKEN]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line.endswith(f"/#token={TOKEN}"), line
+        self.address = line.partition("#")[0]
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Page:
+    """A page that remembers what went wrong on it."""
+
+    def __init__(self, browser: Any, address: str, width: int = 1280, **options: Any) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(CAUGHT)
+        self.wrong: list[str] = []
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.goto(address)
+
+    def worker(self, worker_id: int) -> Any:
+        return self.page.locator(f'.worker[data-id="{worker_id}"]')
+
+    def expect_state(self, worker_id: int, states: str) -> None:
+        tile = sync_api.expect(self.worker(worker_id))
+        tile.to_have_attribute("data-state", re.compile(f"^({states})$"), timeout=CAUGHT)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any) -> Iterator[Path]:
+    """A run of 3 workers whose leader is killed while the page looks on; then it is over."""
+    run_dir = tmp_path_factory.mktemp("jobs") / "watched"
+    pace = {"E2E_LANE_S": "0.4"}
+    options = ("--workers", "3", "--steps", "16", "--chaos", KILL, "--set", "on_failure=shrink")
+    with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
+        job.wait_for(lambda e: e["kind"] == "job_started")
+        dashboard = Dashboard(run_dir)
+        view = Page(browser, f"{dashboard.address}#token={TOKEN}")
+        try:
+            watch(view, job)
+            code, _, errors = job.end()
+            assert code == 0, errors
+            sync_api.expect(view.page.locator("#state")).to_have_text("completed", timeout=CAUGHT)
+            sync_api.expect(view.page.locator("#ledger")).to_contain_text("Clean", timeout=CAUGHT)
+            assert view.wrong == []
+        finally:
+            view.close()
+            dashboard.close()
+    yield run_dir
+
+
+def watch(view: Page, job: Running) -> None:
+    """The leader turns dead, the next one leads, the charts mark it; the coordinator answers an action."""
+    page = view.page
+    view.expect_state(0, "leader")
+    view.expect_state(1, "active")
+    sync_api.expect(page.locator("#state")).to_have_text(re.compile("running|recovering"), timeout=CAUGHT)
+    job.wait_for(lambda e: e["kind"] == "worker_evicted")
+    view.expect_state(0, "dead")
+    view.expect_state(1, "leader")
+    chart = page.locator("#charts .plot").first
+    sync_api.expect(chart).to_have_attribute("aria-label", re.compile("[1-9][0-9]* faults marked"), timeout=CAUGHT)
+    sync_api.expect(page.locator("#recoveries .fall")).not_to_have_count(0, timeout=CAUGHT)
+    sync_api.expect(page.locator("#log")).to_contain_text("worker 0 was evicted", timeout=CAUGHT)
+    page.locator("#scale-workers").fill("99")
+    button = page.get_by_role("button", name="Scale")
+    button.click()
+    button.click()
+    sync_api.expect(page.locator("#answer")).to_contain_text("expected a number of workers", timeout=CAUGHT)
+
+
+@pytest.fixture(scope="module")
+def dashboard(over: Path) -> Iterator[Dashboard]:
+    dashboard = Dashboard(over)
+    yield dashboard
+    dashboard.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:
+    view = Page(browser, dashboard.address, WIDTHS[width], color_scheme=scheme)
+    sync_api.expect(view.page.locator("#state")).to_have_text("completed")
+    sync_api.expect(view.page.locator("#charts canvas").first).to_be_visible()
+    sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert view.page.evaluate(sideways) <= 0
+    found = axe.Axe().run(view.page).response["violations"]
+    serious = [
+        f"{v['id']}: {[n['target'] for n in v['nodes']][:3]}" for v in found if v["impact"] in ("serious", "critical")
+    ]
+    assert serious == []
+    folder = os.environ.get("SCREENSHOTS")
+    if folder:
+        view.page.screenshot(path=f"{folder}/{width}-{scheme}.png", full_page=True)
+    assert view.wrong == []
+    view.close()
+
+
+def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.address)
+    sync_api.expect(view.worker(2)).to_be_visible()
+    view.page.keyboard.press("Tab")
+    assert view.page.evaluate("document.activeElement.className") == "skip"
+    view.page.keyboard.press("Enter")
+    view.page.keyboard.press("Tab")
+    view.page.keyboard.press("ArrowRight")
+    view.page.keyboard.press("ArrowRight")
+    assert view.page.evaluate("document.activeElement.dataset.id") == "2"
+    view.page.keyboard.press("Enter")
+    sync_api.expect(view.page.locator("#worker-detail")).to_contain_text("Worker 2")
+    view.page.keyboard.press("Escape")
+    sync_api.expect(view.page.locator("#worker-detail")).to_be_hidden()
+    view.close()
+
+
+def test_actions_are_locked_without_the_token(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.address)
+    sync_api.expect(view.page.locator("#actions")).to_be_hidden()
+    view.page.locator("#token").fill("wrong")
+    view.page.get_by_role("button", name="Unlock").click()
+    sync_api.expect(view.page.locator("#answer")).to_contain_text("token")
+    sync_api.expect(view.page.locator("#actions")).to_be_hidden()
+    view.page.locator("#token").fill(TOKEN)
+    view.page.get_by_role("button", name="Unlock").click()
+    sync_api.expect(view.page.locator("#actions")).to_be_visible()
+    view.close()
+
+
+def test_the_log_is_filtered(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.address)
+    lines = view.page.locator("#log p")
+    sync_api.expect(lines).not_to_have_count(0)
+    view.page.locator("#log-level").select_option("error")
+    sync_api.expect(lines).to_have_count(1)
+    sync_api.expect(lines).to_contain_text("evicted")
+    view.page.locator("#log-text").fill("no such words")
+    sync_api.expect(view.page.locator("#log")).to_have_text("nothing to show")
+    view.close()
+
+
+def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tmp_path: Path) -> None:
+    nasty = tmp_path / "<img src=x onerror=alert(1)>"
+    shutil.copytree(over, nasty)
+    events = (nasty / "events.jsonl").read_text()
+    (nasty / "events.jsonl").write_text(events.replace("killed by SIGKILL", "<script>document.title='x'</script>"))
+    dashboard = Dashboard(over, nasty)
+    view = Page(browser, dashboard.address)
+    try:
+        sync_api.expect(view.page.locator("#cards .card")).to_have_count(2)
+        sync_api.expect(view.page.locator("#overlay canvas").first).to_be_visible()
+        view.page.locator("#cards .card").nth(1).click()
+        sync_api.expect(view.page.locator("#name")).to_have_text(nasty.name)
+        sync_api.expect(view.page.locator("#log")).to_contain_text("<script>document.title='x'</script>")
+        assert view.page.locator("img[onerror], main script").count() == 0
+        assert "everstep" in view.page.title()
+        assert view.wrong == []
+    finally:
+        view.close()
+        dashboard.close()

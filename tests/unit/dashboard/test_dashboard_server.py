@@ -1,0 +1,272 @@
+"""The dashboard's server: who may ask what, what the stream says, what actions answer. A real server on loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra [dashboard] is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
+
+from everstep.base.errors import ConfigError  # noqa: E402
+from everstep.cli.main import run_command  # noqa: E402
+from everstep.dashboard.app import make_app  # noqa: E402
+from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
+from everstep.dashboard.guard import is_loopback  # noqa: E402
+from everstep.dashboard.serve import checked_token  # noqa: E402
+from everstep.dashboard.view import Cursor, patch  # noqa: E402
+from everstep.observe.events import format_event  # noqa: E402
+from everstep.runtime import commands  # noqa: E402
+
+TOKEN = "a-token-of-many-characters"
+T0 = 1_800_000_000 * 10**9
+JSON = {"content-type": "application/json"}
+
+
+def event(kind: str, at_s: float, **fields: Any) -> bytes:
+    return format_event(kind, T0 + int(at_s * 1e9), fields)
+
+
+def make_run(base: Path, name: str = "run") -> Path:
+    run_dir = base / name
+    run_dir.mkdir()
+    lines = [
+        event("job_started", 0, workers=2),
+        event("worker_joined", 1, worker_id=0, incarnation=0, pid=1, host="<script>alert(1)</script>"),
+        event("worker_joined", 1, worker_id=1, incarnation=0, pid=2, host="h"),
+        event("generation_started", 2, generation=1, seats=[[0, 0, "active", [0]], [1, 0, "active", [1]]], leaders=[0]),
+        *(event("step_committed", 2 + s, step=s, generation=1, loss=1.0 / s, samples=4, lr=[0.1]) for s in range(1, 5)),
+    ]
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines))
+    (run_dir / "job.json").write_text('{"task": "t", "config": {"steps": 9}}')
+    return run_dir
+
+
+class Server:
+    """The application on a port of the kernel's."""
+
+    def __init__(self, run_dir: Path, host: str = "127.0.0.1") -> None:
+        self.feeds = Feeds([run_dir])
+        for feed in self.feeds.runs:
+            feed.history.load()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        app = make_app(self.feeds, host, TOKEN)
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread.start()
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        connection.request(method, path, data, names)
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        kind = answer.headers.get_content_type()
+        return answer.status, json.loads(content) if kind == "application/json" else content, dict(answer.headers)
+
+    def first_message(self, **headers: str) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", "/api/stream", headers={n.replace("_", "-"): v for n, v in headers.items()})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        while True:
+            line = answer.readline()
+            assert line
+            if line.startswith(b"data: "):
+                connection.close()
+                message: dict[str, Any] = json.loads(line[6:])
+                return message
+
+    def close(self) -> None:
+        self.feeds.stop()
+        self._server.should_exit = True
+        self._thread.join(30)
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(make_run(tmp_path_factory.mktemp("runs")))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As if it listened beyond loopback."""
+    server = Server(make_run(tmp_path_factory.mktemp("runs")), host="0.0.0.0")
+    yield server
+    server.close()
+
+
+def test_the_page_comes_with_a_strict_policy(server: Server) -> None:
+    status, page, headers = server.ask("GET", "/")
+    assert (status, b"<title>everstep</title>" in page) == (200, True)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "://" not in policy
+    assert headers["x-frame-options"] == "DENY"
+    assert "set-cookie" not in headers and "access-control-allow-origin" not in headers
+    assert b"style=" not in page and b"onclick" not in page and b"://" not in page
+
+
+def test_only_its_own_files_are_served(server: Server) -> None:
+    assert server.ask("GET", "/static/page.js")[0] == 200
+    for path in ("/static/..%2fapp.py", "/static/../app.py", "/static/app.py", "/static/", "/etc/passwd", "/api/x"):
+        assert server.ask("GET", path)[0] in (404, 405), path
+
+
+def test_the_stream_begins_with_everything(server: Server) -> None:
+    run = server.first_message()["runs"]["0"]
+    assert run["reset"] is True
+    assert (run["head"]["step"], run["head"]["total"], run["head"]["members"]) == (4, 9, 2)
+    fields = run["workers"]["fields"]
+    assert run["workers"]["rows"]["0"][fields.index("state")] == "leader"
+    assert run["workers"]["rows"]["0"][fields.index("host")] == "<script>alert(1)</script>"
+    assert run["curves"]["steps"]["x"] == [1, 2, 3, 4]
+    assert [line[3] for line in run["log"]][:2] == ["job_started", "worker_joined"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "127.0.0.2:1"])
+def test_names_that_are_not_ours_are_refused(server: Server, host: str) -> None:
+    assert server.ask("GET", "/", host=host)[0] in (400, 403)
+    assert server.ask("GET", "/api/stream", host=host)[0] in (400, 403)
+
+
+def test_other_sites_are_refused(server: Server) -> None:
+    for path in ("/", "/api/stream"):
+        assert server.ask("GET", path, origin="http://evil.example")[0] == 403
+        assert server.ask("GET", path, origin="null")[0] == 403
+        assert server.ask("GET", path, origin=f"http://127.0.0.1:{server.port + 1}")[0] == 403
+    for site in ("cross-site", "same-site"):
+        assert server.ask("GET", "/api/stream", sec_fetch_site=site)[0] == 403
+        assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, sec_fetch_site=site, **JSON)[0] == 403
+    assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, origin="http://evil.example", **JSON)[0] == 403
+    assert server.ask("OPTIONS", "/api/runs/0/scale", origin="http://evil.example")[0] == 403
+
+
+def test_no_action_without_the_token(server: Server) -> None:
+    for name in ("checkpoint", "drain", "scale", "chaos", "ledger"):
+        for given in (
+            {},
+            {"x_everstep_token": ""},
+            {"x_everstep_token": TOKEN[:-1]},
+            {"x_everstep_token": TOKEN + "x"},
+        ):
+            assert server.ask("POST", f"/api/runs/0/{name}", {}, **given, **JSON)[0] == 401
+        assert server.ask("GET", f"/api/runs/0/{name}?token={TOKEN}")[0] == 405
+        assert server.ask("POST", f"/api/runs/0/{name}?token={TOKEN}", {}, cookie=f"token={TOKEN}", **JSON)[0] == 401
+    assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, **JSON)[0] == 200
+    assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, content_type="text/plain")[0] == 415
+
+
+def test_beyond_loopback_everything_needs_the_token(open_server: Server) -> None:
+    assert open_server.ask("GET", "/")[0] == 200  # the page itself says nothing
+    assert open_server.ask("GET", "/api/stream")[0] == 401
+    assert open_server.ask("GET", "/api/stream", host="evil.example")[0] == 401
+    assert open_server.first_message(x_everstep_token=TOKEN)["count"] == 1
+
+
+def test_actions_answer_in_one_line(server: Server) -> None:
+    def act(name: str, body: Any) -> tuple[int, Any]:
+        return server.ask("POST", f"/api/runs/0/{name}", body, x_everstep_token=TOKEN, **JSON)[:2]
+
+    for name, body, words in [
+        ("scale", {"workers": "3"}, "whole number"),
+        ("scale", {"workers": True}, "whole number"),
+        ("scale", {"workers": 3}, "no job is running"),
+        ("drain", {}, "whole number"),
+        ("chaos", {"fault": "explode:target=worker:1"}, "explode"),
+        ("checkpoint", {}, "no job is running"),
+        ("stop", {}, "unknown action"),
+    ]:
+        status, answer = act(name, body)
+        assert (status, answer["ok"]) == (200, False)
+        assert words in answer["error"] and "\n" not in answer["error"]
+    assert act("scale", [1])[0] == 400
+    assert act("scale", b"{")[0] == 400
+    assert act("scale", b'{"a":"' + b"x" * 5000 + b'"}')[0] == 400
+    assert server.ask("POST", "/api/runs/7/scale", {}, x_everstep_token=TOKEN, **JSON)[0] == 404
+
+
+def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def ask(run_dir: Path, name: str, args: Any = None, timeout_s: float = 0) -> dict[str, Any]:
+        asked.append((name, args))
+        if name == "chaos":
+            raise ConfigError("unknown command 'chaos': expected status, scale, drain or stop")
+        return {"workers": 2, "before": 3}
+
+    monkeypatch.setattr(commands, "ask", ask)
+    given = {"x_everstep_token": TOKEN, **JSON}
+    assert server.ask("POST", "/api/runs/0/scale", {"workers": 2}, **given)[1]["text"] == "from 3 to 2 workers"
+    assert server.ask("POST", "/api/runs/0/drain", {"worker_id": 1}, **given)[1]["ok"]
+    refused = server.ask("POST", "/api/runs/0/chaos", {"fault": "kill:target=random"}, **given)[1]
+    assert (refused["ok"], "while it runs" in refused["error"]) == (False, True)
+    assert asked[:2] == [("scale", {"workers": 2}), ("drain", {"worker_id": 1})]
+
+
+def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    feed.history.load()
+    cursor = Cursor()
+    assert patch(feed, cursor)["reset"]
+    assert patch(feed, cursor) == {}
+    with open(feed.run_dir / "events.jsonl", "ab") as file:
+        file.write(event("step_committed", 7, step=5, generation=1, loss=0.1, samples=4))
+    feed.read()
+    changed = patch(feed, cursor)
+    assert changed["curves"]["steps"] == {
+        "version": 0,
+        "start": 3,
+        "x": [4, 5],
+        "columns": changed["curves"]["steps"]["columns"],
+    }
+    assert "log" not in changed and "generations" not in changed
+    (feed.run_dir / "events.jsonl").write_bytes(event("job_started", 100, workers=1))
+    feed.read()
+    again = patch(feed, cursor)
+    assert (again["reset"], again["head"]["step"]) == (True, 0)
+
+
+def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    feed.history.load()
+    seen = {
+        "worker_id": 1,
+        "incarnation": 1,
+        "pid": 9,
+        "host": "x",
+        "stages": [],
+        "role": "joining",
+        "step": 3,
+        "lanes": [],
+    }
+    feed.running, feed.status = True, {"state": "recovering", "target": 2, "workers": [{**seen, "samples_per_s": 0.0}]}
+    shown = patch(feed, Cursor())
+    fields, rows = shown["workers"]["fields"], shown["workers"]["rows"]
+    assert dict(zip(fields, rows["1"], strict=True))["state"] == "healing"
+    assert shown["head"]["state"] == "recovering"
+
+
+def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [is_loopback(h) for h in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
+    assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+    assert len(checked_token("127.0.0.1", None)) >= 24
+    for host, token in (("0.0.0.0", None), ("0.0.0.0", "short"), ("127.0.0.1", ""), ("127.0.0.1", "zwei wörter")):
+        with pytest.raises(ConfigError):
+            checked_token(host, token)
+    assert run_command(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 2
+    assert run_command(["dashboard", str(tmp_path / "nowhere")]) == 2
+    assert "--token" in capsys.readouterr().err
