@@ -7,7 +7,7 @@ recomputation, only what went in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
+from everstep.train.lane_probe import LaneProbe, copied
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 
 Scaled = tuple[Tensor, float, float]
@@ -29,7 +30,8 @@ class Lane:
     """What a part needs for one lane's forward pass. inputs: of the part before, None at the first one.
 
     loss, batch: used at the first and at the last part. measure: makes what `loss` returned comparable. keep: hold the
-    graph; else only what goes in, and `recompute` comes before `backward`.
+    graph; else only what goes in, and `recompute` comes before `backward`. probe: compute the first lane twice, the
+    second time in its backward pass.
     """
 
     inputs: Bundle | None
@@ -37,6 +39,7 @@ class Lane:
     batch: Any
     measure: Callable[[Any], Scaled]
     keep: bool = True
+    probe: bool = False
 
 
 @dataclass
@@ -47,6 +50,7 @@ class _Flight:
     outputs: Bundle | None = None
     entry: EntryHolder | None = None
     scaled: Scaled | None = None
+    probe: LaneProbe | None = None
 
 
 class PartPass:
@@ -63,8 +67,10 @@ class PartPass:
         guard: BufferGuard,
         seeder: UnitSeeder,
         autocast: Callable[[], Any],
+        where: str = "this part",
     ) -> None:
-        """units: the part's own, in order; last_unit: the last one's number. seeder: of the whole stage."""
+        """units: the part's own, in order; last_unit: the last one's number. seeder: of the whole stage. where: the
+        stage, for errors."""
         self.part = part
         self.is_first, self.is_last = part == 0, part == n_parts - 1
         self.units = tuple(units)
@@ -74,6 +80,8 @@ class PartPass:
         self._call: ModelCall = call  # type: ignore[assignment]  # None where nothing is split
         self._seeder = seeder
         self._autocast = autocast
+        self._where = where
+        self._probed = False
         self._flights: dict[int, _Flight] = {}
         self._writes_inputs: bool | None = None
 
@@ -97,8 +105,14 @@ class PartPass:
         """
         flight = _Flight(lane)
         self._flights.pop(number, None)
+        fresh = number in self.accumulator.missing
+        if lane.probe and fresh and not self._probed:
+            self._probed = True
+            flight.probe = LaneProbe(self._where, step, number, lane.inputs)
         self._pass(step, number, flight)
-        if number in self.accumulator.missing:
+        if flight.probe is not None:
+            flight.probe.forward(self.units, *_outcome(flight))
+        if fresh:
             self.accumulator.capture(number)
             self.guard.end_lane()
         result: Bundle | Scaled
@@ -124,19 +138,37 @@ class PartPass:
         """
         flight = self._flights.pop(number)
         fresh = number in self.accumulator.missing
+        if fresh and flight.probe is not None:
+            flight = self._try(flight.probe, number, flight, back, scale)
         if fresh:
             self.accumulator.enter(number)
+        self._backward_of(number, flight, back, scale)
+        if fresh:
+            if flight.probe is not None:
+                flight.probe.compare_backward(self.units, _found(flight))
+            self.accumulator.add(number)
+        else:
+            self.accumulator.dismiss()
+        return None if flight.entry is None else gradients(_spread(flight))
+
+    def _try(self, probe: LaneProbe, number: int, flight: _Flight, back: Bundle | None, scale: float) -> _Flight:
+        """The first backward pass of a lane that is computed twice, and its second forward pass; returns that."""
+        self.accumulator.enter(number)
+        self._backward_of(number, flight, None if back is None else copied(back), scale)
+        probe.backward(self.units, _found(flight))
+        self.accumulator.dismiss()
+        again = _Flight(replace(flight.lane, inputs=probe.inputs), probe=probe)
+        self._pass(probe.step, number, again)
+        probe.compare_forward(self.units, *_outcome(again))
+        return again
+
+    def _backward_of(self, number: int, flight: _Flight, back: Bundle | None, scale: float) -> None:
         self.guard.resume_lane(number)
         self._seeder.resume(number, self.part)
         try:
             self._run_backward(flight, back, scale)
         finally:
             self._seeder.end_lane()
-        if fresh:
-            self.accumulator.add(number)
-        else:
-            self.accumulator.dismiss()
-        return None if flight.entry is None else gradients(_spread(flight))
 
     def _run_backward(self, flight: _Flight, back: Bundle | None, scale: float) -> None:
         if flight.scaled is not None:
@@ -223,6 +255,16 @@ class PartPass:
 def _detached(outputs: Bundle | None) -> Bundle:
     check(outputs is not None, "a part before the last one has an output")
     return Bundle([t.detach() for t in outputs.tensors], outputs.meta)  # type: ignore[union-attr]
+
+
+def _outcome(flight: _Flight) -> tuple[list[Tensor], str]:
+    """What a forward pass gave: the output's tensors; at the last part the loss as text."""
+    outputs = [] if flight.outputs is None else flight.outputs.tensors
+    return outputs, "" if flight.scaled is None else f"{flight.scaled[1].hex()} {flight.scaled[2].hex()}"
+
+
+def _found(flight: _Flight) -> list[Tensor | None]:
+    return [] if flight.entry is None else flight.entry.found
 
 
 def _spread(flight: _Flight) -> list[Tensor | None]:

@@ -106,6 +106,7 @@ class StageReplica:
                 BufferGuard(model, modules),
                 self.seeder,
                 lambda: autocast(self.config.precision, self.device),
+                f"stage {spec.stage}",
             )
             at = here.stop
         return passes
@@ -248,7 +249,7 @@ class StageReplica:
         def measure(raw: Any) -> Scaled:
             return self._measured(raw[0], raw[1], share) if isinstance(raw, tuple) else self._measured(raw, None, share)
 
-        given = Lane(inputs, self._loss_of, batch, measure, keep)  # type: ignore[arg-type]
+        given = Lane(inputs, self._loss_of, batch, measure, keep, not self.update_proven)  # type: ignore[arg-type]
         result = self._passes[part].forward(step, lane, given)
         if isinstance(result, Bundle):
             return result
