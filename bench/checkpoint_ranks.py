@@ -28,15 +28,15 @@ COMPUTE_S = 0.4
 
 def make_model(size_mb: float, frozen: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Layers whose parameters and AdamW state have this size together, the optimizer's filled. frozen: this share of
-    the parameters has no gradients."""
+    the parameters is trained no more."""
     layers = max(1, round(size_mb * 1e6 / (3 * 4 * WIDTH * WIDTH)))
     width = WIDTH if size_mb * 1e6 >= 12 * WIDTH * WIDTH else int((size_mb * 1e6 / 12) ** 0.5)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    for layer in model[: int(layers * frozen)]:
-        layer.weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     update(model, optimizer)
+    for layer in model[: round(layers * frozen)]:
+        layer.weight.requires_grad_(False)
     return model, optimizer
 
 

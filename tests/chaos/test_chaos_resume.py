@@ -191,8 +191,10 @@ for step in run:
         step.backward(nn.functional.mse_loss(model(x), y))
     history.losses = torch.cat([history.losses, torch.tensor([step.loss], dtype=torch.float64)])
     if step.number % 4 == 0:
-        found = run.evaluate(lambda b: {"mse": torch.stack([((model(b[0]) - b[1]) ** 2).sum().double(),
-                                                           torch.tensor(float(len(b[1])), dtype=torch.float64)])}, train)
+        def errors(batch):
+            squares = ((model(batch[0]) - batch[1]) ** 2).sum().double()
+            return {"mse": torch.stack([squares, torch.tensor(float(len(batch[1])), dtype=torch.float64)])}
+        found = run.evaluate(errors, train)
         history.best = min(history.best, found["mse"])
 if run.is_main:
     print("history", len(history.losses), history.losses.sum().item().hex(), history.best.hex())
