@@ -20,7 +20,7 @@ KINDS = ("kill", "stop", "raise", "partition", "disconnect", "slow")
 DRAWN = ("kill", "stop", "raise", "partition", "disconnect")
 """What random faults are made of."""
 COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
-PHASES = (*COMPUTE_PHASES, "settle", "heal")
+PHASES = (*COMPUTE_PHASES, "settle", "heal", "finish")
 CUTS = ("partition", "disconnect")
 EVENTS = tuple(sorted(EVENT_KINDS))
 SIDES = ("coordinator", "peers")
@@ -37,7 +37,8 @@ class Fault:
     kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
     disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
     (each forward pass takes `by_s` seconds longer, for whoever the target is at the time).
-    `at`: the step being computed (with phase heal: the step being healed to; with phase settle: the last step done),
+    `at`: the step being computed (with phase heal: the step being healed to; with phase settle: the last step done;
+    with phase finish, when final/ is about to be made: the last step),
     or the first later one in which the target takes part. `phase` None: as soon as the target computes the step.
     `for_s`: seconds until SIGCONT (None: never), until the link is whole again, or until the target is fast again.
     `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,7 +33,8 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     lanes: as computed, at the last stage alone (where the loss is). norms: float64 sums of squares of the blocks
     owned[0]..owned[1]-1, unnormalised. ties: further summands, the same from every worker of the stage. buffers: what
     the lanes did to buffers (an encoded `BufferReport` per part of the stage). digest: of the stage's state before this
-    step ("" if not due).
+    step ("" if not due). tied: likewise of each parameter (by name) that other stages hold too, with its optimizer
+    state.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class StageSection(msgspec.Struct, frozen=True, array_like=True):
     ties: list[float]
     buffers: list[bytes]
     digest: str
+    tied: dict[str, str] = {}
 
 
 class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +75,8 @@ class Outcome:
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
     were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
-    the step, by stage and worker, where they were due. kept: the newest step that is in memory in all stages. save: as
+    the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
+    hold, by name and (stage, worker). kept: the newest step that is in memory in all stages. save: as
     in `AgreePayload`.
     """
 
@@ -88,6 +91,7 @@ class Outcome:
     digests: Mapping[int, Mapping[int, str]]
     kept: int = 0
     save: tuple[tuple[str, ...], str] = ((), "")
+    ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
 
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
@@ -131,7 +135,17 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
         kept=min(p.kept for p in payloads.values()),
         save=next((p.save for p in payloads.values() if p.save[0]), ((), "")),
+        ties=_ties(sections),
     )
+
+
+def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tuple[int, int], str]]:
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    for stage, said in enumerate(sections):
+        for worker_id, section in said.items():
+            for name, digest in section.tied.items():
+                found.setdefault(name, {})[stage, worker_id] = digest
+    return found
 
 
 def stages_in(records: Mapping[int, Record]) -> int:

@@ -305,11 +305,16 @@ class StageReplica:
         return tied_out(self.spec.ties, self.layout, reduced)
 
     def section(
-        self, reduced: Reduced, lanes: Sequence[int], digest: str, received: Received | None = None
+        self,
+        reduced: Reduced,
+        lanes: Sequence[int],
+        digest: str,
+        received: Received | None = None,
+        verify: bool = False,
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
-        received: what other stages' `tied_out` gave.
+        received: what other stages' `tied_out` gave. verify: state the digests of parameters held by several stages.
         """
         norms, ties = b"", []
         if self.needs_norms:
@@ -324,7 +329,17 @@ class StageReplica:
             ties=ties,
             buffers=[part.guard.report().encode() for part in self._passes.values()],
             digest=digest,
+            tied=self._tied_digests() if verify else {},
         )
+
+    def _tied_digests(self) -> dict[str, str]:
+        """Of each parameter that other stages hold too, with what the optimizer keeps for it."""
+        found = {}
+        for tied in self.spec.ties:
+            kept = self.parts.optimizer.state.get(tied.parameter, {})
+            tensors = {str(k): v for k, v in kept.items() if isinstance(v, torch.Tensor)}
+            found[tied.name] = named_digest([("", tied.parameter), *tensors.items()])
+        return found
 
     def apply(
         self, outcome: Outcome, reduced: Reduced, workers: int, received: Received | None = None

@@ -165,7 +165,7 @@ class Session:
         Returns whether the job has ended; False: the state went back, and there are steps to be done again.
         """
         try:
-            self.phase("finish", self.engine.position.step, self.engine.plan)
+            self.link.row.set(step=self.engine.position.step, phase="finish")
             self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
             self.asked = self.engine.position.step + 1
             while True:
@@ -393,7 +393,9 @@ class Session:
         every = self.config.verify_every
         due = bool(every and number % every == 0)
         sections = [
-            self.stages[k].section(g.reduced, lanes[k], self.stages[k].digest(number - 1) if due else "", g.received)
+            self.stages[k].section(
+                g.reduced, lanes[k], self.stages[k].digest(number - 1) if due else "", g.received, due
+            )
             for k, g in found.items()
         ]
         kept, save = self.transfers.keeper.complete, self.saver.wanted(number)
@@ -420,6 +422,7 @@ class Session:
         """Take a decided step, with the reduced gradients of all stages that are held here."""
         outcome = conclude(number, self.config.lanes, records, self.stages.count)
         self._compare_digests(outcome)
+        self._compare_ties(outcome)
         self.transfers.before_update(number, records, gradients)
         self.saver.before_update()
         workers = self.order.workers if isinstance(self.order, ElasticOrder) else 0
@@ -458,6 +461,17 @@ class Session:
                     f"the workers' states differ before step {outcome.step}"
                     + (f" in stage {stage}: " if self.stages.split else ": ")
                     + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())
+                    + "; one of them computes wrongly, and all steps since the last match are tainted"
+                )
+
+    @staticmethod
+    def _compare_ties(outcome: Outcome) -> None:
+        for name, digests in outcome.ties.items():
+            if len(set(digests.values())) > 1:
+                raise DeterminismError(
+                    f"the copies of the tied parameter {name} (or what the optimizer keeps for it) differ before step "
+                    f"{outcome.step}: "
+                    + ", ".join(f"{d[:12]} in stage {k} at worker {w}" for (k, w), d in sorted(digests.items()))
                     + "; one of them computes wrongly, and all steps since the last match are tainted"
                 )
 

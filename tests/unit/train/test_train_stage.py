@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.base.errors import DeterminismError
 from everstep.placement.cuts import Cut
 from everstep.zoo.digits import MLPDigits, ResNet50Digits
 from split_run import Text, run_split
@@ -85,6 +87,51 @@ def test_interleaved(recompute: bool) -> None:
 
 def test_several_workers_per_stage() -> None:
     same(Text, "text", ((0, 2), (2, 4), (4, 6)), 3, TEXT, pools=2, wire=True)
+
+
+class _Doubles(torch.autograd.Function):
+    """Identity; where asked to, it draws from a source that cannot be seeded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, random: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.random = random
+        return x * (1.0 + secrets.randbits(20)) if random == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * (1.0 + secrets.randbits(20)) if ctx.random == "backward" else gradient, None
+
+
+class _Draws(nn.Module):
+    def __init__(self, random: str) -> None:
+        super().__init__()
+        self.random = random
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubles.apply(x, self.random)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Draws(MLPDigits):
+    """Its third unit is not deterministic."""
+
+    random = "forward"
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), _Draws(self.random), nn.Linear(16, 10))
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
+class DrawsInBackward(Draws):
+    random = "backward"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("task", "what"), [(Draws, "outputs or buffers"), (DrawsInBackward, "gradients")])
+def test_a_stage_that_is_not_deterministic(task: type[Draws], what: str, recompute: bool) -> None:
+    with pytest.raises(DeterminismError, match=f"lane 0 of step 1 .* stage 1 and gave different {what}"):
+        run_split(task(), ((0, 2), (2, 3), (3, 4)), 3, 1, values=MLP, recompute=recompute)
 
 
 def test_the_end_of_the_data() -> None:
