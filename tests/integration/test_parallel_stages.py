@@ -196,5 +196,5 @@ def test_two_hundred_generations_leak_nothing(crew: StagedCrew) -> None:
         assert new["threads"] <= old["threads"] + 15, (old, new)
         assert new["segments"] <= old["segments"] + 6, (old, new)
         assert new["maps"] <= old["maps"] + 80, (old, new)
-        assert new["resident_kib"] <= old["resident_kib"] + 48_000, (old, new)  # heaps of threads
+        assert new["resident_kib"] <= old["resident_kib"] + 24_000, (old, new)
         assert new["shared_kib"] <= old["shared_kib"] + 16_000, (old, new)
