@@ -23,16 +23,20 @@ from everstep.train.parts import Parts
 from everstep.train.precision import autocast
 
 
-def check_units(whole: Parts, loss: Loss, batch: Any, config: Config, device: torch.device) -> None:
+def check_units(
+    whole: Parts, loss: Loss, batch: Any, config: Config, device: torch.device, cut: Sequence[tuple[int, int]] = ()
+) -> None:
     """See that the units, one after the other, are the model's whole forward pass: same output, same buffers, bitwise.
 
-    whole: before it is cut, in training mode; it is left as it was. batch: of one lane.
+    whole: before it is cut, in training mode; it is left as it was. batch: of one lane. cut: where
+    it will be cut; then no unit may use a parameter of another part that is not among its own.
 
     Raises: ConfigError if they are not. TaskError if the loss does what cannot be split.
     """
     outcomes = []
     with preserve_rng(), _lane_of(whole, loss, batch) as (args, kwargs), _guarded(whole.model) as guard:
-        for through in (whole.model, _Chain(whole.units)):
+        chain = _Chain(whole.units)
+        for through in (whole.model, chain):
             guard.begin_lane()
             seeder = UnitSeeder(whole.units, config.seed)
             try:
@@ -47,11 +51,12 @@ def check_units(whole: Parts, loss: Loss, batch: Any, config: Config, device: to
             del output
         guard.begin_lane()
         _refuse_outside(whole, outcomes[0][1])
-    (model, model_buffers), (chain, chain_buffers) = outcomes
-    if model == chain and model_buffers == chain_buffers:
+    (model, model_buffers), (units, unit_buffers) = outcomes
+    if model == units and model_buffers == unit_buffers:
+        _refuse_hidden_uses(whole, chain.used, cut)
         return
     where = next(
-        (a[0] for a, b in zip(model, chain, strict=False) if a != b), "output" if model != chain else "buffers"
+        (a[0] for a, b in zip(model, units, strict=False) if a != b), "output" if model != units else "buffers"
     )
     raise ConfigError(
         f"units: applied one after the other, x = unit(x), they must be the model's whole forward pass to the bit, but "
@@ -109,13 +114,27 @@ def _now(device: torch.device) -> float:
 
 
 class _Chain:
+    """The units one after the other. used: for each unit the parameters in its part of autograd's graph."""
+
     def __init__(self, units: Sequence[nn.Module]) -> None:
         self._units = units
+        self.used: list[list[Tensor]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = self._units[0](*args, **kwargs)
-        for unit in self._units[1:]:
-            x = unit(x)
+        self.used.append(_leaves_behind(x, set()))
+        for k, unit in enumerate(self._units[1:], 1):
+            before_it = {t.grad_fn for t in _tensors(x) if t.grad_fn is not None}
+            try:
+                x = unit(x)
+                self.used.append(_leaves_behind(x, before_it))
+            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+                before, why = type(self._units[k - 1]).__name__, f"{error}".partition("\n")[0]
+                raise ConfigError(
+                    f"units: unit {k} ({type(unit).__name__}) cannot work on what unit {k - 1} ({before}) returns: "
+                    f"{type(error).__name__}: {why}; applied one after the other, x = unit(x), they must be the "
+                    "model's whole forward pass: use other units, or stages: 1"
+                ) from error
         return x
 
 
@@ -148,6 +167,39 @@ def _refuse_outside(whole: Parts, after: Mapping[str, str]) -> None:
                 f"buffer {name} lies outside all units and changes in the forward pass; with stages, Task.units must "
                 "hold it, or use stages: 1"
             )
+
+
+def _leaves_behind(tree: Any, stop: set[Any]) -> list[Tensor]:
+    """The leaves that a unit's output depends on, without what came in (`stop`: where that was made)."""
+    seen = set(stop)
+    waiting = [t.grad_fn for t in _tensors(tree) if t.grad_fn is not None and t.grad_fn not in seen]
+    found: list[Tensor] = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [after for after, _ in node.next_functions if after is not None and after not in seen]
+    return found
+
+
+def _refuse_hidden_uses(whole: Parts, used: Sequence[Sequence[Tensor]], cut: Sequence[tuple[int, int]]) -> None:
+    part_of = {unit: part for part, run in enumerate(cut) for unit in range(*run)}
+    home = {id(p): number for number in reversed(range(len(whole.units))) for p in whole.units[number].parameters()}
+    names = {id(p): name for name, p in whole.model.named_parameters()}
+    for number, found in enumerate(used):
+        own = {id(p) for p in whole.units[number].parameters()}
+        for leaf in found:
+            at = home.get(id(leaf))
+            if at is not None and id(leaf) not in own and part_of.get(at) != part_of.get(number):
+                kind = type(whole.units[number]).__name__
+                raise ConfigError(
+                    f"unit {number} ({kind}) uses parameter {names[id(leaf)]} of unit {at}, which comes to another "
+                    "stage, without having it as its own: register it in both (self.weight = other.weight), or cut the "
+                    "model where both are in one stage"
+                )
 
 
 def _facts(tree: Any, path: str) -> Iterator[tuple[str, str]]:

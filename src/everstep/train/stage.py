@@ -54,7 +54,7 @@ def build_stages(
             replicas[stage] = make_replica(parts, config, device)
             continue
         if batch is not None:
-            check_units(parts, loss, batch, config, device)
+            check_units(parts, loss, batch, config, device, cut)
             batch = None
         parts, spec = cut_out(parts, cut, stages, stage)
         replicas[stage] = StageReplica(parts, config, device, spec, loss)
