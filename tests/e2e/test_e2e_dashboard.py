@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_cli import COMMAND, LIMIT_S, Running, environment
+from e2e_cli import COMMAND, Running, environment
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -78,7 +78,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
     """A run of 3 workers whose leader is killed while the page looks on; then it is over."""
     run_dir = tmp_path_factory.mktemp("jobs") / "watched"
     pace = {"E2E_LANE_S": "0.4"}
-    options = ("--workers", "3", "--steps", "16", "--chaos", KILL, "--set", "on_failure=shrink")
+    options = ("--workers", "3", "--steps", "16", "--chaos", KILL, "--set", "on_failure=shrink", "--dashboard")
     with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)

@@ -36,6 +36,8 @@ COMMANDS = {
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
     "dashboard": ("everstep.cli.dashboard", "Show jobs, running or over, on a live page in the browser."),
+    "top": ("everstep.cli.top", "Show a job and its workers in the terminal, live."),
+    "logs": ("everstep.cli.logs", "Print all logs of a job as one stream, filtered."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

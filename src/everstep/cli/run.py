@@ -15,6 +15,7 @@ import click
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
+from everstep.cli.dashboard_beside import check_installed, dashboard_beside
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
     Job,
@@ -64,6 +65,7 @@ class Invocation:
     fresh: bool = False
     as_json: bool = False
     server: EarlyZygote | None = None
+    dashboard: bool = False
 
 
 @click.command()
@@ -87,6 +89,7 @@ class Invocation:
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
+@click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
 def command(
     task: str,
     argv: tuple[str, ...],
@@ -98,6 +101,7 @@ def command(
     fresh: bool,
     dry_run: bool,
     as_json: bool,
+    dashboard: bool,
     **options: Any,
 ) -> int:
     """Train TASK, and go on whatever happens to the workers.
@@ -109,7 +113,9 @@ def command(
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     request = _request(config_file, settings, options, batch_size, simulate_failure)
-    invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json)
+    invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard)
+    if dashboard:
+        check_installed()
     threads = read_layers(request.layers).get("threads")
     preload = ("torch",) if dry_run else PRELOAD
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
@@ -245,7 +251,10 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     watcher.start()
     exit_code = 1
     try:
-        exit_code = launcher.run()
+        with dashboard_beside(run_dir, invocation.dashboard) as address:
+            if address:
+                display.note(f"dashboard {address}")
+            exit_code = launcher.run()
         _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
     finally:
         watcher.stop()

@@ -18,7 +18,7 @@ from everstep.report.words import number, one_line
 
 _LISTED = 200
 _FIRST_LINES = 600
-_FIELDS = (
+FIELDS = (
     "state",
     "stage",
     "stages",
@@ -64,7 +64,7 @@ def patch(feed: RunFeed, cursor: Cursor) -> dict[str, Any]:
         "recoveries": _recoveries(facts),
         "checkpoints": _checkpoints(facts),
         "marks": _marks(facts),
-        "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items()},
+        "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
         "efficiency": facts.efficiency()[:64],
         "metrics": {"step": facts.metrics_step, "values": facts.metrics},
         "ledger": feed.ledger,
@@ -130,7 +130,7 @@ def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
-    """worker_id -> values of _FIELDS, from the events and, while it answers, from the coordinator."""
+    """worker_id -> values of FIELDS, from the events and, while it answers, from the coordinator."""
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
     if feed.running and feed.status is not None:
@@ -180,7 +180,7 @@ def _changed_rows(found: dict[str, Any], cursor: Cursor, rows: dict[int, tuple[A
     changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
     gone = [i for i in cursor.rows if i not in rows]
     if changed or gone:
-        found["workers"] = {"fields": _FIELDS, "rows": changed, "gone": gone}
+        found["workers"] = {"fields": FIELDS, "rows": changed, "gone": gone}
     cursor.rows = rows
 
 

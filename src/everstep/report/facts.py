@@ -262,11 +262,12 @@ class Facts:
         self.state, self.reason, self.exit_code, self.ended_ns = "starting", "", None, None
         self.wanted = _integer(event, "workers")
         self._started_ns, self._waiting_ns, self._fault_ns = time_ns, None, None
+        self._go_back(_integer(event, "step"), time_ns)
         self.last_step_ns, self._clean = 0, False
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step = int(event["step"])
-        if step <= self.step and self.attempts > 1 and self.steps.x and step <= self.steps.x[-1]:
+        if self.steps.x and step <= self.steps.x[-1]:
             self.samples -= self._samples_from(step)
         self.step = step
         loss = event.get("loss")
@@ -408,15 +409,17 @@ class Facts:
         back_to = event.get("step")
         if not isinstance(back_to, int) or (event.get("steps_redone") is None and back_to >= self.step):
             return
+        self.steps_lost += max(0, self.step - back_to)
+        self._go_back(back_to, time_ns)
+        self._clean = False
+
+    def _go_back(self, back_to: int, time_ns: int) -> None:
+        """The steps after this one are done again, to the same bits: they are not told again, so their points stay."""
         at = self.steps.at(back_to + 1)
-        if at is not None and self.steps.x[-1] > back_to:
+        if at is not None:
             begin_ns = int(self.steps.columns[0][max(0, at - 1)] * 1e9)
             self.account.paint(begin_ns, min(time_ns, self.last_step_ns), "steps done again")
-            self.samples -= self._samples_from(back_to + 1)
-            self.steps.cut(back_to + 1)
-        self.steps_lost += max(0, self.step - back_to)
         self.step = min(self.step, back_to)
-        self._clean = False
 
     def _waiting(self, event: Event, time_ns: int) -> None:
         self.state, self.reason = "waiting", one_line(event.get("reason"))

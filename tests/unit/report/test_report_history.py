@@ -92,7 +92,7 @@ def test_what_overlaps_counts_once_and_old_intervals_are_folded() -> None:
 
 
 def test_a_dead_job_that_starts_again_was_not_running_in_between(tmp_path: Path) -> None:
-    lines = [*killed_run(), event("job_started", 100, step=0, workers=3), plan(103, 3, {0: [0], 1: [1], 2: [2, 3]})]
+    lines = [*killed_run(), event("job_started", 100, step=7, workers=3), plan(103, 3, {0: [0], 1: [1], 2: [2, 3]})]
     lines += [event("step_committed", 104, step=8, generation=3, loss=1.0, samples=8)]
     known = history(tmp_path, lines)
     assert known.seconds(running=False)["not running"] == pytest.approx(100 - 13.5)
@@ -108,7 +108,7 @@ def test_waiting_suspicion_fallback_and_failure(tmp_path: Path) -> None:
         event("fallback", 18.1, step=7, steps_redone=3, reason="stage lost"),
     ]
     known = history(tmp_path, lines)
-    assert (known.facts.step, known.facts.steps_lost, known.facts.steps.x[-1]) == (7, 3, 7)
+    assert (known.facts.step, known.facts.steps_lost, known.facts.steps.x[-1]) == (7, 3, 10)
     seconds = known.seconds(running=False)
     assert seconds["waiting for workers"] == pytest.approx(3.0)
     assert seconds["steps done again"] == pytest.approx(3.0)

@@ -44,7 +44,7 @@ export class Chart {
         width: Math.max(200, this.box.clientWidth),
         height: HEIGHT,
         scales: { x: { time }, y: this.options },
-        axes: [{ ...axis, space: 60 }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
+        axes: [{ ...axis, space: 60, size: time ? 44 : 30, ...(time ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
         legend: { show: series.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
         series: [

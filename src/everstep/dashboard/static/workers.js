@@ -108,7 +108,7 @@ export class Workers {
     }
     write(tile.children[1], row.state);
     write(tile.children[2], trouble || facts.join(" · "));
-    write(tile.children[3], speed.join(" · ") || (row.state === "dead" ? "waiting for a replacement" : "–"));
+    write(tile.children[3], speed.join(" · ") || (row.state === "dead" ? `life ${row.life} is over` : "–"));
   }
 
   choose(id) {

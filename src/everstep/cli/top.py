@@ -1,0 +1,145 @@
+"""`everstep top`: a job in the terminal, redrawn in place; one picture in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.dashboard.feed import RunFeed
+from everstep.dashboard.view import FIELDS, head, worker_rows
+from everstep.report.words import size_text, time_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
+_STATES = {"running": "bold green", "completed": "bold green", "failed": "bold red"}
+_ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "left")
+_SORTS = ("worker", "state", "speed", "memory")
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Print one picture and end.")
+@click.option("--interval", type=click.FloatRange(0.1, 60), default=1.0, help="Seconds between two pictures (1).")
+@click.option("--sort", type=click.Choice(_SORTS), default="worker", help="Order of the workers (worker).")
+def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
+    """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""
+    from rich.console import Console
+
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    feed = RunFeed(run_dir)
+    console = Console()
+    _read(feed)
+    if once or not sys.stdout.isatty():
+        console.print(picture(feed, sort, 10_000))
+        return 0
+    _watch(feed, sort, interval, console)
+    return 0
+
+
+def _watch(feed: RunFeed, sort: str, interval: float, console: Any) -> None:
+    from rich.live import Live
+
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(picture(feed, sort, max(3, console.height - 12)), refresh=True)
+            time.sleep(interval)
+            _read(feed)
+
+
+def _read(feed: RunFeed) -> None:
+    while feed.read():
+        pass
+    feed.ask()
+
+
+def picture(feed: RunFeed, sort: str, most: int) -> RenderableType:
+    """The state of the job, its workers (`most` of them), its last events."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = worker_rows(feed)
+    facts = head(feed, rows)
+    title = Table.grid(padding=(0, 2))
+    title.add_row(
+        Text(facts["name"], style="bold"),
+        Text(facts["state"], style=_STATES.get(facts["state"], "bold yellow")),
+        Text(facts["reason"], overflow="ellipsis", no_wrap=True),
+    )
+    parts: list[RenderableType] = [title]
+    if facts["total"]:
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=facts["total"], completed=facts["step"], width=60))
+        parts.append(bar)
+    parts.append(Text(_numbers(facts)))
+    if facts["incident"]:
+        parts.append(
+            Text(f"last fault: {facts['incident']['text']}", style="yellow", overflow="ellipsis", no_wrap=True)
+        )
+    parts.append(_table(rows, sort, most))
+    for line in list(feed.history.facts.log)[-5:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
+        parts.append(Text(f"{clock} {line.text}", style="dim", overflow="ellipsis", no_wrap=True))
+    return Group(*parts)
+
+
+def _numbers(facts: dict[str, Any]) -> str:
+    total = f"/{facts['total']}" if facts["total"] else ""
+    found = [
+        f"step {facts['step']}{total}",
+        f"generation {facts['generation']}",
+        f"workers {facts['members']}/{facts['wanted']}",
+    ]
+    if facts["loss"] is not None:
+        found.append(f"loss {facts['loss']:.4f}")
+    if facts["rate"]:
+        found.append(f"{facts['rate']:.1f} samples/s")
+    if facts["eta_s"]:
+        found.append(f"{time_text(facts['eta_s'])} left")
+    if facts["goodput"] is not None:
+        found.append(f"goodput {100 * facts['goodput']:.1f} %")
+    return "  ".join(found)
+
+
+def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("worker", "state", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host"):
+        table.add_column(name, justify="left" if name in ("state", "host") else "right", no_wrap=True)
+    named = {i: dict(zip(FIELDS, row, strict=True)) for i, row in rows.items()}
+    keys = {
+        "worker": lambda i: i,
+        "state": lambda i: (_ORDER.index(named[i]["state"]) if named[i]["state"] in _ORDER else 9, i),
+        "speed": lambda i: -(named[i]["rate"] or 0),
+        "memory": lambda i: -(named[i]["rss"] or 0),
+    }
+    ordered = sorted(named, key=keys[sort])
+    for i in ordered[:most]:
+        row = named[i]
+        table.add_row(
+            f"{i}.{row['life']}",
+            row["state"],
+            ",".join(map(str, row["stages"])) or "-",
+            str(row["step"]),
+            str(len(row["lanes"])),
+            f"{row['rate']:.1f}" if row["rate"] else "-",
+            size_text(row["rss"]) if row["rss"] else "-",
+            f"{row['cpu']:.2f}" if row["cpu"] is not None else "-",
+            str(row["pid"] or "-"),
+            Text(row["host"] or "-"),
+            style=_STYLES.get(row["state"], ""),
+        )
+    if len(ordered) > most:
+        table.caption = f"and {len(ordered) - most} more; --sort state shows those in trouble first"
+    return table
