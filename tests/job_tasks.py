@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from everstep import Task
 from everstep.observe.events import parse_events
+from everstep.zoo.digits import ResNet50Digits
 
 PACE = "EVERSTEP_TEST_PACE"
 SIZE = 203
@@ -294,3 +295,15 @@ class Layers(Pictures):
             _Shared(shared),
             nn.Linear(16, 4),
         )
+
+
+class ThinResNet50(ResNet50Digits):
+    """ResNet-50 with a sixteenth of the channels."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**ResNet50Digits.defaults, "lanes": 4, "micro_batch": 2, "steps": 4}
+
+    def build_model(self) -> nn.Module:
+        from everstep.zoo import resnet
+
+        resnet.WIDTHS = (4, 8, 16, 32)  # the process is this job's own
+        return super().build_model()

@@ -10,10 +10,9 @@ from job_harness import Jobs
 
 STEPS = {"steps": 10}
 
-# Pairwise over: schedule, workers per stage (or fewer workers than stages), active or standby, transport, recomputation.
+# Pairwise over: schedule, workers per stage (or fewer workers than stages), active or standby, transport, recompute.
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Text", 3, {"schedule": "gpipe"}),
-    ("Text", 6, {"schedule": "1f1b", "recompute": True}),
     ("Text", 6, {"schedule": "gpipe", "redundancy": 1, "transport": "gloo"}),
     ("Pictures", 3, {"schedule": "1f1b", "transport": "gloo", "recompute": True}),
     ("Pictures", 9, {"schedule": "1f1b", "redundancy": 2}),
@@ -36,7 +35,12 @@ def test_interleaved(jobs: Jobs, workers: int, transport: str) -> None:
 
 
 def test_a_parameter_in_three_stages_and_in_a_pool_of_two(jobs: Jobs) -> None:
-    jobs.run("Layers", workers=5, settings={"stages": 4}, numerics=STEPS)
+    settings = {"stages": 4, "verify_every": 3}  # its copies are compared too
+    jobs.run("Layers", workers=5, settings=settings, numerics=STEPS)
+
+
+def test_resnet50_in_the_five_classic_stages(jobs: Jobs) -> None:
+    jobs.run("ThinResNet50", workers=5, settings={"stages": 5}, numerics={"steps": 4})
 
 
 def test_half_precision(jobs: Jobs) -> None:

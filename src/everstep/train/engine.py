@@ -251,13 +251,17 @@ class Engine:
                 self._check_jumps()
         return self.gathered.get(key, {})
 
-    def wait_end(self) -> bool:
-        """After the last decision: True when the job has ended, False when a new generation has begun instead."""
-        generation = self.machine.generation
+    def wait_end(self, generation: int) -> bool:
+        """After the last decision: True when the job has ended, False when this generation was followed by another.
+
+        Raises: WentBack.
+        """
         while self.ended is None:
+            if self.settled:
+                self._check_jumps()
+                if self.machine.generation != generation:
+                    return False
             self.turn(raise_end=False)
-            if self.machine.generation != generation and self.settled:
-                return False
         return True
 
     def note_phase(self, name: str, begin_ns: int) -> None:

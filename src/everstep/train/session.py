@@ -169,11 +169,13 @@ class Session:
             self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
             self.asked = self.engine.position.step + 1
             while True:
+                generation = self.engine.machine.generation
                 self.saver.at_end()
                 self.phase("finish", self.engine.position.step, self.engine.plan)
                 self.release(self.engine.position.step)  # proven by the gather
-                self._done(self.is_main and self.link.run_dir is not None and self.finisher.write(self.link.run_dir))
-                if self.engine.wait_end():
+                run_dir = self.link.run_dir
+                self._done(generation, self.is_main and run_dir is not None and self.finisher.write(run_dir))
+                if self.engine.wait_end(generation):
                     break
         except WentBack:
             return False
@@ -182,13 +184,13 @@ class Session:
             raise JobFailed(ended.reason)
         return True
 
-    def _done(self, written: bool) -> None:
+    def _done(self, generation: int, written: bool) -> None:
         me = self.link.me
         self.tell(
             wire.WorkerDone(
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
-                generation=self.engine.machine.generation,
+                generation=generation,
                 step=self.engine.position.step,
                 final_written=written,
             )
