@@ -35,12 +35,14 @@ def dashboard_beside(run_dir: Path, wanted: bool) -> Iterator[str]:
         [sys.executable, "-m", "everstep", "dashboard", str(run_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # how it ends interests nobody
         text=True,
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(parent),
     )
     try:
-        yield process.stdout.readline().strip() if process.stdout is not None else ""
+        address = process.stdout.readline().strip() if process.stdout is not None else ""
+        yield address or f"could not be started: everstep dashboard {run_dir} says why"
     finally:
         process.terminate()
         try:
