@@ -203,3 +203,36 @@ def test_ready_models_are_made_module_by_module_in_any_topology(task: Any) -> No
     optimizer = it.build_optimizer(list(whole.parameters()))
     parts, _ = cut_out(Parts(whole, optimizer, None, units), ((0, last), (last, last + 1)), 2, 1)
     assert all(not p.is_meta for p in parts.model.parameters())
+
+
+class _Borrows(nn.Module):
+    """Uses another module's weight without having it."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 10)
+        self._other = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self._other[0].weight)  # type: ignore[no-any-return]
+
+
+def test_a_use_of_a_parameter_of_another_part_is_seen() -> None:
+    class Hidden(MLPDigits):
+        def build_model(self) -> nn.Module:
+            first = nn.Linear(8, 8)
+            return nn.Sequential(first, nn.ReLU(), _Borrows(first))
+
+        def units(self, model: nn.Module) -> list[nn.Module]:
+            return list(model.children())
+
+    task = Hidden()
+    config = config_of(task, {"lanes": 4, "micro_batch": 4})
+    whole, batch = maker(task, config)(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(given[0]), given[1])
+
+    check_units(whole, loss, batch, config, CPU, ((0, 3),))
+    with pytest.raises(ConfigError, match=r"unit 2 \(_Borrows\) uses parameter 0\.weight of unit 0"):
+        check_units(whole, loss, batch, config, CPU, ((0, 2), (2, 3)))
