@@ -104,6 +104,6 @@ def test_a_step_that_ends_every_process_ends_the_job(jobs: Jobs, tmp_path: Path)
     job = jobs.start(str(script), workers=2, settings={"lanes": 4})
     assert job.end() == 1, job.account()
     reason = job.of_kind("job_failed")[-1]["reason"]
-    for words in ("crash loop", "3 times", "step 3", "exit code 7", "logs/worker-"):
+    for words in ("crash loop", "times in a row", "step 3", "exit code 7", "logs/worker-"):
         assert words in reason
     assert "printed at step 1\nprinted at step 2\n" in job.run_dir.with_suffix(".err").read_text()
