@@ -7,7 +7,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest
 EVERSTEP := $(BIN)/python -m everstep
 
-.PHONY: help setup demo check test fast sim integration chaos e2e bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -38,7 +38,11 @@ check: $(STAMP)
 fast: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/property tests/traces tests/tidy
 
-test: check sim integration chaos e2e
+# Every cut of the models against the whole, in one process.
+split: $(STAMP)
+	$(PYTEST) -n $(JOBS) tests/split
+
+test: check split sim integration chaos e2e
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +215,7 @@ def test_usage_of_two_lives_and_two_hosts(tmp_path: Path) -> None:
     assert columns["rss_bytes"][:2] == [100, 100]
 
 
-def test_a_million_lines_in_bounded_memory(tmp_path: Path, record_property: Any) -> None:
+def test_a_long_file_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with open(path, "wb") as file:
         file.write(event("job_started", 0, workers=4) + plan(1, 1, {0: [0], 1: [1], 2: [2], 3: [3]}))
@@ -224,18 +223,14 @@ def test_a_million_lines_in_bounded_memory(tmp_path: Path, record_property: Any)
             '{"time_unix_ns":%d,"kind":"step_committed","generation":1,"step":%d,"worker_id":0,"incarnation":0,'
             '"pid":77,"reason":null,"loss":1.5,"samples":8,"lr":[0.1]}'
         )
-        for base in range(0, 1_000_000, 10_000):
+        for base in range(0, 100_000, 10_000):
             steps = range(base, base + 9_900)
             file.write("".join(text % (T0 + 2 * S + s * S // 50, s) + "\n" for s in steps).encode())
             slow = [event("worker_suspected", 2 + base / 50 + i, worker_id=i % 4, reason="slow") for i in range(100)]
             file.write(b"".join(slow))
     known = History(tmp_path)
-    begin = time.process_time()
     known.load()
-    seconds = time.process_time() - begin
-    record_property("million_lines_s", round(seconds, 2))
-    print(f"1,000,000 lines of events in {seconds:.1f} s of CPU time")
-    assert known.facts.counts["step_committed"] == 990_000
-    assert known.facts.counts["worker_suspected"] == 10_000
+    assert known.facts.counts["step_committed"] == 99_000
+    assert known.facts.counts["worker_suspected"] == 1_000
     assert len(known.facts.steps) <= 2048
     assert len(known.facts.log) <= 4000

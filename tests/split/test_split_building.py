@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from split_run import CPU, SplitRun, Text, config_of, maker, run_split
 from torch import nn, optim
 
 from everstep.base.errors import ConfigError, InvariantViolation, TaskError
@@ -19,7 +20,6 @@ from everstep.train.meta_init import build_by_module
 from everstep.train.parts import Parts
 from everstep.train.stage import build_model, cut_out
 from everstep.zoo.digits import MLPDigits, ResNet18Digits
-from split_run import CPU, SplitRun, Text, config_of, maker, run_split
 
 SMALL = {"limit_bytes": 60_000, "context": 16, "layers": 4, "width": 32, "heads": 2}
 VALUES: dict[str, Any] = {"lanes": 2, "micro_batch": 2, "clip_norm": 0.5, "task": SMALL}

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from split_run import Text, run_split
 from torch import nn
 
 from everstep.base.errors import DeterminismError
 from everstep.placement.cuts import Cut
 from everstep.zoo.digits import MLPDigits, ResNet50Digits
-from split_run import Text, run_split
 
 MLP: dict[str, Any] = {"lanes": 4, "micro_batch": 4}
 DIGITS: dict[str, Any] = {"lanes": 5, "micro_batch": 3, "threads": 1}

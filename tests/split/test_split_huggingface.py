@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from split_run import CPU, config_of, maker, run_split
 
 from everstep.data.fetch import Recipe, fetch
 from everstep.train.assembly import sample_order
 from everstep.train.composition import check_units
-from split_run import CPU, config_of, maker, run_split
 
 pytest.importorskip("transformers")
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str, kind: str) -> Any:
