@@ -71,7 +71,7 @@ class Job:
     def __init__(self, run_dir: Path, *, argv: list[str] | None = None, entry: str = ENTRY, **config: Any) -> None:
         self.run_dir = run_dir
         self.seen: list[dict[str, Any]] = []
-        settings = {"workers": 2, "heartbeat.interval_s": 0.2, **config}
+        settings = {"workers": 2, "heartbeat.interval_s": 0.2, "checkpoint.enabled": False, **config}
         self.launcher = Launcher(
             run_dir, load_config([("test", settings)]), "task", argv or [], entry, self.seen.append, preload=()
         )
@@ -342,7 +342,8 @@ def test_signals_reach_a_launcher_in_the_main_thread(tmp_path: Path, monkeypatch
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
         "from everstep.runtime.launcher import Launcher;"
-        "sys.exit(Launcher(Path(sys.argv[1]), load_config([('t', {'workers': 1})]), 't', [],"
+        "config = load_config([('t', {'workers': 1, 'checkpoint.enabled': False})]);"
+        "sys.exit(Launcher(Path(sys.argv[1]), config, 't', [],"
         f" '{ENTRY}', preload=()).run())"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script, str(run_dir)], start_new_session=True)

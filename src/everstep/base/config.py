@@ -137,6 +137,13 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    """What is measured while the job runs."""
+
+    interval_s: float = key(1.0, "float", "between samples of what the workers spend; 0: none are taken", low=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """A job's effective config. Attributes are the keys; those of a group follow a dot (`loader.workers`)."""
 
@@ -189,6 +196,7 @@ class Config:
 
     eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "int", "steps between progress lines; 0: none", low=0)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     batch: str = key(

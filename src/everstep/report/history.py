@@ -20,9 +20,8 @@ from everstep.report.facts import Facts
 from everstep.report.tail import Folder, Tail
 from everstep.report.usage import Usage
 from everstep.runtime import commands
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_FOLDER
 
-METRICS_FOLDER = "metrics"
 PORTION_BYTES = 4 << 20
 _decode = msgspec.json.Decoder().decode
 

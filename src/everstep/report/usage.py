@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.report.words import number, one_line, whole_number
 
-PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall", "other")
+PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall", "recover", "other")
 _BUCKETS = 2048
 _MOST_OPERATIONS = 24
 _MOST_WORKERS = 8192

@@ -12,6 +12,7 @@ from everstep.base.errors import ProtocolError
 
 COORDINATOR_FILE = "coordinator.json"
 JOURNAL_FILE = "coordinator.journal"
+METRICS_FOLDER = "metrics"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"

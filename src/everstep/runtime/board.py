@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError, check
 
-ROW_BYTES = 128
+ROW_BYTES = 512
 MAX_ROWS = 4096
 PHASES = (
     "idle",
@@ -21,20 +21,25 @@ PHASES = (
     "load",
     "forward",
     "backward",
+    "transfer",
     "reduce",
     "agree",
     "update",
+    "stall",
     "heal",
     "settle",
     "evaluate",
     "finish",
 )
 PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
+OPERATIONS = ("reduce", "transfer", "heal")
 
 # Words of 8 bytes in a row.
-_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _COMPUTE_NS, _LANES, _UNSEEN_NS = range(
-    11
-)
+_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS = range(10)
+_SPENT_NS = 16
+"""From here on a word per phase."""
+_SENT_BYTES = 32
+"""And from here on one per operation."""
 _FORWARD, _BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
 _WORDS = ROW_BYTES // 8
 _monotonic_ns = time.monotonic_ns
@@ -44,7 +49,8 @@ _monotonic_ns = time.monotonic_ns
 class Pulse:
     """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick.
 
-    compute_ns: spent in forward and backward passes by this life in all; lanes: how many forward phases it began.
+    Of this life in all: lanes: forward phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
+    sent_bytes: given to others, in the order of `OPERATIONS`.
     """
 
     counter: int
@@ -55,8 +61,14 @@ class Pulse:
     incarnation: int
     pid: int
     generation: int
-    compute_ns: int = 0
     lanes: int = 0
+    spent_ns: tuple[int, ...] = (0,) * len(PHASES)
+    sent_bytes: tuple[int, ...] = (0,) * len(OPERATIONS)
+
+    @property
+    def compute_ns(self) -> int:
+        """Spent in forward and backward passes."""
+        return self.spent_ns[_FORWARD] + self.spent_ns[_BACKWARD]
 
     def still_ms(self, now_ns: int) -> int:
         """Milliseconds since the last tick."""
@@ -92,8 +104,8 @@ class Row:
         if step is not None:
             words[_STEP] = step
         if phase is not None:
-            if words[_PHASE] in (_FORWARD, _BACKWARD) and self._since_ns:
-                words[_COMPUTE_NS] += now_ns - self._since_ns
+            if self._since_ns:
+                words[_SPENT_NS + words[_PHASE]] += now_ns - self._since_ns
             self._since_ns = now_ns
             code = words[_PHASE] = PHASE_CODE[phase]
             words[_LANES] += code == _FORWARD
@@ -103,6 +115,10 @@ class Row:
             words[_GENERATION] = generation
         words[_COUNTER] += 1
         words[_BEAT_NS] = now_ns
+
+    def sent(self, operation: str, n_bytes: int) -> None:
+        """So many bytes more were given to others. Raises: ValueError for an unknown operation."""
+        self._words[_SENT_BYTES + OPERATIONS.index(operation)] += n_bytes
 
     def reset(self, incarnation: int, pid: int) -> None:
         """Begin a new life: everything zero, phase 'starting'."""
@@ -139,8 +155,9 @@ class Row:
             w[_INCARNATION],
             w[_PID],
             w[_GENERATION],
-            w[_COMPUTE_NS],
             w[_LANES],
+            tuple(w[_SPENT_NS : _SPENT_NS + len(PHASES)]),
+            tuple(w[_SENT_BYTES : _SENT_BYTES + len(OPERATIONS)]),
         )
 
 

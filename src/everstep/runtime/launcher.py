@@ -19,11 +19,19 @@ from typing import Any
 from everstep.base.config import Config, to_dict
 from everstep.protocol.messages import AnyMessage, CommandReply, JobEnded, KillWorker, SetSlots
 from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_atomically
+from everstep.runtime.address import (
+    COORDINATOR_FILE,
+    JOB_FILE,
+    JOURNAL_FILE,
+    METRICS_FOLDER,
+    TOKEN_FILE,
+    write_atomically,
+)
 from everstep.runtime.agent import Agent
 from everstep.runtime.board import MAX_ROWS, Board
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import raise_descriptor_limit
+from everstep.runtime.sampler import Sampler
 from everstep.runtime.slots import RestartPolicy
 from everstep.runtime.supervisor import CoordinatorProcess, last_line
 from everstep.runtime.workers import Workers
@@ -108,6 +116,7 @@ class Launcher:
         self._zygote: ZygoteClient | None = None
         self._workers = Workers(self.board, entry, policy, self._context, self._notify)
         self._agent: Agent | None = None
+        self._sampler: Sampler | None = None
 
     # ---- from outside
 
@@ -119,6 +128,7 @@ class Launcher:
                 self._start_coordinator()
                 self._start_zygote()
                 self._start_agent()
+                self._start_sampler()
                 self._workers.want(list(range(self.config.workers + self.config.spares)))
                 while not self._finished:
                     self._turn()
@@ -182,6 +192,12 @@ class Launcher:
             None if isinstance(interval, str) else float(interval),
         )
         self._workers.agent = self._agent
+
+    def _start_sampler(self) -> None:
+        interval_s = self.config.metrics.interval_s
+        if interval_s:
+            folder, name = self.run_dir / METRICS_FOLDER, os.uname().nodename
+            self._sampler = Sampler(folder, name, self.board, self._workers.lives, interval_s)
 
     def _context(self, worker_id: int, incarnation: int) -> WorkerContext:
         return WorkerContext(
@@ -377,6 +393,8 @@ class Launcher:
 
     def _tear_down(self) -> None:
         self._workers.stopping = True
+        if self._sampler is not None:
+            self._sampler.close()
         if self._agent is not None:
             self._agent.close(0.0)
         if self._zygote is not None:

@@ -37,13 +37,15 @@ class PeerConnection:
     """One conversation between two workers. Blocking; one thread at a time in each direction.
 
     Every operation raises `CollectiveAborted` when the other side is gone, when nothing moves for `timeout_s`, and
-    when another thread calls `abort`; `ProtocolError` when it says something that was not asked for.
+    when another thread calls `abort`; `ProtocolError` when it says something that was not asked for. `sent_bytes`
+    counts what `send_bytes` sent.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
         self._sock = sock
+        self.sent_bytes = 0
 
     def fileno(self) -> int:
         """For select: readable means that something has come, or that the other side is gone."""
@@ -70,10 +72,12 @@ class PeerConnection:
     def send_bytes(self, parts: Sequence[memoryview | bytes | bytearray]) -> None:
         """Send the parts as one run of bytes; none of them is copied."""
         views = [memoryview(part).cast("B") for part in parts if len(memoryview(part)) > 0]
+        size = sum(v.nbytes for v in views)
         with _faults("sending to a peer"):
-            self._sock.sendall(_SIZE.pack(sum(v.nbytes for v in views)))
+            self._sock.sendall(_SIZE.pack(size))
             for view in views:
                 self._sock.sendall(view)
+        self.sent_bytes += size
 
     def recv_into(self, out: memoryview | bytearray) -> None:
         """Receive one `send_bytes` into memory of just that many bytes. Raises: ProtocolError for another size."""

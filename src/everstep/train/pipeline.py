@@ -35,6 +35,14 @@ class Host(Protocol):
         """Something was done."""
         ...
 
+    def receiving(self) -> None:
+        """Waits for what another part hands over."""
+        ...
+
+    def sent(self, operation: str, n_bytes: int) -> None:
+        """So many bytes were given to other workers."""
+        ...
+
     def batch(self, step: int, lane: int) -> tuple[Any, Sequence[Any]]:
         """A lane's batch on the device, and its samples (none: the lane is empty)."""
         ...
@@ -191,6 +199,7 @@ class _Passes:
         source = routes.holder(self.plan, source_part, lane)
         if source == self.me:
             return self.local.pop(hop)
+        self.host.receiving()
         return from_wire(*self.channel.recv(source, hop))
 
     def _give(self, kind: HopKind, part: int, lane: int, what: Bundle) -> None:
@@ -199,7 +208,9 @@ class _Passes:
         if to == self.me:
             self.local[hop] = what
         else:
-            self.channel.send(to, hop, *to_wire(what))
+            tensors, meta = to_wire(what)
+            self.host.sent("transfer", sum(t.nbytes for t in tensors) + len(meta))
+            self.channel.send(to, hop, tensors, meta)
 
     def expect(self, k: int) -> None:
         """Tell the channel what the k-th pass will receive."""

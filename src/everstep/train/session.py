@@ -21,6 +21,7 @@ from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
 from everstep.protocol.step_types import Key, Record
+from everstep.runtime.peer import PeerConnection
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.engine import Engine, WentBack
 from everstep.train.final import Finisher
@@ -110,11 +111,18 @@ class Session:
         self._told_entered = 0
         self._probed = False
 
+    def _serve_peer(self, connection: PeerConnection, request: dict[str, Any]) -> None:
+        """In a thread of its own."""
+        try:
+            self.donor.handle(connection, request)
+        finally:
+            self.sent("heal", connection.sent_bytes)
+
     # ---- joining and leaving
 
     def open(self) -> None:
         """Say hello and become a settled member: from the start, or healed while the others train."""
-        address = self.link.serve_peers(self.donor.handle)
+        address = self.link.serve_peers(self._serve_peer)
         self.transfers.begin()
         me = self.link.me
         self._member = Member(
@@ -335,6 +343,14 @@ class Session:
     def tick(self) -> None:
         self.link.row.tick()
 
+    def receiving(self) -> None:
+        """Waits for what another part hands over."""
+        self.link.row.set(phase="transfer")
+
+    def sent(self, operation: str, n_bytes: int) -> None:
+        """So many bytes were given to other workers."""
+        self.link.row.sent(operation, n_bytes)
+
     def phase(self, name: str, number: int, plan: Plan | None) -> None:
         self.link.row.set(step=self.engine.position.step, phase=name)
         if plan is not None:
@@ -385,9 +401,13 @@ class Session:
         return ()
 
     def reduce(self, number: int, plan: Plan) -> bytes:
+        """Of all stages held here; what they say of it is the payload."""
         me = self.link.me.worker_id
         lanes = {stage: plan.lanes_of(me, stage) for stage in plan.stages_of(me)}
-        reduced = {k: self.transport.reduce(k, number, self.stages[k].presence(number, lanes[k])) for k in lanes}
+        offers = {k: self.stages[k].presence(number, lanes[k]) for k in lanes}
+        if len(plan.members) > 1:
+            self.sent("reduce", sum(4 * self.stages[k].layout.numel * len(offered) for k, offered in offers.items()))
+        reduced = {k: self.transport.reduce(k, number, offered) for k, offered in offers.items()}
         received = exchange_ties(me, plan, number, self.stages, reduced, self.transport) if self.stages.split else {}
         found = {k: Gradient(reduced[k], received.get(k, {})) for k in lanes}
         self._gradients[number] = {**self._gradients.get(number, {}), **found}
@@ -425,8 +445,10 @@ class Session:
         outcome = conclude(number, self.config.lanes, records, self.stages.count)
         self._compare_digests(outcome)
         self._compare_ties(outcome)
+        self.link.row.set(phase="stall")
         self.transfers.before_update(number, records, gradients)
         self.saver.before_update()
+        self.link.row.set(phase="update")
         workers = self.order.workers if isinstance(self.order, ElasticOrder) else 0
         extra: dict[str, Any] = {}
         for stage, replica in self.stages.items():

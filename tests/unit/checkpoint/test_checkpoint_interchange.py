@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from exchange_cases import Awkward, checkpoint_of, rest, same_bits, trained
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -19,6 +18,7 @@ from everstep.checkpoint.interchange_formats import DCP, FORMATS, HF, SAFETENSOR
 from everstep.checkpoint.interchange_import import take_weights
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
+from exchange_cases import Awkward, checkpoint_of, rest, same_bits, trained
 
 
 @pytest.fixture(scope="module")

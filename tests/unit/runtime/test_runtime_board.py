@@ -9,7 +9,7 @@ import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
 from everstep.runtime.agent import LaneTime
-from everstep.runtime.board import MAX_ROWS, PHASES, ROW_BYTES, Board
+from everstep.runtime.board import MAX_ROWS, OPERATIONS, PHASES, ROW_BYTES, Board
 
 
 def test_rows_are_apart() -> None:
@@ -91,6 +91,11 @@ def test_computing_is_timed_from_phase_to_phase(monkeypatch: pytest.MonkeyPatch)
     row.set(phase="agree")
     pulse = board.read(0)
     assert (pulse.compute_ns, pulse.lanes) == (110, 2)
+    spent = dict(zip(PHASES, pulse.spent_ns, strict=True))
+    assert {name: ns for name, ns in spent.items() if ns} == {"load": 12, "forward": 50, "backward": 60, "reduce": 500}
+    row.sent("transfer", 7)
+    row.sent("transfer", 8)
+    assert dict(zip(OPERATIONS, board.read(0).sent_bytes, strict=True)) == {"reduce": 0, "transfer": 15, "heal": 0}
     row.reset(1, 5)
     assert (board.read(0).compute_ns, board.read(0).lanes) == (0, 0)
 
