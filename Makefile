@@ -58,9 +58,12 @@ $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 
 e2e: $(VENV)/.browser
 
-# Real processes share the cores with each other already: these run one test at a time.
-sim integration chaos e2e: $(STAMP)
+# Faults are timed: these tests run one at a time.
+sim chaos e2e: $(STAMP)
 	$(PYTEST) tests/$@
+
+integration: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@
 
 bench: $(STAMP)
 	mkdir -p bench/out
