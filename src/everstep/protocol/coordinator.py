@@ -212,6 +212,8 @@ class Coordinator:
         elif isinstance(message, m.WorkerStarted):
             health.worker_started(state, agent, message)
         elif isinstance(message, m.WorkerExited):
+            if message.in_order:
+                plans.left_in_order(state, WorkerKey(message.worker_id, message.incarnation))
             health.worker_exited(state, agent, message)
         elif isinstance(message, m.SlotLost):
             health.slot_lost(state, message)

@@ -405,6 +405,13 @@ def follow(state: State, generation: int) -> None:
         _switch(state)
 
 
+def left_in_order(state: State, key: WorkerKey) -> None:
+    """A process ended because its work was done: whom the prepared plan leaves out has therefore switched to it."""
+    plan, prepared = state.plan, state.prepared
+    if plan is not None and prepared is not None and plan.has(key) and not prepared.has(key):
+        _switch(state)
+
+
 def back_in(state: State, worker: Worker) -> None:
     """A member's hello shows that it has settled in the present plan."""
     plan, worker_id = state.plan, worker.key.worker_id

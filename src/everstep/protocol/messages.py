@@ -13,7 +13,7 @@ import msgspec
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -73,13 +73,17 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):
-    """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'."""
+    """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'.
+
+    in_order: the process said that its work was done, by its exit code.
+    """
 
     agent_id: str
     worker_id: int
     incarnation: int
     reason: str
     died_unix_ns: int
+    in_order: bool = False
 
 
 class SlotLost(Message, frozen=True, kw_only=True):

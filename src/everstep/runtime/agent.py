@@ -177,7 +177,9 @@ class Agent:
         """A process was started."""
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
-    def worker_exited(self, worker_id: int, incarnation: int, reason: str, died_unix_ns: int) -> None:
+    def worker_exited(
+        self, worker_id: int, incarnation: int, reason: str, died_unix_ns: int, in_order: bool = False
+    ) -> None:
         """A process is dead."""
         self.client.send(
             WorkerExited(
@@ -186,6 +188,7 @@ class Agent:
                 incarnation=incarnation,
                 reason=reason,
                 died_unix_ns=died_unix_ns,
+                in_order=in_order,
             )
         )
 

@@ -184,7 +184,7 @@ class Workers:
         )
         self._lives = self._list_lives()
         if self.agent is not None:
-            self.agent.worker_exited(worker_id, incarnation, reason, unix_ns)
+            self.agent.worker_exited(worker_id, incarnation, reason, unix_ns, status == 0)
         pidfd = self._pidfds.pop(worker_id, None)
         if pidfd is not None:
             os.close(pidfd)

@@ -248,6 +248,7 @@ class AgentProcess(Process):
                     incarnation=key.incarnation,
                     reason=reason,
                     died_unix_ns=self.world.now_ns,
+                    in_order=reason.startswith("drained"),
                 )
             )
         if restart:

@@ -100,9 +100,21 @@ class World:
         life = m.WorkerLife(worker_id=worker, incarnation=incarnation, pid=1000 + 10 * worker + incarnation)
         self.say(agent, m.WorkerStarted(agent_id=agent, worker=life))
 
-    def exited(self, worker: int, incarnation: int = 0, reason: str = "killed by SIGKILL", agent: str = "a1") -> None:
+    def exited(
+        self,
+        worker: int,
+        incarnation: int = 0,
+        reason: str = "killed by SIGKILL",
+        agent: str = "a1",
+        in_order: bool = False,
+    ) -> None:
         message = m.WorkerExited(
-            agent_id=agent, worker_id=worker, incarnation=incarnation, reason=reason, died_unix_ns=123
+            agent_id=agent,
+            worker_id=worker,
+            incarnation=incarnation,
+            reason=reason,
+            died_unix_ns=123,
+            in_order=in_order,
         )
         self.say(agent, message)
 

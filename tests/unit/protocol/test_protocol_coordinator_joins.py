@@ -298,6 +298,24 @@ def test_drain_leaves_without_fault_and_is_not_refilled():
     assert world.plan.generation == 2 and world.coordinator.status()["target"] == 2
 
 
+def test_who_leaves_in_order_before_the_others_have_told_of_the_switch_is_not_evicted():
+    world = running()
+    assert world.command("drain", worker_id=1).ok
+    world.exited(1, reason="exit code 0", in_order=True)  # its agent was faster than the members
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 2)
+    world.entered(0, 2, 5)
+    world.entered(2, 2, 5)
+    assert world.plan.generation == 2 and "worker_evicted" not in world.kinds()
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 2]
+
+
+def test_who_dies_before_the_switch_is_evicted():
+    world = running()
+    assert world.command("drain", worker_id=1).ok
+    world.exited(1)
+    assert world.plan.generation == 3 and "worker_evicted" in world.kinds()
+
+
 def test_drain_below_min_workers_or_of_nobody_is_refused():
     world = running(min_workers=3)
     assert "min_workers is 3" in world.command("drain", worker_id=1).error
