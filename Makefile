@@ -58,6 +58,13 @@ $(VENV)/.browser: tests/install_browser.sh $(STAMP)
 
 e2e: $(VENV)/.browser
 
+# Prometheus for the tests of the metrics, where it can be had; else they are skipped.
+$(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
+	tests/install_prometheus.sh $(CURDIR)/$(VENV)/prometheus
+	touch $@
+
+integration: $(VENV)/.prometheus
+
 # Faults are timed: these tests run one at a time.
 sim chaos e2e: $(STAMP)
 	$(PYTEST) tests/$@

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,11 @@ def test_eval_and_dry_run(undisturbed: Path, run_dir: Path, small_task: str) -> 
 
 def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed: Path) -> None:
     """Status, a second run in its directory, strangers at its port, scale, drain."""
-    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", E2E_LANE_S="0.1") as job:
+    with Running(
+        small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", "--metrics", E2E_LANE_S="0.1"
+    ) as job:
         job.wait_for_step(1)
+        assert {"everstep_running 1.0", "everstep_wanted_workers 2.0"} <= metrics_of(run_dir)
         live = json.loads(everstep("status", run_dir, "--json").stdout)
         assert live["state"] in ("running", "recovering")
         assert [w["worker_id"] for w in live["workers"]] == [0, 1]
@@ -174,10 +178,19 @@ def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed
         assert (again.returncode, "still running" in one_error(again)) == (2, True)
         code, events, errors = job.end()
     assert code == 0, errors
+    assert not (run_dir / "metrics.json").exists()
     assert digest_of(run_dir)["step"] == 60
     warnings = [str(e["reason"]) for e in events if e["kind"] == "warning"]
     assert any("refused a connection" in reason for reason in warnings)
     assert (events[-1]["faults_survived"], events[-1]["steps_lost"]) == (0, 0)
+
+
+def metrics_of(run_dir: Path) -> set[str]:
+    """What a scraper that finds the job by its directory is told."""
+    (found,) = json.loads((run_dir / "metrics.json").read_text())
+    assert found["labels"] == {"run": run_dir.name}
+    with urllib.request.urlopen(f"http://{found['targets'][0]}/metrics", timeout=60) as answer:
+        return set(answer.read().decode().splitlines())
 
 
 def strangers(run_dir: Path) -> None:

@@ -141,6 +141,14 @@ class MetricsConfig:
     """What is measured while the job runs."""
 
     interval_s: float = key(1.0, "float", "between samples of what the workers spend; 0: none are taken", low=0)
+    listen: str | None = key(
+        None,
+        "str",
+        "address at which Prometheus finds them while the job runs, port 0: any; none: they are not served",
+        pattern=r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}",
+        example="127.0.0.1:9400",
+        none=True,
+    )
 
 
 @dataclass(frozen=True)

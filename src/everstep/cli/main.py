@@ -36,6 +36,7 @@ COMMANDS = {
     "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
     "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
     "dashboard": ("everstep.cli.dashboard", "Show jobs, running or over, on a live page in the browser."),
+    "metrics": ("everstep.cli.metrics", "Serve or print the numbers of a job for Prometheus."),
     "top": ("everstep.cli.top", "Show a job and its workers in the terminal, live."),
     "logs": ("everstep.cli.logs", "Print all logs of a job as one stream, filtered."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),

@@ -15,7 +15,7 @@ import click
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
-from everstep.cli.dashboard_beside import check_installed, dashboard_beside
+from everstep.cli.beside import ANY_PORT, check_installed, check_metrics, dashboard_beside, metrics_beside
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
     Job,
@@ -51,6 +51,7 @@ _OPTIONS = (
     "epochs",
     "chaos",
     "resume_from",
+    "metrics.listen",
 )
 
 
@@ -90,6 +91,13 @@ class Invocation:
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
+@click.option(
+    "--metrics",
+    metavar="[HOST:PORT]",
+    is_flag=False,
+    flag_value=ANY_PORT,
+    help="Serve metrics to Prometheus while the job runs; prints where. Sets metrics.listen.",
+)
 def command(
     task: str,
     argv: tuple[str, ...],
@@ -102,6 +110,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     dashboard: bool,
+    metrics: str | None,
     **options: Any,
 ) -> int:
     """Train TASK, and go on whatever happens to the workers.
@@ -112,10 +121,11 @@ def command(
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
+    options["metrics.listen"] = metrics
     request = _request(config_file, settings, options, batch_size, simulate_failure)
     invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard)
     if dashboard:
-        check_installed()
+        check_installed("--dashboard")
     threads = read_layers(request.layers).get("threads")
     preload = ("torch",) if dry_run else PRELOAD
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
@@ -163,6 +173,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
+    check_metrics(config.metrics.listen)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -251,9 +262,14 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     watcher.start()
     exit_code = 1
     try:
-        with dashboard_beside(run_dir, invocation.dashboard) as address:
-            if address:
-                display.note(f"dashboard {address}")
+        with (
+            dashboard_beside(run_dir, invocation.dashboard) as page,
+            metrics_beside(run_dir, config.metrics.listen) as metrics,
+        ):
+            if page:
+                display.note(f"dashboard {page}")
+            if metrics:
+                display.note(f"metrics {metrics}")
             exit_code = launcher.run()
         _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
     finally:

@@ -1,10 +1,11 @@
-"""The web application: one page, its files, one stream of server-sent events, and the actions."""
+"""The web application: one page, its files, one stream of server-sent events, the actions, and the metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from importlib import resources
 from typing import Any
@@ -13,13 +14,14 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from everstep.dashboard.actions import act
 from everstep.dashboard.feed import Feeds, RunFeed
-from everstep.dashboard.guard import Guard
+from everstep.dashboard.guard import METRICS, Guard
 from everstep.dashboard.view import Cursor, now_ms, patch
+from everstep.report.prometheus import device_families, expose, families
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 _FILES = (
@@ -80,7 +82,46 @@ def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
         Route("/api/stream", stream),
         Route("/api/token", me, methods=["POST"]),
         Route("/api/runs/{run:int}/{name}", action, methods=["POST"]),
+        metrics_route(feeds),
     ]
+    return _guarded(routes, host, token)
+
+
+def make_metrics_app(feeds: Feeds, host: str, token: str) -> Starlette:
+    """Only the metrics, for a job that needs no page."""
+
+    async def hint(request: Request) -> Response:
+        return PlainTextResponse(f"the metrics are at {METRICS}\n")
+
+    return _guarded([Route("/", hint), metrics_route(feeds)], host, token)
+
+
+def metrics_route(feeds: Feeds) -> Route:
+    """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
+
+    async def metrics(request: Request) -> Response:
+        given, last = request.query_params.get("run", "0"), len(feeds.runs) - 1
+        if len(given) > 4 or not given.isdecimal() or int(given) > last or (last and "run" not in request.query_params):
+            text = f"there are {last + 1} runs: expected {METRICS}?run=0 to {last}\n"
+            return PlainTextResponse(text, status_code=404)
+        accept = request.headers.get("accept", "")
+        content, media_type = await asyncio.to_thread(_scrape, feeds.runs[int(given)], accept)
+        if not content:  # numbers that are still growing to what they were would look like a new start
+            return PlainTextResponse("the files of the run are still being read\n", status_code=503)
+        return Response(content, media_type=media_type)
+
+    return Route(METRICS, metrics)
+
+
+def _scrape(run: RunFeed, accept: str) -> tuple[bytes, str]:
+    with run.lock:
+        if not run.history.loaded:
+            return b"", ""
+        found = list(families(run.history, run.history.running(), run.status, time.time_ns()))
+    return expose([*found, *device_families()], accept)
+
+
+def _guarded(routes: list[Route], host: str, token: str) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token)])
 
 

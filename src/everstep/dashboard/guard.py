@@ -2,21 +2,26 @@
 
 A page of another site can make a browser send requests here, and a name that resolves to 127.0.0.1 makes them look
 local. So: the Host must be one of ours, requests that a browser calls foreign are refused, there are no cookies, and
-every action needs a token in a header, which no foreign page can set.
+every action needs a token in a header, which no foreign page can set. Scrapers send it as `Authorization: Bearer`.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import secrets
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from everstep.base.errors import ConfigError
+
 TOKEN_HEADER = "x-everstep-token"
 API = "/api/"
+METRICS = "/metrics"
+SHORTEST_TOKEN = 16
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,6 +45,24 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def checked_token(host: str, token: str | None, variable: str = "EVERSTEP_DASHBOARD_TOKEN") -> str:
+    """The token to use; one is made up on loopback. variable: of the environment, where it may be given.
+
+    Raises: ConfigError if it is missing or short where others could reach the server.
+    """
+    if token is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{host} can be reached by others: give --token or {variable}, at least {SHORTEST_TOKEN} characters"
+            )
+        return secrets.token_urlsafe(24)
+    if not is_loopback(host) and len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"--token: expected at least {SHORTEST_TOKEN} characters for {host}, got {len(token)}")
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError("--token: expected printable ASCII characters without spaces")
+    return token
 
 
 class Guard:
@@ -77,20 +100,23 @@ class Guard:
         host = headers.get("host", "").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._loopback and name not in self._names:
-            return _no(403, f"this dashboard is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
+            return _no(403, f"this server is not called {name[:80]!r}: open it as http://127.0.0.1 or localhost")
         path = str(scope["path"])
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host:
             return _no(403, "requests from other sites are refused")
-        if path.startswith(API) and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        is_data = path.startswith(API) or path == METRICS
+        if is_data and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _no(403, "requests from other sites are refused")
         writes = scope["method"] not in ("GET", "HEAD")
-        if not path.startswith(API) or (self._loopback and not writes):
-            return None if not writes else _no(405, "only /api/ takes actions")
-        given = headers.get(TOKEN_HEADER, "")
+        if writes and not path.startswith(API):
+            return _no(405, "only /api/ takes actions")
+        if not is_data or (self._loopback and not writes):
+            return None
+        given = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            what = "actions need" if writes else "this dashboard needs"
-            return _no(401, f"{what} the token that was printed when the dashboard was started")
+            what = "actions need" if writes else "this server needs"
+            return _no(401, f"{what} the token with which it was started, or that it printed then")
         if writes and headers.get("content-type", "").partition(";")[0] != "application/json":
             return _no(415, "expected application/json")
         return None

@@ -1,35 +1,47 @@
-"""Runs the dashboard: socket, uvicorn, threads; prints where it is."""
+"""Runs the dashboard, or the metrics alone: socket, uvicorn, threads; says where it is."""
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
 from everstep.base.errors import ConfigError
-from everstep.dashboard.app import make_app
+from everstep.dashboard.app import make_app, make_metrics_app
 from everstep.dashboard.feed import Audit, Feeds
-from everstep.dashboard.guard import is_loopback
-
-_SHORTEST_TOKEN = 16
+from everstep.dashboard.guard import METRICS, checked_token
 
 
 def serve(
     run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, tell: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted. `tell` is given the address once it listens; port 0 takes any that is free.
+    """Serve the dashboard until interrupted. `tell` is given its address once it listens; port 0 is any that is free.
 
     Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
+    feeds = Feeds(run_dirs, audit)
+    _serve(make_app(feeds, host, token), feeds, host, port, lambda base: tell(f"{base}/#token={token}"))
+
+
+def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
+    """As `serve`, but only the metrics of one run.
+
+    Raises: ConfigError, likewise.
+    """
+    token = checked_token(host, token, "EVERSTEP_METRICS_TOKEN")
+    feeds = Feeds([run_dir])
+    _serve(make_metrics_app(feeds, host, token), feeds, host, port, lambda base: tell(base + METRICS))
+
+
+def _serve(app: Starlette, feeds: Feeds, host: str, port: int, tell: Callable[[str], None]) -> None:
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
-    feeds = Feeds(run_dirs, audit)
     config = uvicorn.Config(
-        make_app(feeds, host, token),
+        app,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -39,32 +51,11 @@ def serve(
     )
     feeds.start()
     try:
-        tell(f"http://{shown}:{listener.getsockname()[1]}/#token={token}")
+        tell(f"http://{shown}:{listener.getsockname()[1]}")
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         feeds.stop()
         listener.close()
-
-
-def checked_token(host: str, token: str | None) -> str:
-    """The token to use; one is made up on loopback.
-
-    Raises: ConfigError if it is missing or short where others could reach the server.
-    """
-    if token is None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"--host {host} can be reached by others: give --token (or EVERSTEP_DASHBOARD_TOKEN), at least "
-                f"{_SHORTEST_TOKEN} characters"
-            )
-        return secrets.token_urlsafe(24)
-    if not is_loopback(host) and len(token) < _SHORTEST_TOKEN:
-        raise ConfigError(
-            f"--token: expected at least {_SHORTEST_TOKEN} characters for --host {host}, got {len(token)}"
-        )
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError("--token: expected printable ASCII characters without spaces")
-    return token
 
 
 def _listen(host: str, port: int) -> socket.socket:

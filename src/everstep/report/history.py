@@ -18,6 +18,7 @@ from everstep.observe.events import KINDS
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
 from everstep.report.tail import Folder, Tail
+from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_FOLDER
@@ -29,13 +30,14 @@ _decode = msgspec.json.Decoder().decode
 class History:
     """What is known of one job.
 
-    facts: from its events; usage: from its metrics; `foreign`: lines that could not be read. `resets` grows when the
-    directory was begun anew (`--fresh`), which makes everything known before void.
+    facts: from its events; tally: what these add up to; usage: from its metrics; `foreign`: lines that could not be
+    read. `resets` grows when the directory was begun anew (`--fresh`), which makes everything known before void.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.facts = Facts()
+        self.tally = Tally()
         self.usage = Usage()
         self.foreign = 0
         self.resets = 0
@@ -57,7 +59,7 @@ class History:
             for line in lines:
                 self._sample(line)
             changed = True
-        if not self._events.unread_bytes() or not changed:
+        if not changed or not (self._events.unread_bytes() or self._metrics.unread_bytes()):
             self.loaded = True
         return changed
 
@@ -121,6 +123,7 @@ class History:
     def _reset(self) -> None:
         self.resets = self._events.replaced
         self.facts = Facts()
+        self.tally = Tally()
         self.usage = Usage()
         self._metrics = Folder(self.run_dir / METRICS_FOLDER, "*.jsonl")
 
@@ -135,6 +138,7 @@ class History:
         if kind not in KINDS and len(self.facts.counts) > 200:
             return  # of a file that is not ours, kinds would pile up
         self.facts.take(event)
+        self.tally.take(event)
 
     def _sample(self, line: bytes) -> None:
         sample = self._object(line)

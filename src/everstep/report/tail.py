@@ -99,12 +99,16 @@ class Folder:
                 present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
         except OSError:
             return
-        self._tails = {key: tail for key, tail in self._tails.items() if key in present}
+        self._tails = {key: self._tails.get(key) or Tail(path) for key, (_, path) in present.items()}
         for key, (_, path) in sorted(present.items(), key=lambda item: item[1]):
-            tail = self._tails.setdefault(key, Tail(path))
+            tail = self._tails[key]
             tail.path = path
             for lines in tail.read(most_bytes):
                 most_bytes -= sum(map(len, lines))
                 yield lines
             if most_bytes <= 0:
                 return
+
+    def unread_bytes(self) -> int:
+        """How much is left to be read of the files that were there at the last look."""
+        return sum(tail.unread_bytes() for tail in self._tails.values())

@@ -1,8 +1,8 @@
 """Where the workers' time, bytes and memory go, from the samples in metrics/*.jsonl. Pure.
 
-Samples hold counters that only grow within a life of a worker; what counts is the difference to the one before. Files
-of several hosts may come in any order: differences are added up in buckets of time, which double in width once there
-are many.
+Samples hold counters that only grow within a life of a worker; what counts is the difference to the one before on the
+same host. Files of several hosts may come in any order: differences are added up in buckets of time, which double in
+width once there are many.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.report.histogram import Histogram
+from everstep.report.tally import STEP_BOUNDS_S
 from everstep.report.words import number, one_line, whole_number
 
-PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall", "recover", "other")
+STEP_PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall")
+PHASES = (*STEP_PHASES, "recover", "other")
 _BUCKETS = 2048
 _MOST_OPERATIONS = 24
 _MOST_WORKERS = 8192
+_NOT_STEPPING = ("idle", "starting", "heal")
 
 
 @dataclass
@@ -43,16 +47,20 @@ class Bucket:
 
 @dataclass
 class Newest:
-    """The newest sample of a worker, and its speed since the one before."""
+    """The newest sample of a worker, and its speed since the one before. step_row: the sample in which it came to the
+    step at which it is; None while it takes no part in steps."""
 
     time_ns: int
     row: Mapping[str, Any]
     samples_per_s: float | None = None
     cpu_share: float | None = None
+    step_row: Mapping[str, Any] | None = None
 
 
 class Usage:
-    """Takes in lines of metrics files. `workers`: the newest of each; `total_s`: seconds by phase of all workers."""
+    """Takes in lines of metrics files. `workers`: the newest of each; `total_s`: seconds by phase of all workers;
+    `step_seconds`: by phase, what each worker spent in it per step; `cpu_us`: processor time of all workers' lives.
+    """
 
     def __init__(self, width_s: float = 1.0) -> None:
         self.width_s = width_s
@@ -61,7 +69,10 @@ class Usage:
         self.buckets: dict[int, Bucket] = {}
         self.total_s: dict[str, float] = {}
         self.total_bytes: dict[str, float] = {}
+        self.step_seconds = {phase: Histogram(STEP_BOUNDS_S) for phase in STEP_PHASES}
+        self.cpu_us = 0
         self.lines = 0
+        self._rows: dict[tuple[str, int], Newest] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
         """One line: all workers of a host at one moment."""
@@ -70,6 +81,7 @@ class Usage:
         if not time_ns or not isinstance(rows, list):
             return
         self.lines += 1
+        host = str(line.get("host"))
         key = int(time_ns / 1e9 / self.width_s)
         bucket = self.buckets.get(key)
         if bucket is None:
@@ -77,7 +89,7 @@ class Usage:
         rss = 0.0
         for row in rows:
             if isinstance(row, dict) and isinstance(row.get("worker_id"), int):
-                self._worker(row, time_ns, bucket)
+                self._worker(row, host, time_ns, bucket)
                 rss += number(row.get("rss_bytes"))
         bucket.rss_bytes = max(bucket.rss_bytes, rss)
         if len(self.buckets) > _BUCKETS:
@@ -101,28 +113,53 @@ class Usage:
             "rss_bytes": [b.rss_bytes for b in found],
         }
 
-    def _worker(self, row: dict[str, Any], time_ns: int, bucket: Bucket) -> None:
+    def _worker(self, row: dict[str, Any], host: str, time_ns: int, bucket: Bucket) -> None:
         worker_id = row["worker_id"]
-        before = self.workers.get(worker_id)
-        if before is None and len(self.workers) >= _MOST_WORKERS:
+        before = self._rows.get((host, worker_id))
+        if before is None and len(self._rows) >= _MOST_WORKERS:
             return
         newest = Newest(time_ns, row)
-        same_life = before is not None and before.row.get("incarnation") == row.get("incarnation")
         if before is not None and before.time_ns >= time_ns:
             return
+        same_life = before is not None and before.row.get("incarnation") == row.get("incarnation")
         old: Mapping[str, Any] = before.row if before is not None and same_life else {}
+        cpu_s = max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
         if before is not None and same_life:
             passed_s = (time_ns - before.time_ns) / 1e9
-            newest.samples_per_s = max(0.0, number(row.get("samples")) - number(old.get("samples"))) / passed_s
-            newest.cpu_share = max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s"))) / passed_s
-        if old:
+            samples = max(0.0, number(row.get("samples")) - number(old.get("samples")))
+            newest.samples_per_s = samples / passed_s
+            newest.cpu_share = cpu_s / passed_s
             bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
-            bucket.samples += max(0.0, number(row.get("samples")) - number(old.get("samples")))
-            bucket.cpu_s += max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
+            bucket.samples += samples
+            bucket.cpu_s += cpu_s
+        self.cpu_us += round(1e6 * cpu_s)
         recent = (bucket.seconds, bucket.sent_bytes) if before is not None else ({}, {})  # else: since who knows when
         _add(row.get("seconds"), old.get("seconds"), recent[0], self.total_s)
         _add(row.get("bytes"), old.get("bytes"), recent[1], self.total_bytes)
-        self.workers[worker_id] = newest
+        self._steps(newest, before.step_row if before is not None and same_life else None)
+        self._rows[host, worker_id] = newest
+        shown = self.workers.get(worker_id)
+        if shown is None or shown.time_ns < time_ns:
+            self.workers[worker_id] = newest
+
+    def _steps(self, newest: Newest, since: Mapping[str, Any] | None) -> None:
+        """Once a worker has come to another step: what it spent per step since it came to the one before."""
+        row = newest.row
+        if row.get("phase") in _NOT_STEPPING:  # who heals comes to the others' step without having done theirs
+            return
+        newest.step_row = row
+        if since is None:
+            return
+        steps = whole_number(row.get("step")) - whole_number(since.get("step"))
+        if steps == 0:
+            newest.step_row = since
+        if steps <= 0:
+            return
+        spent, before = row.get("seconds"), since.get("seconds")
+        if isinstance(spent, dict) and isinstance(before, dict):
+            for phase, histogram in self.step_seconds.items():
+                grown = number(spent.get(phase)) - number(before.get(phase))
+                histogram.add(max(0.0, grown) / steps, steps)
 
     def _widen(self) -> None:
         self.width_s *= 2

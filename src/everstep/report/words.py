@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,11 @@ def number(value: Any, default: float = 0.0) -> float:
     """A finite number from what a file says, else the default."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return default
-    return float(value) if value == value and abs(value) != float("inf") else default
+    try:
+        known = float(value)
+    except OverflowError:
+        return default
+    return known if math.isfinite(known) else default
 
 
 def whole_number(value: Any) -> int:

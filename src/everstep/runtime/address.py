@@ -13,6 +13,7 @@ from everstep.base.errors import ProtocolError
 COORDINATOR_FILE = "coordinator.json"
 JOURNAL_FILE = "coordinator.journal"
 METRICS_FOLDER = "metrics"
+METRICS_FILE = "metrics.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"

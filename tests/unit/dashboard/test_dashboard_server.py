@@ -17,10 +17,9 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not in
 
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
-from everstep.dashboard.app import make_app  # noqa: E402
+from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
-from everstep.dashboard.guard import is_loopback  # noqa: E402
-from everstep.dashboard.serve import checked_token  # noqa: E402
+from everstep.dashboard.guard import checked_token, is_loopback  # noqa: E402
 from everstep.dashboard.view import Cursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
@@ -52,13 +51,13 @@ def make_run(base: Path, name: str = "run") -> Path:
 class Server:
     """The application on a port of the kernel's."""
 
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1") -> None:
-        self.feeds = Feeds([run_dir])
-        for feed in self.feeds.runs:
+    def __init__(self, *run_dirs: Path, host: str = "127.0.0.1", make: Any = make_app, load: bool = True) -> None:
+        self.feeds = Feeds(run_dirs)
+        for feed in self.feeds.runs if load else ():
             feed.history.load()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        app = make_app(self.feeds, host, TOKEN)
+        app = make(self.feeds, host, TOKEN)
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
@@ -270,3 +269,44 @@ def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run_command(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert run_command(["dashboard", str(tmp_path / "nowhere")]) == 2
     assert "--token" in capsys.readouterr().err
+
+
+def test_metrics_have_the_same_guard(server: Server, open_server: Server) -> None:
+    status, text, headers = server.ask("GET", "/metrics")
+    assert (status, headers["content-type"].partition(";")[0]) == (200, "text/plain")
+    assert b"\neverstep_steps_total 4.0\n" in text
+    openmetrics = server.ask("GET", "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert openmetrics[2]["content-type"].startswith("application/openmetrics-text") and openmetrics[1].endswith(
+        b"# EOF\n"
+    )
+    assert server.ask("GET", "/metrics", host="evil.example")[0] == 403
+    assert server.ask("GET", "/metrics", origin="http://evil.example")[0] == 403
+    assert server.ask("GET", "/metrics", sec_fetch_site="cross-site")[0] == 403
+    assert server.ask("POST", "/metrics", {}, x_everstep_token=TOKEN, **JSON)[0] == 405
+    for run in ("1", "x", "-1", "9" * 5000):
+        assert server.ask("GET", f"/metrics?run={run}")[0] == 404
+    for given in (
+        {},
+        {"authorization": f"Bearer {TOKEN}x"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic x"},
+    ):
+        assert open_server.ask("GET", "/metrics", **given)[0] == 401
+    assert open_server.ask("GET", f"/metrics?token={TOKEN}")[0] == 401
+    for given in ({"authorization": f"Bearer {TOKEN}"}, {"x_everstep_token": TOKEN}):
+        assert open_server.ask("GET", "/metrics", **given)[0] == 200
+
+
+def test_metrics_wait_until_everything_was_read(tmp_path: Path) -> None:
+    server = Server(make_run(tmp_path, "one"), make_run(tmp_path, "two"), make=make_metrics_app, load=False)
+    try:
+        status, text, _ = server.ask("GET", "/metrics?run=1")
+        assert (status, b"still being read" in text) == (503, True)
+        server.feeds.runs[1].history.load()
+        assert b"everstep_steps_total 4.0" in server.ask("GET", "/metrics?run=1")[1]
+        status, text, _ = server.ask("GET", "/metrics")
+        assert (status, b"run=0 to 1" in text) == (404, True)
+        assert b"/metrics" in server.ask("GET", "/")[1]
+        assert server.ask("GET", "/api/stream")[0] == 404
+    finally:
+        server.close()

@@ -1,0 +1,121 @@
+"""Servers beside a run: `everstep run --dashboard` and `--metrics` start them as processes that end with the job.
+
+Processes of their own, so that nothing that a browser or a scraper asks can hold up the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from everstep.base.errors import ConfigError
+from everstep.runtime.address import METRICS_FILE, write_atomically
+from everstep.runtime.process import die_with_parent
+
+ANY_PORT = "127.0.0.1:0"
+
+
+def check_installed(what: str) -> None:
+    """Raises: ConfigError if the servers cannot run here. what: who asks for them."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{what} needs {name}: pip install 'everstep[dashboard]'")
+
+
+def check_metrics(listen: str | None) -> None:
+    """Raises: ConfigError if metrics are wanted and may not be served there."""
+    if listen is None:
+        return
+    check_installed("metrics.listen")
+    host, _ = parse_listen("metrics.listen", listen)
+    from everstep.dashboard.guard import checked_token
+
+    checked_token(host, os.environ.get("EVERSTEP_METRICS_TOKEN") or None, "EVERSTEP_METRICS_TOKEN")
+
+
+def parse_listen(name: str, text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 address is in brackets, port 0 is any that is free.
+
+    Raises: ConfigError naming the option.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    good = colon and bare and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not good or (":" in bare) != (bare != host) or any(c.isspace() or c in "/[]" for c in bare):
+        raise ConfigError(f"{name}: expected HOST:PORT like 127.0.0.1:9400, port 0 to 65535, got {text!r}")
+    return bare, int(port)
+
+
+@contextlib.contextmanager
+def dashboard_beside(run_dir: Path, wanted: bool) -> Iterator[str]:
+    """Serve a dashboard over `run_dir` for as long as the block lasts; yields its address, "" if none is wanted."""
+    if not wanted:
+        yield ""
+        return
+    with _beside(["dashboard", str(run_dir)]) as (address, why):
+        yield address or f"could not be started: {why}"
+
+
+@contextlib.contextmanager
+def metrics_beside(run_dir: Path, listen: str | None) -> Iterator[str]:
+    """Likewise the metrics, at `listen`; the run directory says where they are, as Prometheus' file_sd reads it."""
+    if listen is None:
+        yield ""
+        return
+    path = run_dir / METRICS_FILE
+    with _beside(["metrics", str(run_dir), "--listen", listen]) as (address, why):
+        try:
+            if address:
+                with contextlib.suppress(OSError):
+                    write_atomically(path, json.dumps([_target(address, run_dir)]))
+            yield address or f"could not be started: {why}"
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _target(address: str, run_dir: Path) -> dict[str, Any]:
+    """Where the metrics are, as an entry of file_sd."""
+    url = urlsplit(address)
+    everywhere = url.hostname in ("0.0.0.0", "::")
+    place = f"{os.uname().nodename}:{url.port}" if everywhere else url.netloc
+    return {"targets": [place], "labels": {"run": run_dir.resolve().name}}
+
+
+@contextlib.contextmanager
+def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
+    """Run a command that prints its address; yields that, or "" and why there is none."""
+    parent = os.getpid()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "everstep", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        try:
+            address = process.stdout.readline().strip() if process.stdout is not None else ""
+            errors.seek(0)
+            said = "" if address else errors.read(10_000)
+            yield address, said.strip().rpartition("\n")[2].removeprefix("error: ") or "it said nothing"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

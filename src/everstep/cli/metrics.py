@@ -1,0 +1,46 @@
+"""`everstep metrics`: a job's numbers for Prometheus, printed once or served."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.beside import ANY_PORT, check_installed, parse_listen
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--listen", default=ANY_PORT, metavar="HOST:PORT", help=f"Where to serve /metrics ({ANY_PORT}: any port)."
+)
+@click.option("--once", is_flag=True, help="Print the metrics and end.")
+@click.option("--token", envvar="EVERSTEP_METRICS_TOKEN", help="What scrapers need beyond loopback, as a bearer token.")
+def command(run_dir: Path, listen: str, once: bool, token: str | None) -> int:
+    """Serve the metrics of the job in DIR, running or over, to Prometheus. Ctrl-C ends it; the job goes on."""
+    host, port = parse_listen("--listen", listen)
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    if not any((run_dir / name).is_file() for name in (EVENTS_FILE, JOB_FILE)):
+        raise ConfigError(f"{run_dir} is no run directory: expected {JOB_FILE} or {EVENTS_FILE} in it")
+    check_installed("everstep metrics")
+    if once:
+        sys.stdout.write(_text(run_dir))
+        return 0
+    from everstep.dashboard.serve import serve_metrics
+
+    serve_metrics(run_dir, host, port, token, lambda address: print(address, flush=True))
+    return 0
+
+
+def _text(run_dir: Path) -> str:
+    from everstep.report.history import History
+    from everstep.report.prometheus import device_families, expose, families
+
+    history = History(run_dir).load()
+    found = families(history, history.running(), None, time.time_ns())
+    return expose([*found, *device_families()])[0].decode()

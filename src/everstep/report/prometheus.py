@@ -1,0 +1,211 @@
+"""What a job looks like to Prometheus: its numbers as a text exposition. Names, types and labels are contracts.
+
+Made from what `History` holds already, so a scrape reads nothing. Everything that is counted follows from the files
+alone: an exporter that is started anew goes on with the same numbers. What nobody knows yet is left out, not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from everstep.report.devices import Device, devices
+from everstep.report.facts import Worker
+from everstep.report.histogram import Histogram
+from everstep.report.history import History
+from everstep.report.tally import TOTAL
+from everstep.report.usage import Newest
+from everstep.report.words import number, one_line, whole_number
+from everstep.runtime.board import OPERATIONS
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+STATES = ("leader", "active", "standby", "spare", "healing", "suspect", "dead")
+MOST_WORKERS = 1000
+"""Of more workers than these only sums are exported: each would be several time series."""
+
+
+class _Given(Collector):
+    """Metrics that were made already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def expose(families: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
+    """The exposition, and its content type. accept: header of the request, from which the format follows."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Given(families))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def families(history: History, running: bool, status: Mapping[str, Any] | None, now_ns: int) -> Iterator[Metric]:
+    """All metrics of a job. status: the coordinator's word, None if it is silent. now_ns: since 1970.
+
+    To be consumed under the lock of whoever reads files into `history`.
+    """
+    yield from _progress(history, running, now_ns)
+    yield from _workers(history, status)
+    yield from _recoveries(history)
+    yield from _checkpoints(history)
+    yield from _spent(history)
+    yield from _each_worker(history)
+
+
+def device_families(found: Iterable[Device] | None = None) -> Iterator[Metric]:
+    """The GPUs of this host, nothing where there is none."""
+    known = list(devices() if found is None else found)
+    if not known:
+        return
+    used = GaugeMetricFamily("everstep_device_memory_used_bytes", "GPU memory in use on this host.", labels=["device"])
+    total = GaugeMetricFamily("everstep_device_memory_total_bytes", "GPU memory there is.", labels=["device"])
+    text = "Share of the time in which the GPU was at work, as its driver says."
+    share = GaugeMetricFamily("everstep_device_utilization_ratio", text, labels=["device"])
+    for device in known:
+        label = [str(device.index)]
+        used.add_metric(label, device.memory_used_bytes)
+        total.add_metric(label, device.memory_total_bytes)
+        if device.used_share is not None:
+            share.add_metric(label, device.used_share)
+    yield from (used, total, share)
+
+
+def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
+    facts, tally, job = history.facts, history.tally, history.job
+    info = GaugeMetricFamily("everstep_run_info", "The run: its directory's name and its task.", labels=["run", "task"])
+    info.add_metric([one_line(history.name, 120), one_line(job.get("task"), 200)], 1)
+    yield info
+    yield _gauge("running", "1 while a launcher holds the run directory, else 0.", float(running))
+    yield _counter("steps", "Updates committed, those that a new start from step 0 did again included.", tally.steps)
+    yield _counter("samples", "Samples trained in committed steps, likewise.", tally.samples)
+    yield _gauge("step", "Newest committed step.", facts.step)
+    yield _gauge("target_step", "Step after which the job ends, where the config says so.", history.total_steps)
+    yield _gauge("loss", "Loss of the newest committed step.", facts.loss)
+    rate = tally.samples_per_s(now_ns) if running else 0.0
+    yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
+    yield _gauge("generation", "Number of the newest generation.", facts.generation)
+    text = "Share of the time since the first start, stops left out, that was training."
+    yield _gauge("goodput_ratio", text, history.goodput(running))
+    yield _gauge("start_timestamp_seconds", "When the job was last started.", _seconds(tally.started_ns))
+    text = "When the newest step was committed, or the job was started if that is later."
+    yield _gauge("last_progress_timestamp_seconds", text, _seconds(tally.progress_ns))
+    yield _counter("coordinator_restarts", "Restarts of the coordinator.", tally.coordinator_restarts)
+    yield _counter("unreadable_lines", "Lines of the job's files that could not be read.", history.foreign)
+
+
+def _workers(history: History, status: Mapping[str, Any] | None) -> Iterator[Metric]:
+    counts = dict.fromkeys(STATES, 0)
+    for worker in history.facts.workers.values():
+        if worker.state in counts:
+            counts[worker.state] += 1
+    yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
+    wanted = whole_number((status or {}).get("target")) or history.facts.wanted
+    yield _gauge("wanted_workers", "Workers that the job was told to have.", wanted or None)
+
+
+def _recoveries(history: History) -> Iterator[Metric]:
+    tally = history.tally
+    text = "Recoveries, by what was wrong."
+    yield _by_label(CounterMetricFamily, "recoveries", text, "reason", tally.recoveries)
+    text = (
+        f"Seconds from a fault to the next committed step (phase {TOTAL}), and in each phase of a recovery; phases of "
+        "different workers overlap."
+    )
+    yield _histograms("recovery_seconds", text, "phase", tally.recovery_seconds)
+
+
+def _checkpoints(history: History) -> Iterator[Metric]:
+    tally = history.tally
+    text = "Seconds from the beginning of a checkpoint until it was complete."
+    yield _histograms("checkpoint_seconds", text, "tier", tally.checkpoint_seconds)
+    yield _by_label(
+        GaugeMetricFamily, "checkpoint_bytes", "Size of the newest checkpoint.", "tier", tally.checkpoint_bytes
+    )
+    times = {tier: time_ns / 1e9 for tier, time_ns in tally.checkpoint_ns.items()}
+    text = "When the newest checkpoint was complete."
+    yield _by_label(GaugeMetricFamily, "last_checkpoint_timestamp_seconds", text, "tier", times)
+    text = "Checkpoints that failed."
+    yield _by_label(CounterMetricFamily, "checkpoint_failures", text, "tier", tally.checkpoint_failures)
+
+
+def _spent(history: History) -> Iterator[Metric]:
+    usage = history.usage
+    text = (
+        f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a "
+        "step."
+    )
+    spent = {TOTAL: history.tally.step_seconds, **usage.step_seconds}
+    yield _histograms("step_seconds", text, "phase", spent)
+    sent = dict.fromkeys(OPERATIONS, 0.0) | usage.total_bytes
+    yield _by_label(CounterMetricFamily, "communication_bytes", "Bytes that workers sent.", "operation", sent)
+    yield _counter("cpu_seconds", "Processor time of all workers and their former lives.", usage.cpu_us / 1e6)
+    resident = sum(number(newest.row.get("rss_bytes")) for _, newest in _living(history))
+    yield _gauge("resident_memory_bytes", "Resident memory of all living workers.", resident)
+
+
+_EACH: tuple[tuple[str, str, Family, Callable[[Newest], Any]], ...] = (
+    ("step", "Step at which a worker is.", GaugeMetricFamily, lambda n: n.row.get("step")),
+    ("samples_per_second", "Samples that a worker trains per second.", GaugeMetricFamily, lambda n: n.samples_per_s),
+    ("resident_memory_bytes", "Resident memory of a worker.", GaugeMetricFamily, lambda n: n.row.get("rss_bytes")),
+    ("cpu_seconds", "Processor time of a worker's life.", CounterMetricFamily, lambda n: n.row.get("cpu_s")),
+)
+
+
+def _each_worker(history: History) -> Iterator[Metric]:
+    """One series per living worker and metric, unless there are too many."""
+    living = list(_living(history))
+    shown = living if len(living) <= MOST_WORKERS else []
+    for name, text, kind, value_of in _EACH:
+        family = kind(f"everstep_worker_{name}", text, labels=["worker_id"])
+        for worker, newest in shown:
+            value = value_of(newest)
+            if value is not None:
+                family.add_metric([str(worker.worker_id)], number(value))
+        yield family
+
+
+def _living(history: History) -> Iterator[tuple[Worker, Newest]]:
+    measured = history.usage.workers
+    for worker_id, worker in sorted(history.facts.workers.items()):
+        newest = measured.get(worker_id)
+        if newest is not None and worker.state not in ("dead", "left"):
+            yield worker, newest
+
+
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    family = GaugeMetricFamily(f"everstep_{name}", text)
+    if value is not None:
+        family.add_metric([], value if isinstance(value, float) else number(value))
+    return family
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"everstep_{name}", text, value=value)
+
+
+def _by_label(kind: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = kind(f"everstep_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _histograms(name: str, text: str, label: str, found: Mapping[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(f"everstep_{name}", text, labels=[label])
+    for key, histogram in found.items():
+        buckets = [("+Inf" if bound == inf else str(bound), float(n)) for bound, n in histogram.cumulative()]
+        family.add_metric([key], buckets, histogram.sum)
+    return family
+
+
+def _seconds(time_ns: int) -> float | None:
+    return time_ns / 1e9 if time_ns else None

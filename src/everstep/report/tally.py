@@ -1,0 +1,135 @@
+"""What only grows: counts and histograms over all events of a job, for systems that collect such numbers. Pure.
+
+Apart from the facts, which keep what is newest: nothing here is ever forgotten, and whoever reads the same files from
+the beginning arrives at the same numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+
+from everstep.report.account import PHASES
+from everstep.report.histogram import Histogram
+from everstep.report.words import Event, number, one_line, whole_number
+
+TOTAL = "total"
+STEP_BOUNDS_S = (*(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2, 5)), 100.0)
+WAIT_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
+TIERS = ("memory", "disk", "object", "other")
+REASONS = ("killed", "exited", "exception", "hang", "partition", "coordinator", "other")
+_RECENT_STEPS = 32
+_SLOW = 3
+_MOST_SAMPLES = 1e12
+
+_WHO = re.compile(r"worker \d+ \(incarnation \d+\): ")
+_CAUSES = (
+    ("killed", re.compile(r"killed by ")),
+    ("exited", re.compile(r"exit code |it no longer runs")),
+    ("hang", re.compile(r"no progress for ")),
+    (
+        "partition",
+        re.compile(
+            r"host \S+ has seen nothing|its host \S+ is silent|its links failed|transfers failed between"
+            r"|worker [\d, and]+ could not follow|its connection |its process lives, but"
+        ),
+    ),
+    ("coordinator", re.compile(r"it did not come back after the coordinator's restart")),
+    ("exception", re.compile(r"[A-Za-z_][\w.]*: |chaos fault '[^']*' raised")),
+)
+
+
+def reason_class(reason: str) -> str:
+    """One of REASONS for the text with which a recovery or an eviction gives its reason."""
+    text = _WHO.sub("", reason, count=1)
+    return next((name for name, pattern in _CAUSES if pattern.match(text)), "other")
+
+
+class Tally:
+    """Takes in events in file order. Dictionaries have every key of REASONS, TIERS, or TOTAL and the recovery's phases.
+
+    step_seconds: from commit to commit of two steps that follow one another, whatever came between them; started_ns,
+    progress_ns: of the newest start, and of the newest step since (the start itself before the first one).
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.step_seconds = Histogram(STEP_BOUNDS_S)
+        self.recoveries = dict.fromkeys(REASONS, 0)
+        self.recovery_seconds = {phase: Histogram(WAIT_BOUNDS_S) for phase in (TOTAL, *PHASES)}
+        self.checkpoint_seconds = {tier: Histogram(WAIT_BOUNDS_S) for tier in TIERS}
+        self.checkpoint_failures = dict.fromkeys(TIERS, 0)
+        self.checkpoint_bytes: dict[str, int] = {}
+        self.checkpoint_ns: dict[str, int] = {}
+        self.coordinator_restarts = 0
+        self.started_ns = 0
+        self.progress_ns = 0
+        self._step = 0
+        self._step_ns = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT_STEPS)
+
+    def take(self, event: Event) -> None:
+        """Take in the next event."""
+        act, time_ns = _ACTS.get(event["kind"]), whole_number(event.get("time_unix_ns"))
+        if act is not None and 0 <= time_ns < 1 << 63:
+            act(self, event, time_ns)
+
+    def samples_per_s(self, now_ns: int) -> float:
+        """Over the newest steps; falls while the next one is overdue."""
+        if len(self._recent) < 2:
+            return 0.0
+        first_ns, last_ns = self._recent[0][0], self._recent[-1][0]
+        overdue = now_ns - last_ns > _SLOW * (last_ns - first_ns) / (len(self._recent) - 1)
+        seconds = ((now_ns if overdue else last_ns) - first_ns) / 1e9
+        return sum(samples for _, samples in list(self._recent)[1:]) / seconds if seconds > 0 else 0.0
+
+    def _job_started(self, event: Event, time_ns: int) -> None:
+        self.started_ns = self.progress_ns = time_ns
+        self._step_ns = 0
+        self._recent.clear()
+
+    def _step_committed(self, event: Event, time_ns: int) -> None:
+        step, samples = whole_number(event.get("step")), int(min(max(0.0, number(event.get("samples"))), _MOST_SAMPLES))
+        self.steps += 1
+        self.samples += samples
+        if step == self._step + 1 and time_ns > self._step_ns > 0:
+            self.step_seconds.add((time_ns - self._step_ns) / 1e9)
+        self._step, self._step_ns = step, time_ns
+        self.progress_ns = max(self.progress_ns, time_ns)
+        self._recent.append((time_ns, samples))
+
+    def _recovery_completed(self, event: Event, time_ns: int) -> None:
+        self.recoveries[reason_class(one_line(event.get("reason")))] += 1
+        phases = event.get("phases_s")
+        spent = {TOTAL: event.get("duration_s"), **(phases if isinstance(phases, dict) else {})}
+        for phase, histogram in self.recovery_seconds.items():
+            histogram.add(max(0.0, number(spent.get(phase))))
+
+    def _checkpoint_completed(self, event: Event, time_ns: int) -> None:
+        tier = _tier(event)
+        self.checkpoint_seconds[tier].add(max(0.0, number(event.get("duration_s"))))
+        self.checkpoint_bytes[tier] = int(number(event.get("size_bytes") or event.get("bytes")))
+        self.checkpoint_ns[tier] = time_ns
+
+    def _checkpoint_failed(self, event: Event, time_ns: int) -> None:
+        self.checkpoint_failures[_tier(event)] += 1
+
+    def _coordinator_restarted(self, event: Event, time_ns: int) -> None:
+        self.coordinator_restarts += 1
+
+
+_ACTS: dict[str, Callable[[Tally, Event, int], None]] = {
+    "job_started": Tally._job_started,
+    "step_committed": Tally._step_committed,
+    "recovery_completed": Tally._recovery_completed,
+    "checkpoint_completed": Tally._checkpoint_completed,
+    "checkpoint_failed": Tally._checkpoint_failed,
+    "coordinator_restarted": Tally._coordinator_restarted,
+}
+
+
+def _tier(event: Event) -> str:
+    tier = event.get("tier")
+    return tier if isinstance(tier, str) and tier in TIERS else "other"

@@ -1,0 +1,191 @@
+"""A real Prometheus scrapes an exporter over a recorded run; rules, example config and dashboard fit what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import recorded_run as recorded
+
+pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from everstep.cli.beside import ANY_PORT, metrics_beside
+from everstep.report.devices import Device
+from everstep.report.history import History
+from everstep.report.prometheus import device_families, expose, families
+from everstep.runtime.address import METRICS_FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+LIMIT_S = 120.0
+RATE_INTERVAL = "1m"
+
+
+def _find(name: str) -> str | None:
+    unpacked = Path(sys.prefix) / "prometheus" / name
+    return str(unpacked) if unpacked.exists() else shutil.which(name)
+
+
+PROMETHEUS, PROMTOOL = _find("prometheus"), _find("promtool")
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None or PROMTOOL is None, reason="Prometheus is not there: see tests/install_prometheus.sh"
+)
+
+
+def promtool(*argv: str | Path, text: str = "") -> str:
+    done = subprocess.run(
+        [str(PROMTOOL), *map(str, argv)], input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def exposition(run_dir: Path) -> str:
+    """Everything there can be, a GPU included."""
+    given = families(History(run_dir).load(), True, None, time.time_ns())
+    return expose([*given, *device_families([Device(0, 10, 20, 0.5)])])[0].decode()
+
+
+def dashboard_expressions() -> list[str]:
+    """All queries of the Grafana dashboard, its variables filled in."""
+    found: list[str] = []
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            found.extend([node["expr"]] if isinstance(node.get("expr"), str) else [])
+            for value in node.values():
+                collect(value)
+        elif isinstance(node, list):
+            for value in node:
+                collect(value)
+
+    collect(json.loads((DEPLOY / "grafana" / "everstep.json").read_text()))
+    return [text.replace("$__rate_interval", RATE_INTERVAL).replace("$run", ".*") for text in found]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded.make_run(tmp_path_factory.mktemp("runs") / "recorded")
+
+
+class Server:
+    """A Prometheus server on a port of the kernel's, with the example config, quicker."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+        text = text.replace("runs/mine/metrics.json", str(run_dir / METRICS_FILE))
+        config = folder / "prometheus.yml"
+        config.write_text(re.sub(r"(_interval): \d+s", r"\1: 200ms", text))
+        shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.log = folder / "log"
+        options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [str(PROMETHEUS), *options, f"--web.listen-address={self.address}"], stdout=log, stderr=log, cwd=folder
+            )
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """What its API answers to; None while it does not listen yet."""
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            if error.code == 503:
+                return None
+            raise AssertionError(f"{url}: {error.read().decode()}") from None
+        except OSError:
+            return None
+
+    def wait_for(self, path: str, wanted: Any, **parameters: str) -> Any:
+        """The first answer that satisfies."""
+        deadline = time.monotonic() + LIMIT_S
+        while (found := self.ask(path, **parameters)) is None or not wanted(found):
+            assert self.process.poll() is None and time.monotonic() < deadline, (found, self.log.read_text()[-3000:])
+            time.sleep(0.05)
+        return found
+
+    def close(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
+    with metrics_beside(run_dir, ANY_PORT) as address:
+        assert address.startswith("http://127.0.0.1:") and address.endswith("/metrics"), address
+        server = Server(tmp_path, run_dir)
+        try:
+            yield server
+        finally:
+            server.close()
+    assert not (run_dir / METRICS_FILE).exists()
+
+
+def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
+    series, names = set[str](), set[str]()
+    for family in text_string_to_metric_families(exposition(run_dir)):
+        ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        series |= {family.name + end for end in ends}
+        names.add(family.name)
+    rules = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+    alerts = [rule["expr"] for rule in yaml.safe_load(rules)["groups"][0]["rules"]]
+    assert (len(dashboard_expressions()) > 30, len(alerts)) == (True, 8)
+    asked = [(text, series) for text in (*dashboard_expressions(), *alerts)]
+    asked += [(text, series | names) for text in (rules, (ROOT / "README.md").read_text())]
+    for text, known in asked:
+        found = set(re.findall(r"\beverstep_[a-z_]+", text))
+        assert found <= known, found - known
+
+
+@needs_prometheus
+def test_promtool_finds_nothing_wrong(run_dir: Path) -> None:
+    promtool("check", "metrics", text=exposition(run_dir))
+    promtool("check", "config", DEPLOY / "prometheus" / "prometheus.yml")
+    assert "8 rules found" in promtool("check", "rules", DEPLOY / "prometheus" / "alerts.yml")
+    promtool("test", "rules", ROOT / "tests" / "integration" / "alerts_test.yml")
+
+
+@needs_prometheus
+def test_a_real_server_scrapes_a_run(server: Server) -> None:
+    def value(query: str) -> float:
+        found = server.wait_for("query", lambda data: data["result"], query=query)["result"]
+        assert len(found) == 1, found
+        return float(found[0]["value"][1])
+
+    assert value('everstep_steps_total{run="recorded",job="everstep"}') == 10
+    assert value('everstep_recoveries_total{reason="killed"}') == 1
+    assert value('histogram_quantile(0.5, everstep_step_seconds_bucket{phase="backward"})') > 0.1
+    assert value('sum(everstep_workers{state=~"leader|active"})') == 2
+    assert value("everstep_running") == 0
+    for query in dashboard_expressions():
+        assert server.ask("query", query=query) is not None, query
+
+    def evaluated(data: Any) -> bool:
+        return all(rule["health"] != "unknown" for group in data["groups"] for rule in group["rules"])
+
+    groups = server.wait_for("rules", lambda data: data["groups"] and evaluated(data))["groups"]
+    assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
