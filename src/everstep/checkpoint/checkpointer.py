@@ -360,10 +360,12 @@ class Checkpointer:
         states: Mapping[int, ModelState],
         store: BlobStore | None = None,
         *,
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], None] = lambda: None,
+        twice: bool = False,
     ) -> Restored:
         """Gives the states, by stage, what they need of a checkpoint. store: another one than the disk tier.
-        ready: called once everything was read and verified; only then is the state changed, from a second reading.
+        ready: called directly before the state is changed. twice: all is read and verified before that, and then read
+        again; else a state is partly written if this raises.
 
         Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
         one. ConfigError, StoreError.
@@ -373,9 +375,9 @@ class Checkpointer:
             checkpoint = open_checkpoint(source, step)
             self._accept(checkpoint)
             checkpoint.check_files()
-            if ready is not None:
+            if twice:
                 checkpoint.verify_for(states)
-                ready()
+            ready()
             checkpoint.load_into(states)
         except CheckpointCorrupt as error:
             self._sound.pop(step, None)

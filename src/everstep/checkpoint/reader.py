@@ -17,8 +17,8 @@ from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import DAMAGED, MANIFEST, manifest_name, step_name, step_of
 from everstep.checkpoint.store import BlobStore
-from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.digest import digest_bytes, digest_views
+from everstep.exact.image import BLOCK_BYTES, Scatter
 from everstep.exact.state import ModelState
 from everstep.exact.topology import select
 
@@ -96,8 +96,7 @@ class Checkpoint:
         """
         for state in states.values():
             manifest, blocks = select(self.manifest.state, state.names)
-            found = self.read_blocks(blocks, threads)
-            state.load(manifest, lambda _, found=found: next(found))  # type: ignore[misc]
+            state.load_with(manifest, lambda scatter, blocks=blocks: self._fill(scatter, blocks, threads))  # type: ignore[misc]
 
     def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
         """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
@@ -105,6 +104,33 @@ class Checkpoint:
             _, blocks = select(self.manifest.state, state.names)
             for _ in self.read_blocks(blocks, threads):
                 pass
+
+    def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int) -> None:
+        """Reads blocks straight to where they go, and verifies them there."""
+
+        def fill(begin: int, piece: list[int]) -> None:
+            file, at = self.manifest.place(piece[0])
+            parts = [scatter.views(begin + k) for k in range(len(piece))]
+            try:
+                got = self.store.read_into(file.name, at, [view for part in parts for view in part])
+            except BlobMissing:
+                raise self._missing(file) from None
+            for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
+                there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
+                if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
+                    raise self._mismatch(file, index, there)
+
+        with ThreadPoolExecutor(threads) as pool:
+            waiting, begin = [], 0
+            for piece in self._pieces(blocks):
+                waiting.append(pool.submit(fill, begin, piece))
+                begin += len(piece)
+            try:
+                for future in waiting:
+                    future.result()
+            finally:
+                for future in waiting:
+                    future.cancel()
 
     def _pieces(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Runs of blocks that lie one after the other in one file."""
@@ -125,15 +151,21 @@ class Checkpoint:
         try:
             data = memoryview(self.store.read(file.name, at, len(piece) * BLOCK_BYTES)).cast("B")
         except BlobMissing:
-            raise CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs") from None
+            raise self._missing(file) from None
         blocks = [data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES] for k in range(len(piece))]
         for index, block in zip(piece, blocks, strict=True):
             if digest_bytes(block) != self.manifest.state["blocks"][index]:
-                raise CheckpointCorrupt(
-                    f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its "
-                    f"digest ({len(block)} bytes)"
-                )
+                raise self._mismatch(file, index, len(block))
         return blocks
+
+    def _missing(self, file: PartFile) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs")
+
+    def _mismatch(self, file: PartFile, index: int, n_bytes: int) -> CheckpointCorrupt:
+        return CheckpointCorrupt(
+            f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its "
+            f"digest ({n_bytes} bytes)"
+        )
 
     def inside(self, index: int, most: int = 3) -> list[str]:
         """The names of the first tensors that a block holds a part of."""

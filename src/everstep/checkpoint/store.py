@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,10 @@ Bytes = bytes | bytearray | memoryview
 
 TEMPORARY = ".tmp-"
 """Begins the names of files that are being written; nobody lists or reads them."""
+
+
+_MOST_VIEWS = 1024
+"""One call of the system takes no more."""
 
 
 class BlobStore(Protocol):
@@ -40,6 +44,10 @@ class BlobStore(Protocol):
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> Bytes:
         """`length` bytes from `start` (to the end by default); fewer only where the blob ends. Raises: BlobMissing."""
+        ...
+
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
+        """Reads from `start` into one view after the other; how many bytes there were. Raises: BlobMissing."""
         ...
 
     def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
@@ -101,6 +109,16 @@ class DirectoryStore:
                 stop = end if length is None else min(end, start + length)
                 buffer = bytearray(max(0, stop - start))
                 return memoryview(buffer)[: read_into(fd, memoryview(buffer), start)]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise _translated(error, "read", self.file(name)) from None
+
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
+        try:
+            fd = os.open(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return read_views(fd, views, start)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -217,6 +235,22 @@ def read_into(fd: int, out: memoryview, at: int) -> int:
         if got == 0:
             break
         done += got
+    return done
+
+
+def read_views(fd: int, views: Sequence[memoryview], at: int) -> int:
+    """Reads from a position into one view after the other until all are full or the file ends; returns how much."""
+    done = 0
+    left = list(views)
+    while left:
+        got = os.preadv(fd, left[:_MOST_VIEWS], at + done)
+        if got == 0:
+            break
+        done += got
+        while left and got >= len(left[0]):
+            got -= len(left.pop(0))
+        if got:
+            left[0] = left[0][got:]
     return done
 
 

@@ -6,7 +6,7 @@ cryptographic: it finds accidents, not attacks; a job's connections prove knowle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -34,6 +34,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     """xxh3, 128 bits, as 32 hex digits. Large inputs are hashed without the interpreter lock."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_views(views: Sequence[memoryview]) -> str:
+    """As `digest_bytes`, of bytes that lie in several places."""
+    if len(views) == 1:
+        return digest_bytes(views[0])
+    found = xxhash.xxh3_128()
+    for view in views:
+        found.update(view)
+    return found.hexdigest()
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -179,28 +179,48 @@ def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
     return tuple(StateEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in body["entries"])
 
 
-def write_blocks(
-    manifest: Mapping[str, Any], entries: Sequence[StateEntry], targets: Sequence[memoryview], blocks: BlockSource
-) -> None:
+class Scatter:
+    """Where the bytes of blocks go: the memory of the entries, and of no use what lies between. Thread-safe."""
+
+    def __init__(self, entries: Sequence[StateEntry], targets: Sequence[memoryview]) -> None:
+        """targets: a byte view per entry; empty entries are passed over."""
+        held = [(e.offset, e.nbytes, target) for e, target in zip(entries, targets, strict=True) if e.nbytes]
+        self._starts = [offset for offset, _, _ in held]
+        self._held = held
+
+    def views(self, index: int) -> list[memoryview]:
+        """Writable views that cover block `index` from its first byte to its last, in order."""
+        at, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+        found: list[memoryview] = []
+        k = max(0, bisect_right(self._starts, at) - 1)
+        while at < stop:
+            offset, nbytes, target = self._held[k] if k < len(self._held) else (stop, 0, memoryview(b""))
+            if offset > at:
+                gap = min(offset, stop) - at
+                found.append(memoryview(bytearray(gap)))
+                at += gap
+            elif at < offset + nbytes:
+                end = min(offset + nbytes, stop)
+                found.append(target[at - offset : end - offset])
+                at = end
+            else:
+                k += 1
+        return found
+
+
+def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSource) -> None:
     """Fetches block after block, checks it, and writes its parts to the entries' memory.
 
     Raises: CheckpointCorrupt naming the first block that does not match its digest; what came before is written.
     """
-    first = 0
     for index, expected in enumerate(manifest["blocks"]):
         data = memoryview(blocks(index)).cast("B")
         if len(data) != BLOCK_BYTES or digest_bytes(data) != expected:
             raise CheckpointCorrupt(f"block {index} does not match its digest ({len(data)} bytes)")
-        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-        while first < len(entries) and entries[first].offset + entries[first].nbytes <= start:
-            first += 1
-        for k in range(first, len(entries)):
-            entry = entries[k]
-            if entry.offset >= stop:
-                break
-            lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
-            if lo < hi:
-                targets[k][lo - entry.offset : hi - entry.offset] = data[lo - start : hi - start]
+        at = 0
+        for view in scatter.views(index):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
 
 
 BlockSource = Callable[[int], Any]

@@ -6,7 +6,7 @@ optimizer's tensors per parameter, and as JSON the optimizer's groups, the sched
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from everstep.exact.image import (
     BlockSource,
     Image,
     Outline,
+    Scatter,
     StateEntry,
     entries_of,
     place,
@@ -287,6 +288,10 @@ class ModelState:
 
         Raises: CheckpointCorrupt if a digest does not match. ConfigError if it is the state of another model.
         """
+        self.load_with(manifest, lambda scatter: write_blocks(manifest, scatter, blocks))
+
+    def load_with(self, manifest: Mapping[str, Any], fill: Callable[[Scatter], None]) -> None:
+        """As `load`; `fill` writes all blocks of the manifest to where they go, and verifies them."""
         entries = entries_of(manifest)
         values = manifest["values"]
         self._image = None
@@ -301,7 +306,7 @@ class ModelState:
                 target = torch.empty(entry.shape, dtype=target.dtype)
                 tensors[entry.name] = target
             memory.append(bytes_of(target))
-        write_blocks(manifest, entries, memory, blocks)
+        fill(Scatter(entries, memory))
         with torch.no_grad():
             for name, target in staged.items():
                 tensors[name] = target.copy_(tensors[name])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan
 from everstep.exact import topology
-from everstep.exact.image import BLOCK_BYTES, entries_of, write_blocks
+from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
@@ -167,7 +167,7 @@ def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: list
     entries = entries_of(manifest)
     image = bytearray(len(blocks) * BLOCK_BYTES)
     memory = [memoryview(image)[e.offset : e.offset + e.nbytes] for e in entries]
-    write_blocks(manifest, entries, memory, lambda i: blocks[i])
+    write_blocks(manifest, Scatter(entries, memory), lambda i: blocks[i])
     found: dict[str, Tensor] = {}
     for entry, data in zip(entries, memory, strict=True):
         if entry.name.startswith(_MODEL):

@@ -377,6 +377,7 @@ class Saver:
         Raises: CollectiveAborted then: the members settle anew, with what is left.
         """
         session, checkpointer = self._session, self._checkpointer
+        trained = session.engine.position.step > 0
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
@@ -388,9 +389,11 @@ class Saver:
                     replica.update_proven = True
 
             states = {stage: replica.state for stage, replica in zip(stages, replicas, strict=True)}
-            restored = checkpointer.load(number, states, ready=ready)
+            restored = checkpointer.load(number, states, ready=ready, twice=trained)
         except (CheckpointCorrupt, StoreError) as error:
             self._refused.add(number)
+            for stage in () if trained else stages:  # it may have been written in part
+                session.stages.rebuild(stage)
             me = session.link.me
             session.link.tell(
                 wire.SettleAgain(
