@@ -1,4 +1,4 @@
-"""The dashboard's real page, in headless Chromium, over a real run in which the leader is killed."""
+"""The dashboard's real page, in headless Chromium, over a real run in which the leader is killed from the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_cli import COMMAND, Running, environment
+from e2e_cli import COMMAND, Running, environment, everstep
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 TOKEN = "a-token-for-the-tests"
 WIDTHS = {"phone": 390, "tablet": 820, "wide": 1600}
-KILL = "kill:target=leader:0,at=5"
 CAUGHT = 60_000
 
 
@@ -78,7 +77,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
     """A run of 3 workers whose leader is killed while the page looks on; then it is over."""
     run_dir = tmp_path_factory.mktemp("jobs") / "watched"
     pace = {"E2E_LANE_S": "0.4"}
-    options = ("--workers", "3", "--steps", "16", "--chaos", KILL, "--set", "on_failure=shrink", "--dashboard")
+    options = ("--workers", "3", "--steps", "16", "--set", "on_failure=shrink", "--dashboard")
     with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)
@@ -97,11 +96,17 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
 
 
 def watch(view: Page, job: Running) -> None:
-    """The leader turns dead, the next one leads, the charts mark it; the coordinator answers an action."""
+    """Killed by an action, the leader turns dead, the next one leads, the charts mark it; a wrong action is refused."""
     page = view.page
     view.expect_state(0, "leader")
     view.expect_state(1, "active")
     sync_api.expect(page.locator("#state")).to_have_text(re.compile("running|recovering"), timeout=CAUGHT)
+    job.wait_for_step(3)
+    page.locator("#fault-kind").select_option("kill")
+    page.locator("#fault-target").select_option("leader:0")
+    twice(page, "Inject")
+    sync_api.expect(page.locator("#answer")).to_contain_text("kill:target=leader:0 is on its way", timeout=CAUGHT)
+    assert job.wait_for(lambda e: e["kind"] == "fault_injected")["worker_id"] == 0
     job.wait_for(lambda e: e["kind"] == "worker_evicted")
     view.expect_state(0, "dead")
     view.expect_state(1, "leader")
@@ -110,10 +115,15 @@ def watch(view: Page, job: Running) -> None:
     sync_api.expect(page.locator("#recoveries .fall")).not_to_have_count(0, timeout=CAUGHT)
     sync_api.expect(page.locator("#log")).to_contain_text("worker 0 was evicted", timeout=CAUGHT)
     page.locator("#scale-workers").fill("99")
-    button = page.get_by_role("button", name="Scale")
-    button.click()
-    button.click()
+    twice(page, "Scale")
     sync_api.expect(page.locator("#answer")).to_contain_text("expected a number of workers", timeout=CAUGHT)
+
+
+def twice(page: Any, name: str) -> None:
+    """Press a button that wants to be pressed twice."""
+    button = page.get_by_role("button", name=name)
+    button.click()
+    button.click()
 
 
 @pytest.fixture(scope="module")
@@ -123,24 +133,43 @@ def dashboard(over: Path) -> Iterator[Dashboard]:
     dashboard.close()
 
 
+def serious(page: Any) -> list[str]:
+    """What keeps people out, by axe."""
+    found = axe.Axe().run(page).response["violations"]
+    grave = [v for v in found if v["impact"] in ("serious", "critical")]
+    return [f"{v['id']}: {[n['target'] for n in v['nodes']][:3]}" for v in grave]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:
-    view = Page(browser, dashboard.address, WIDTHS[width], color_scheme=scheme)
+    address = f"{dashboard.address}#token={TOKEN}"
+    view = Page(browser, address, WIDTHS[width], color_scheme=scheme)
+    sync_api.expect(view.page.locator("#actions")).to_be_visible()
     sync_api.expect(view.page.locator("#state")).to_have_text("completed")
     sync_api.expect(view.page.locator("#charts canvas").first).to_be_visible()
     sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert view.page.evaluate(sideways) <= 0
-    found = axe.Axe().run(view.page).response["violations"]
-    serious = [
-        f"{v['id']}: {[n['target'] for n in v['nodes']][:3]}" for v in found if v["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
+    assert serious(view.page) == []
     folder = os.environ.get("SCREENSHOTS")
     if folder:
         view.page.screenshot(path=f"{folder}/{width}-{scheme}.png", full_page=True)
     assert view.wrong == []
     view.close()
+
+
+def test_the_report_is_for_everyone(over: Path, browser: Any, tmp_path: Path) -> None:
+    done = everstep("report", over, "--out", tmp_path / "report.html")
+    assert done.returncode == 0, done.stderr
+    for scheme in ("light", "dark"):
+        view = Page(browser, f"file://{tmp_path}/report.html", 820, color_scheme=scheme)
+        folder = os.environ.get("SCREENSHOTS")
+        if folder:
+            view.page.screenshot(path=f"{folder}/report-{scheme}.png", full_page=True)
+        assert "Communication" in view.page.content()
+        assert serious(view.page) == []
+        assert view.wrong == []
+        view.close()
 
 
 def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:

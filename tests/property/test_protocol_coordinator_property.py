@@ -58,6 +58,7 @@ def any_message(draw) -> m.AnyMessage:
                 m.StoreGet(request=1, generation=generation, keys=["k"]),
                 m.Command(request=1, name="scale", args={"workers": draw(st.integers(0, 5))}),
                 m.Command(request=1, name="drain", args={"worker_id": worker}),
+                m.Command(request=1, name="chaos", args={"fault": "kill", "workers": [worker]}),
                 m.Command(request=1, name="status", args={}),
             ]
         )

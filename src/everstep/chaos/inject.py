@@ -12,18 +12,20 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.pace import Pace
-from everstep.chaos.spec import COMPUTE_PHASES, CUTS, AnyFault, Fault, RandomFaults, choose
+from everstep.chaos.spec import COMPUTE_PHASES, CUTS, AnyFault, Fault, RandomFaults, choose, parse_now
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.process import OUTLIVES_WORKERS
 
 Report = Callable[..., Any]
 Cut = Callable[[float, bool, bool], None]
+NO_PLAN = Plan(0, "none yet", (), (), 0)
 
 
 def _cannot(for_s: float, lose: bool, peers: bool) -> None:
@@ -54,9 +56,8 @@ class Injector:
     def __init__(
         self, faults: Sequence[AnyFault], run_dir: Path, worker: WorkerKey, report: Report, seed: int = 0
     ) -> None:
-        self._once = [fault for fault in faults if isinstance(fault, Fault)]
-        self._slow = [Pace(fault, run_dir / EVENTS_FILE) for fault in self._once if fault.kind == "slow"]
-        self._once = [fault for fault in self._once if fault.kind != "slow"]
+        self._once: list[Fault] = []
+        self._slow: list[Pace] = []
         self._random = [fault for fault in faults if isinstance(fault, RandomFaults)]
         self._run_dir = run_dir
         self._worker = worker
@@ -65,6 +66,15 @@ class Injector:
         self._drawn: dict[tuple[int, int, tuple[int, ...]], Fault | None] = {}
         self._idle = not faults
         self.cut_off: Cut = _cannot
+        for fault in faults:
+            if isinstance(fault, Fault):
+                self._expect(fault)
+
+    def _expect(self, fault: Fault) -> None:
+        if fault.kind == "slow":
+            self._slow.append(Pace(fault, self._run_dir / EVENTS_FILE))
+        else:
+            self._once.append(fault)
 
     def at(self, step: int, phase: str, plan: Plan) -> None:
         """The worker enters `phase` of `step` under this plan: strike if a fault is due.
@@ -91,6 +101,25 @@ class Injector:
                 name = f"{source.index}-{step}"
                 if self._worker.worker_id in self._victims(drawn, plan) and self._claim(name, None):
                     self._strike(drawn, step, phase, plan, name)
+
+    def now(self, text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
+        """A fault that was asked for while the job runs, `number` among them; in the thread that heard of it.
+
+        Whom it kills or stops falls wherever it is, idle spares included; anything else happens as the target next
+        enters a phase. step, phase, plan: of this worker at the moment.
+
+        Raises: ConfigError if the text is no fault.
+        """
+        fault = replace(parse_now(text), index=number)
+        known = plan if plan is not None else NO_PLAN
+        if fault.kind in ("kill", "stop") and not fault.at and fault.phase is None:
+            victims = self._victims(fault, known)
+            several = victims if fault.target.several else None
+            if self._worker.worker_id in victims and self._claim(f"{number}", several):
+                self._strike(fault, step, phase, known, f"{number}")
+                return
+        self._expect(fault)
+        self._idle = False
 
     def _draw(self, source: RandomFaults, step: int, plan: Plan) -> Fault | None:
         key = (source.index, step, plan.worker_ids)

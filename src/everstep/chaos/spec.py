@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from everstep.base.errors import ConfigError
 from everstep.chaos.targets import Target, parse_target
@@ -37,9 +38,9 @@ class Fault:
     kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
     disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
     (each forward pass takes `by_s` seconds longer, for whoever the target is at the time).
-    `at`: the step being computed (with phase heal: the step being healed to; with phase settle: the last step done;
-    with phase finish, when final/ is about to be made: the last step),
-    or the first later one in which the target takes part. `phase` None: as soon as the target computes the step.
+    `at`: 0, at once; else the step being computed (with phase heal: the step being healed to; with phase settle: the
+    last step done; with phase finish, when final/ is about to be made: the last step), or the first later one in which
+    the target takes part. `phase` None: as soon as the target computes the step.
     `for_s`: seconds until SIGCONT (None: never), until the link is whole again, or until the target is fast again.
     `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.
     `index`: its place in the specification.
@@ -56,7 +57,7 @@ class Fault:
     until: tuple[str, int] | None = None
 
     def __str__(self) -> str:
-        parts = [f"target={self.target}", f"at={self.at}"]
+        parts = [f"target={self.target}", *([f"at={self.at}"] if self.at else [])]
         if self.phase is not None:
             parts.append(f"phase={self.phase}")
         if self.for_s is not None:
@@ -68,6 +69,12 @@ class Fault:
         if self.until is not None:
             parts.append(f"until={self.until[0]}*{self.until[1]}")
         return f"{self.kind}:{','.join(parts)}"
+
+    def request(self) -> dict[str, Any]:
+        """What a coordinator is asked, who looks whether there is anybody whom the fault means."""
+        target = self.target
+        stages = target.numbers("leader", "backups", "stage")
+        return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,20 @@ def parse(spec: str) -> tuple[AnyFault, ...]:
     return tuple(faults)
 
 
+def parse_now(text: str) -> Fault:
+    """A fault for a job that runs: without `at` it strikes at once.
+
+    Raises: ConfigError, as `parse`; also for several faults and for random ones.
+    """
+    texts = [part.strip() for part in text.split(";") if part.strip()]
+    if len(texts) != 1:
+        raise ConfigError(f"expected one fault such as kill:target=worker:2, got {text!r}")
+    fault = _parse_one(texts[0], 0, now=True)
+    if isinstance(fault, RandomFaults):
+        raise _error(texts[0], "random faults are for --chaos, before a job starts; target=random strikes anyone")
+    return fault
+
+
 def simulated_failure(total_steps: int | None, seed: int) -> Fault:
     """What `--simulate-failure` means: one random worker is killed once, in the middle third of the run.
 
@@ -135,7 +156,7 @@ def simulated_failure(total_steps: int | None, seed: int) -> Fault:
     return Fault("kill", Target("random"), max(1, at), phase)
 
 
-def _parse_one(text: str, index: int) -> AnyFault:
+def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
     kind, _, rest = text.partition(":")
     kind = kind.strip()
     if kind == "random":
@@ -143,7 +164,7 @@ def _parse_one(text: str, index: int) -> AnyFault:
     if kind not in KINDS:
         raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{_nearest(kind, KINDS)}")
     values = _pairs(text, rest, _FAULT_KEYS)
-    if "at" not in values:
+    if "at" not in values and not now:
         raise _error(text, "it must say at=STEP")
     phase = values.get("phase")
     if phase == "any":
@@ -158,7 +179,8 @@ def _parse_one(text: str, index: int) -> AnyFault:
         raise _error(text, f"the coordinator can be killed or stopped; {kind} is for workers only")
     for_s, peers = _lasting(text, kind, values)
     by_s, until = _slow(text, kind, values)
-    return Fault(kind, target, _integer(text, values, "at", low=1), phase, for_s, index, peers, by_s, until)
+    at = _integer(text, values, "at", low=1) if "at" in values else 0
+    return Fault(kind, target, at, phase, for_s, index, peers, by_s, until)
 
 
 def _lasting(text: str, kind: str, values: Mapping[str, str]) -> tuple[float | None, bool]:

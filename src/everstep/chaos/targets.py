@@ -36,6 +36,11 @@ class Target:
         """Whether it may mean more than one worker."""
         return bool(self.also) or self.kind in ("backups", "stage")
 
+    def numbers(self, *kinds: str) -> tuple[int, ...]:
+        """The worker ids or stages that targets of these kinds name, ascending."""
+        own = (self.number,) if self.kind in kinds and self.number is not None else ()
+        return tuple(sorted({*own, *(n for one in self.also for n in one.numbers(*kinds))}))
+
     def victims(self, plan: Plan, choose: Callable[[int], int]) -> tuple[int, ...]:
         """The worker ids that are meant under this plan, ascending; for the coordinator, the worker who strikes it.
 

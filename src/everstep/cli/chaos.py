@@ -14,9 +14,10 @@ from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError
 from everstep.chaos.account import account
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
-from everstep.chaos.spec import parse
+from everstep.chaos.spec import parse, parse_now
 from everstep.cli.chaos_suite import UNDISTURBED, Result, Suite, judge, print_result, print_title, undisturbed_options
 from everstep.cli.run_dir import RUNS
+from everstep.cli.scale import ask_running
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE
 
@@ -113,6 +114,16 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
         print_title()
         print_result(result)
     return 0 if result.passed else 1
+
+
+@command.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("fault")
+def inject(run_dir: Path, fault: str) -> int:
+    """Let FAULT strike the job that runs in DIR, at once: kill:target=worker:2, stop:target=leader:1,for=5."""
+    result = ask_running(run_dir, "chaos", parse_now(fault).request())
+    print(f"{run_dir}: {result.get('fault')} is on its way; events.jsonl tells whom it strikes")
+    return 0
 
 
 @command.command()

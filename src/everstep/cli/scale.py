@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -31,7 +32,9 @@ def command(run_dir: Path, workers: int) -> int:
     return 0
 
 
-def ask_running(run_dir: Path, name: str, args: dict[str, int], timeout_s: float = _PATIENCE_S) -> dict[str, object]:
+def ask_running(
+    run_dir: Path, name: str, args: Mapping[str, object], timeout_s: float = _PATIENCE_S
+) -> dict[str, object]:
     """Ask the job that runs in this directory; a coordinator that is being restarted gets some time.
 
     timeout_s: for the reply.
@@ -42,7 +45,7 @@ def ask_running(run_dir: Path, name: str, args: dict[str, int], timeout_s: float
     end = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return commands.ask(run_dir, name, args, timeout_s)
+            return commands.ask(run_dir, name, dict(args), timeout_s)
         except commands.NoJobRunning as error:
             if not commands.is_locked(run_dir):
                 ended = "; it has finished" if read_digest(run_dir) is not None else ""

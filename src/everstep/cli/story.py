@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep.observe.events import KINDS
+from everstep.report import words
+
 Event = Mapping[str, Any]
 
 _NOTICED = ("worker_evicted", "coordinator_restarted")
 MEMBERS = ("leader", "active", "standby")
+_UNTOLD = ("job_started", "step_committed")
 _WINDOW = 20
 
 
@@ -200,46 +204,7 @@ def summary(story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any
     }
 
 
-def _place(event: Event) -> str:
-    """On which tier, how large, and how long it took."""
-    where = {"object": " in the object store", "memory": " in memory"}.get(str(event.get("tier")), "")
-    size, duration_s = event.get("size_bytes") or event.get("bytes"), event.get("duration_s")
-    facts = [f"{size / 1e6:.1f} MB"] if isinstance(size, int) else []
-    facts += [f"{1e3 * duration_s:.0f} ms"] if isinstance(duration_s, int | float) else []
-    return where + (f" ({', '.join(facts)})" if facts else "")
-
-
 def sentence(event: Event) -> str | None:
     """An event as a line for people; None for those that say nothing new (each step, what a launcher does)."""
     kind = event["kind"]
-    who = f"worker {event['worker_id']}" if event.get("worker_id") is not None else "the coordinator"
-    reason = " ".join(str(event.get("reason") or "").split())
-    why = f": {reason}" if reason else ""
-    if kind == "recovery_completed":
-        whole_ms = 1000 * float(event.get("duration_s") or 0)
-        redo_ms = 1000 * float((event.get("phases_s") or {}).get("redo") or 0)
-        step = f", the next step is done after {whole_ms:.0f} ms" if redo_ms else ""
-        return f"recovered in {whole_ms - redo_ms:.0f} ms{step}{why}"
-    if kind == "evaluated":
-        numbers = ", ".join(f"{k} {v:.4f}" for k, v in (event.get("metrics") or {}).items() if v is not None)
-        return f"evaluated after step {event.get('step')}: {numbers}"
-    if kind == "generation_started":
-        members = ", ".join(str(i) for i in event.get("workers") or ())
-        return f"generation {event.get('generation')} with workers {members}{why}"
-    words = {
-        "worker_joined": f"{who} has joined{why}",
-        "worker_suspected": f"{who} is suspected{why}",
-        "worker_evicted": f"{who} was evicted{why}",
-        "worker_healed": f"{who} has healed{why}",
-        "leader_changed": f"the leader is now worker {event.get('worker_id')}{why}",
-        "waiting": f"waiting{why}",
-        "coordinator_restarted": f"the coordinator was restarted{why}",
-        "fault_injected": reason,
-        "warning": f"warning{why}",
-        "fallback": f"fallback{why}",
-        "checkpoint_completed": f"checkpoint of step {event.get('step')}{_place(event)}{why}",
-        "checkpoint_failed": f"no checkpoint of step {event.get('step')}{_place(event)}{why}",
-        "job_completed": f"completed{why}",
-        "job_failed": reason if event.get("state") == "interrupted" else f"failed{why}",
-    }
-    return words.get(kind)
+    return words.sentence(event) if kind in KINDS and kind not in _UNTOLD else None

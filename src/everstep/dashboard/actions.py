@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.chaos.spec import parse
+from everstep.chaos.spec import parse_now
 from everstep.runtime import commands
 
 _PATIENCE_S = 10.0
+_CHECKPOINT_S = 120.0
 NAMES = ("checkpoint", "drain", "scale", "chaos")
 
 
@@ -18,12 +19,10 @@ def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Do it, or say in one line why not: {"ok": true, "text"} or {"ok": false, "error"}."""
     try:
         wanted = _checked(name, args)
-        result = commands.ask(run_dir, name, wanted, timeout_s=_PATIENCE_S)
+        patience_s = _CHECKPOINT_S if name == "checkpoint" else _PATIENCE_S
+        result = commands.ask(run_dir, name, wanted, timeout_s=patience_s)
     except EverstepError as error:
-        text = " ".join(str(error).split())
-        if text.startswith("unknown command"):
-            text = f"this job cannot do that while it runs: {text}"
-        return {"ok": False, "error": text}
+        return {"ok": False, "error": " ".join(str(error).split())}
     return {"ok": True, "text": _said(name, wanted, result), "result": result}
 
 
@@ -38,8 +37,7 @@ def _checked(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         fault = args.get("fault")
         if not isinstance(fault, str) or not 0 < len(fault) <= 500:
             raise ConfigError("expected a fault such as kill:target=worker:2")
-        parse(fault if "at=" in fault else f"{fault},at=1")  # without a step it means now
-        return {"fault": fault}
+        return parse_now(fault).request()
     raise ConfigError(f"unknown action {name!r}: expected one of {', '.join(NAMES)}")
 
 
@@ -55,4 +53,6 @@ def _said(name: str, args: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return f"worker {args['worker_id']} is leaving, {result.get('workers', '?')} stay"
     if name == "scale":
         return f"from {result.get('before', '?')} to {args['workers']} workers"
-    return "a checkpoint was asked for" if name == "checkpoint" else f"the fault {args['fault']} was sent"
+    if name == "checkpoint":
+        return f"checkpoint of step {result.get('step', '?')} in {result.get('path', '?')}"
+    return f"{args['fault']} is on its way"

@@ -18,6 +18,7 @@ from everstep.report.words import number, one_line
 
 _LISTED = 200
 _FIRST_LINES = 600
+_MOST_COLUMNS = 512
 FIELDS = (
     "state",
     "stage",
@@ -82,7 +83,7 @@ def patch(feed: RunFeed, cursor: Cursor) -> dict[str, Any]:
             cursor.parts[f"tail:{name}"] = tail
     if cursor.usage != (history.usage.version, history.usage.lines) and history.usage.lines:
         cursor.usage = (history.usage.version, history.usage.lines)
-        found["usage"] = history.usage.columns()
+        found["usage"] = history.usage.columns(_MOST_COLUMNS)
     lines = _lines(facts, cursor.line)
     if lines:
         cursor.line = lines[-1][0]
@@ -139,8 +140,10 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
     for worker_id in sorted(facts.workers.keys() | live.keys()):
         worker = facts.workers.get(worker_id) or Worker(worker_id)
         now = live.get(worker_id)
-        measured = usage.get(worker_id)
         state, life = _state(worker, now)
+        measured = usage.get(worker_id)
+        if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
+            measured = None  # of a life that is over
         step = now["step"] if now else (facts.step if worker.role in MEMBERS and state != "dead" else 0)
         rate = now.get("samples_per_s") if now else None
         if not rate and measured is not None and feed.running:
@@ -158,7 +161,7 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
             now.get("pid") if now else worker.pid,
             one_line((now or {}).get("host") or worker.host, 80),
             life,
-            one_line(measured.row.get("phase"), 20) if measured else "",
+            one_line(measured.row.get("phase"), 20) if measured and feed.running else "",
             worker.reason,
             worker.since_ns // 1_000_000,
         )

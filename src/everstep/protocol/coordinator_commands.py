@@ -1,4 +1,4 @@
-"""What people ask of the coordinator: status, scale, drain, stop; and which slots the agents keep filled. Pure."""
+"""What people ask of the coordinator: status, scale, drain, faults, stop; which slots the agents keep filled. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 from everstep.base.plan import Plan
 from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import Agent, State, Worker, listed
-from everstep.protocol.messages import Command, CommandReply, SetSlots
+from everstep.protocol.messages import Command, CommandReply, InjectFault, SetSlots
 
 INTERRUPTED = 130
 TERMINATED = 143
+_MOST_FAULT = 500
 
 
 def command(state: State, connection: str, message: Command) -> None:
     """Carry out a command, or say in one line why not."""
-    act = {"status": _status, "scale": _scale, "drain": _drain, "stop": _stop}.get(message.name)
+    act = _ACTS.get(message.name)
     result: dict[str, Any]
     if act is None and message.name != "checkpoint":
-        error, result = f"unknown command '{message.name}': expected status, scale, drain, checkpoint or stop", {}
+        error = f"unknown command '{message.name}': expected one of {', '.join(sorted({*_ACTS, 'checkpoint'}))}"
+        result = {}
     elif state.ended is not None and message.name != "status":
         error, result = f"the job is over ({state.ended.state}): {message.name} has no effect", {}
     elif act is None:
@@ -79,6 +81,34 @@ def _drain(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
     state.set_target(target, slots - {worker_id}, f"worker {worker_id} drained by request")
     return "", {"workers": target}
+
+
+def _chaos(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Hand a fault to all workers: as with scripted ones, whoever it means strikes himself."""
+    fault = args.get("fault")
+    if not isinstance(fault, str) or not 0 < len(fault) <= _MOST_FAULT:
+        return f"expected a fault such as kill:target=worker:2, got {str(fault)[:40]!r}", {}
+    there = {i: w for i, w in state.workers.items() if w.connection is not None}
+    if state.plan is None or not there:
+        return "no worker trains yet: try again", {}
+    nobody = [i for i in _numbers(args, "workers") if i not in there]
+    if nobody:
+        return f"no worker {listed(set(nobody))}: the workers are {listed(set(there))}", {}
+    beyond = [k for k in _numbers(args, "stages") if not 0 <= k < state.config.stages]
+    if beyond:
+        return f"no stage {listed(set(beyond))}: the stages are {listed(set(range(state.config.stages)))}", {}
+    state.newest_fault = max(state.now, state.newest_fault + 1)
+    for _, worker in sorted(there.items()):
+        state.send(worker.connection, InjectFault(fault=fault, number=state.newest_fault))
+    return "", {"fault": fault, "workers": sorted(there)}
+
+
+def _numbers(args: dict[str, Any], name: str) -> list[int]:
+    found = args.get(name)
+    return [i for i in found if isinstance(i, int)] if isinstance(found, list) else []
+
+
+_ACTS = {"status": _status, "scale": _scale, "drain": _drain, "chaos": _chaos, "stop": _stop}
 
 
 def _least(state: State) -> int:

@@ -238,6 +238,7 @@ class State:
         self.fell_from = 0  # the step that had been reached when all state was lost
         self.ending: Ending | None = None
         self.save_requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
+        self.newest_fault = 0  # the number of the newest fault that was asked for; no coordinator gives one out twice
         self.ended: JobEnded | None = None
 
     # ---- effects

@@ -212,6 +212,13 @@ class SaveNow(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class InjectFault(Message, frozen=True, kw_only=True):
+    """To all workers: strike as soon as this fault fits. `number` names it among those asked for while the job runs."""
+
+    fault: str
+    number: int
+
+
 class PlanNow(Message, frozen=True, kw_only=True):
     """Leave the old generation at once and settle in this one."""
 
@@ -306,7 +313,7 @@ class StoreValues(Message, frozen=True, kw_only=True):
 
 
 class Command(Message, frozen=True, kw_only=True):
-    """name: 'status', 'scale', 'drain', 'checkpoint', 'stop'. `args` by name, e.g. {"workers": 3}."""
+    """name: 'status', 'scale', 'drain', 'checkpoint', 'chaos', 'stop'. `args` by name, e.g. {"workers": 3}."""
 
     request: int
     name: str
@@ -339,6 +346,7 @@ AnyMessage = (
     | SettleAgain
     | Saved
     | SaveNow
+    | InjectFault
     | PlanNow
     | PlanPrepared
     | Heal

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from everstep.report.account import PHASES
 from everstep.report.facts import Facts, Mark, Span
 from everstep.report.history import History
 from everstep.report.style import COLOURS, STATES
-from everstep.report.svg import Bar, Curve, Upright, line_chart, rows_chart, stacked_bar
+from everstep.report.svg import Bar, Curve, Upright, columns_chart, line_chart, rows_chart, stacked_bar
+from everstep.report.usage import PHASES as PHASES_OF_WORK
 from everstep.report.words import time_text
 
 _MOST_ROWS = 64
 _MOST_RECOVERIES = 40
+_MOST_COLUMNS = 240
+_PHASE_STYLES = {"load": "f6", "forward": "f0", "backward": "f4", "transfer": "f3", "reduce": "f1", "agree": "f5"}
+_PHASE_STYLES |= {"update": "f2", "stall": "s-suspect", "recover": "s-dead"}
+Part = tuple[str, str, Sequence[float | None]]
 _HARD = ("fault", "evicted", "coordinator", "fallback")
 
 
@@ -36,6 +42,11 @@ def figures(history: History) -> dict[str, str]:
         found["evaluations"] = evaluations_chart(facts)
     if history.usage.total_s:
         found["steptime"] = step_time_chart(history)
+        found["busy"] = busy_chart(history)
+    if history.usage.total_bytes:
+        found["communication"] = communication_chart(history)
+    if len(facts.efficiency()) > 1:
+        found["scaling"] = scaling_chart(facts)
     return found
 
 
@@ -120,12 +131,13 @@ def recoveries_chart(facts: Facts) -> str:
 
 
 def goodput_chart(seconds: dict[str, float], title: str = "Where the time went") -> str:
-    """The account of the wall time as one bar."""
+    """The account of the wall time as one bar; the phases of recoveries are one part of it."""
     whole = sum(seconds.values()) or 1.0
-    parts = [
-        (cause, value / whole, cause_style(cause), f"{time_text(value)}, {100 * value / whole:.2f} %")
-        for cause, value in seconds.items()
-    ]
+    together: dict[str, float] = {}
+    for cause, value in seconds.items():
+        name = cause.partition(":")[0]
+        together[name] = together.get(name, 0.0) + value
+    parts = [(cause, value / whole, cause_style(cause), time_text(value)) for cause, value in together.items()]
     return stacked_bar(title, parts)
 
 
@@ -137,12 +149,52 @@ def cause_style(cause: str) -> str:
 
 
 def step_time_chart(history: History) -> str:
-    """Seconds that a worker spends per step, by phase."""
-    columns = history.usage.columns()
+    """What a worker spends per step, by phase, over time."""
+    columns = history.usage.columns(_MOST_COLUMNS)
+    milliseconds = {name: [None if y is None else 1e3 * y for y in ys] for name, ys in columns["seconds"].items()}
+    parts = [(name, phase_style(name), ys) for name, ys in milliseconds.items()]
+    return _over_time(history, "Milliseconds per step and worker, by phase", columns, parts)
+
+
+def communication_chart(history: History) -> str:
+    """What workers give to each other per second, by operation."""
+    columns = history.usage.columns(_MOST_COLUMNS)
+    parts = [
+        (name, f"f{i % COLOURS}", [y / 1e6 for y in ys]) for i, (name, ys) in enumerate(columns["bytes_per_s"].items())
+    ]
+    return _over_time(history, "Megabytes per second between workers, by operation", columns, parts)
+
+
+def _over_time(history: History, title: str, columns: dict[str, Any], parts: Sequence[Part]) -> str:
     start = begin_ns(history.facts) / 1e9
-    x = [t - start for t in columns["x"]]
-    curves = [Curve(name, x, y, i % COLOURS) for i, (name, y) in enumerate(columns["seconds"].items())]
-    return line_chart("Seconds per step and worker, by phase", curves, "seconds since the start")
+    ends = [t - start for t in columns["x"]]
+    return columns_chart(title, ends, parts, columns["width_s"], "seconds since the start", _by_time(history.facts))
+
+
+def busy_chart(history: History) -> str:
+    """All seconds of all workers, by phase, as one bar."""
+    total_s = history.usage.total_s
+    whole = sum(total_s.values()) or 1.0
+    known = [name for name in PHASES_OF_WORK if total_s.get(name)]
+    parts = [(name, total_s[name] / whole, phase_style(name), time_text(total_s[name])) for name in known]
+    return stacked_bar("What the workers did, all their seconds together", parts)
+
+
+def phase_style(phase: str) -> str:
+    """The class of a phase of a step; the same in all charts."""
+    return _PHASE_STYLES.get(phase, "f7")
+
+
+def scaling_chart(facts: Facts) -> str:
+    """Samples per second by number of workers, and what it would be if each added as much as the fewest did."""
+    found = facts.efficiency()
+    workers = [e["workers"] for e in found]
+    each = found[0]["samples_per_s"] / found[0]["workers"]
+    curves = [
+        Curve("measured", workers, [e["samples_per_s"] for e in found], 0),
+        Curve("in proportion", workers, [each * n for n in workers], COLOURS - 1),
+    ]
+    return line_chart("Samples per second by number of workers", curves, "workers")
 
 
 def _phase_colour(phase: str) -> int:

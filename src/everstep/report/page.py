@@ -13,10 +13,11 @@ from typing import Any
 
 from everstep.report import figures
 from everstep.report.account import goodput
+from everstep.report.facts import Checkpoint
 from everstep.report.history import History
 from everstep.report.style import page_css
 from everstep.report.svg import escape
-from everstep.report.words import number, one_line, size_text, time_text
+from everstep.report.words import number, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
 
@@ -47,10 +48,11 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         f"{escape(_headline(history, facts.reason))}</span></p>",
         _tiles(history, seconds),
         _section("What happened", *_story(history)),
-        _section("Loss", _panel(drawn["loss"]), _panel(drawn["evaluations"]) if "evaluations" in drawn else ""),
-        _section("Throughput", _panel(drawn["throughput"]), _efficiency(history)),
-        _section("Step time", _panel(drawn["steptime"])) if "steptime" in drawn else "",
-        _section("Workers", _panel(drawn["workers"]), _generations(history)),
+        _section("Loss", _panel(drawn["loss"]), _panel(drawn.get("evaluations", ""))),
+        _section("Throughput", _panel(drawn["throughput"]), _panel(drawn.get("scaling", "")), _efficiency(history)),
+        _section("Step time", _panel(drawn.get("steptime", "")), _panel(drawn.get("busy", ""))),
+        _section("Communication", _panel(drawn.get("communication", "")), _communication(history)),
+        _section("Workers", _panel(drawn["workers"]), _workers(history), _generations(history)),
         _section("Recoveries", _panel(drawn["recoveries"])) if facts.recoveries else "",
         _section("Where the time went", _panel(drawn["goodput"]), _account(seconds)),
         _section("Checkpoints", _checkpoints(history)),
@@ -110,10 +112,15 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
+    """A part of the page; none if there is nothing to show in it."""
+    if not any(parts):
+        return ""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
 def _panel(content: str) -> str:
+    if not content:
+        return ""
     return f'<div class="panel" tabindex="0" role="group" aria-label="figure">{content}</div>'
 
 
@@ -182,6 +189,36 @@ def _efficiency(history: History) -> str:
     return _table(["workers", "samples per second", "scaling efficiency", "steps measured"], rows, (0, 1, 2, 3))
 
 
+def _communication(history: History) -> str:
+    total = history.usage.total_bytes
+    steps = max(1, history.facts.step)
+    rows = [[name, size_text(sent), size_text(sent / steps)] for name, sent in sorted(total.items())]
+    return _table(["operation", "sent by all workers", "per step"], rows, (1, 2)) if rows else ""
+
+
+def _workers(history: History) -> str:
+    """What each slot's newest life had done when it was last looked at."""
+    rows = []
+    for i, newest in sorted(history.usage.workers.items())[:_MOST_ROWS]:
+        row = newest.row
+        spent = row.get("seconds")
+        seconds = {one_line(k): number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
+        most = sorted(seconds, key=lambda k: -seconds[k])[:3]
+        whole = sum(seconds.values()) or 1.0
+        rows.append(
+            [
+                f"{i}.{whole_number(row.get('incarnation'))}",
+                str(whole_number(row.get("step"))),
+                str(whole_number(row.get("samples"))),
+                time_text(number(row.get("cpu_s"))),
+                size_text(number(row.get("rss_bytes"))),
+                ", ".join(f"{k} {100 * seconds[k] / whole:.0f} %" for k in most),
+            ]
+        )
+    header = ["worker", "step", "samples", "processor", "memory", "most of its time"]
+    return _table(header, rows, (1, 2, 3, 4)) if rows else ""
+
+
 def _generations(history: History) -> str:
     start = figures.begin_ns(history.facts)
     rows = [
@@ -210,6 +247,7 @@ def _checkpoints(history: History) -> str:
     if not found:
         return "<p>None were written.</p>"
     start = figures.begin_ns(history.facts)
+    tiers = [_tier(name, [c for c in found if c.tier == name]) for name in dict.fromkeys(c.tier for c in found)]
     rows = [
         [
             f"{(c.time_ns - start) / 1e9:.2f} s",
@@ -222,7 +260,20 @@ def _checkpoints(history: History) -> str:
         ]
         for c in found[-_MOST_ROWS:]
     ]
-    return _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
+    each = _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
+    return _table(["tier", "complete", "failed", "newest", "size", "stall, all"], tiers, (1, 2, 3, 4, 5)) + each
+
+
+def _tier(name: str, found: Sequence[Checkpoint]) -> list[str]:
+    good = [c for c in found if c.ok]
+    return [
+        name,
+        str(len(good)),
+        str(len(found) - len(good)),
+        f"step {good[-1].step}" if good else "none",
+        size_text(good[-1].size_bytes) if good else "",
+        time_text(sum(c.stall_s for c in good)),
+    ]
 
 
 def _exactness(history: History, proof: Proof) -> str:

@@ -99,6 +99,34 @@ def line_chart(
     return "".join(parts) + "</svg>"
 
 
+def columns_chart(
+    title: str,
+    ends: Sequence[float],
+    parts: Sequence[tuple[str, str, Sequence[float | None]]],
+    width: float,
+    x_label: str,
+    uprights: Sequence[Upright] = (),
+) -> str:
+    """Parts of a whole, (name, style, values), on top of each other; a value is that of `width` before an end."""
+    known = [i for i in range(len(ends)) if any(values[i] for _, _, values in parts)]
+    if not known:
+        return _empty(title)
+    high = _robust([0.0, *(sum(values[i] or 0.0 for _, _, values in parts) for i in known)])[1]
+    plot = _Plot(ends[known[0]] - width, ends[known[-1]], 0.0, high, 300, TOP + 22)
+    drawn = [_open(title, 300), _name(title), *plot.axes(x_label), *_legend([part[:2] for part in parts])]
+    below = dict.fromkeys(known, 0.0)
+    for name, style, values in parts:
+        path = ""
+        for i in known:
+            low, below[i] = below[i], below[i] + (values[i] or 0.0)
+            if below[i] > low:
+                x0, x1 = plot.x(ends[i] - width), plot.x(ends[i])
+                path += f"M{x0:.1f} {plot.y(low):.1f}V{plot.y(below[i]):.1f}H{x1:.1f}V{plot.y(low):.1f}Z"
+        drawn.append(f'<path class="{escape(style)}" d="{path}"><title>{escape(name)}</title></path>')
+    drawn += [_upright(plot, mark) for mark in uprights if plot.x0 <= mark.x <= plot.x1]
+    return "".join(drawn) + "</svg>"
+
+
 def rows_chart(
     title: str,
     rows: Sequence[str],
@@ -135,21 +163,19 @@ def rows_chart(
     return "".join(parts) + "</svg>"
 
 
-def stacked_bar(title: str, parts_of: Sequence[tuple[str, float, str, str]], height: int = 110) -> str:
+def stacked_bar(title: str, parts_of: Sequence[tuple[str, float, str, str]]) -> str:
     """One bar of the whole: (name, share from 0 to 1, style, text)."""
-    parts = [_open(title, height), _name(title)]
-    x = 16.0
-    whole = WIDTH - 32
+    x, whole = 16.0, WIDTH - 32
+    bars = []
     for name, share, style, text in parts_of:
         width = share * whole
-        parts.append(
-            f'<rect class="{escape(style)}" x="{x:.2f}" y="44" width="{width:.2f}" height="34">'
+        bars.append(
+            f'<rect class="{escape(style)}" x="{x:.2f}" y="36" width="{width:.2f}" height="34">'
             f"<title>{escape(name)}: {escape(text)}</title></rect>"
         )
-        if width > 90:
-            parts.append(f'<text x="{x + 2:.1f}" y="96">{escape(name)} {100 * share:.1f} %</text>')
         x += width
-    return "".join(parts) + "</svg>"
+    legend, bottom = _wrapped([(f"{name} {100 * share:.1f} %", style) for name, share, style, _ in parts_of], 82)
+    return "".join([_open(title, bottom + 8), _name(title), *bars, *legend]) + "</svg>"
 
 
 class _Plot:
@@ -199,12 +225,20 @@ def _empty(title: str) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
+    return _wrapped(entries, 34)[0]
+
+
+def _wrapped(entries: Sequence[tuple[str, str]], y: int) -> tuple[list[str], int]:
+    """A legend from y on, in as many lines as it takes; and where it ends."""
     found, x = [], 16.0
     for name, style in entries:
-        found.append(f'<rect class="{escape(style)}" x="{x:.0f}" y="34" width="12" height="12" rx="2"/>')
-        found.append(f'<text x="{x + 17:.0f}" y="44">{escape(name)}</text>')
-        x += 34 + 7.2 * len(name)
-    return found
+        width = 34 + 6.6 * len(name)
+        if x > 16 and x + width > WIDTH:
+            x, y = 16.0, y + 20
+        found.append(f'<rect class="{escape(style)}" x="{x:.0f}" y="{y}" width="12" height="12" rx="2"/>')
+        found.append(f'<text x="{x + 17:.0f}" y="{y + 10}">{escape(name)}</text>')
+        x += width
+    return found, y + 12
 
 
 def _upright(plot: _Plot, mark: Upright) -> str:

@@ -95,21 +95,25 @@ class Usage:
         if len(self.buckets) > _BUCKETS:
             self._widen()
 
-    def columns(self, start: int = 0) -> dict[str, Any]:
+    def columns(self, most: int = _BUCKETS) -> dict[str, Any]:
         """For charts: x (end of a bucket, s since 1970), seconds a worker spends per step by phase, bytes per second.
 
-        start: from this bucket on, in order of time.
+        most: neighbours are merged until there are no more buckets than this; `width_s` is how long each lasts.
         """
-        keys = sorted(self.buckets)[start:]
-        found = [self.buckets[key] for key in keys]
+        width_s, buckets = self.width_s, self.buckets
+        while len(buckets) > most:
+            width_s, buckets = 2 * width_s, _halved(buckets)
+        keys = sorted(buckets)
+        found = [buckets[key] for key in keys]
         phases = [p for p in PHASES if self.total_s.get(p)]
         return {
-            "x": [(key + 1) * self.width_s for key in keys],
+            "width_s": width_s,
+            "x": [(key + 1) * width_s for key in keys],
             "seconds": {p: [b.seconds.get(p, 0.0) / b.steps if b.steps else None for b in found] for p in phases},
             "bytes_per_s": {
-                op: [b.sent_bytes.get(op, 0.0) / self.width_s for b in found] for op in sorted(self.total_bytes)
+                op: [b.sent_bytes.get(op, 0.0) / width_s for b in found] for op in sorted(self.total_bytes)
             },
-            "cpu": [b.cpu_s / self.width_s for b in found],
+            "cpu": [b.cpu_s / width_s for b in found],
             "rss_bytes": [b.rss_bytes for b in found],
         }
 
@@ -164,14 +168,15 @@ class Usage:
     def _widen(self) -> None:
         self.width_s *= 2
         self.version += 1
-        merged: dict[int, Bucket] = {}
-        for key in sorted(self.buckets):
-            half = key // 2
-            if half in merged:
-                merged[half].merge(self.buckets[key])
-            else:
-                merged[half] = self.buckets[key]
-        self.buckets = merged
+        self.buckets = _halved(self.buckets)
+
+
+def _halved(buckets: Mapping[int, Bucket]) -> dict[int, Bucket]:
+    """The same sums in half as many buckets."""
+    found: dict[int, Bucket] = {}
+    for key in sorted(buckets):
+        found.setdefault(key // 2, Bucket()).merge(buckets[key])
+    return found
 
 
 def _add(new: Any, old: Any, *sums: dict[str, float]) -> None:

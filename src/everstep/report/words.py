@@ -74,7 +74,7 @@ def sentence(event: Event) -> str:
         "warning": f"warning{why}",
         "fallback": f"fallback{why}",
         "job_completed": f"completed{why}",
-        "job_failed": f"interrupted{why}" if event.get("state") == "interrupted" else f"failed{why}",
+        "job_failed": (reason or "interrupted") if event.get("state") == "interrupted" else f"failed{why}",
     }
     return words.get(kind, f"{kind.replace('_', ' ')}{why}")
 
@@ -117,7 +117,8 @@ def _recovered(event: Event, why: str) -> str:
 def _evaluated(event: Event, why: str) -> str:
     metrics = event.get("metrics")
     found = metrics.items() if isinstance(metrics, dict) else ()
-    return f"evaluated after step {event.get('step')}: " + ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found)
+    values = ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found if v is not None)
+    return f"evaluated after step {event.get('step')}: {values}"
 
 
 def _generation(event: Event, why: str) -> str:
@@ -133,17 +134,23 @@ def _leader(event: Event, why: str) -> str:
 
 
 def _checkpoint(event: Event, why: str) -> str:
-    size = number(event.get("size_bytes") or event.get("bytes"))
-    stall_s = number(event.get("stall_s"))
-    stall = f", training stood still for {time_text(stall_s)}" if stall_s else ""
-    return (
-        f"checkpoint of step {event.get('step')} in the {one_line(event.get('tier'))} tier after "
-        f"{time_text(number(event.get('duration_s')))} ({size_text(size)}){stall}"
-    )
+    size, stall_s = number(event.get("size_bytes") or event.get("bytes")), number(event.get("stall_s"))
+    facts = [size_text(size)] if size else []
+    facts += [time_text(number(event.get("duration_s")))] if event.get("duration_s") is not None else []
+    facts += [f"training stood still for {time_text(stall_s)}"] if stall_s else []
+    more = f" ({', '.join(facts)})" if facts else ""
+    return f"checkpoint of step {event.get('step')}{_tier(event)}{more}{why}"
 
 
 def _no_checkpoint(event: Event, why: str) -> str:
-    return f"no checkpoint of step {event.get('step')} in the {one_line(event.get('tier'))} tier{why}"
+    return f"no checkpoint of step {event.get('step')}{_tier(event)}{why}"
+
+
+def _tier(event: Event) -> str:
+    tier = one_line(event.get("tier"), 20)
+    return {"memory": " in memory", "disk": " on disk", "object": " in the object store", "": ""}.get(
+        tier, f" in {tier}"
+    )
 
 
 _SPECIAL = {

@@ -26,12 +26,17 @@ from everstep.runtime.peer import PeerConnection, PeerServer
 
 _LAST_WORDS_S = 5.0
 Faults = Callable[[int, str, Plan], None]
+FaultNow = Callable[[str, int, int, str, Plan | None], None]
 Deliver = Callable[[wire.AnyMessage], None]
 Hello = Callable[[], wire.AnyMessage]
 
 
 def no_faults(step: int, phase: str, plan: Plan) -> None:
     """The scripted faults of a job that has none."""
+
+
+def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
+    """Faults that are asked for while the job runs, where nobody can inject any."""
 
 
 class Link(Protocol):
@@ -44,6 +49,7 @@ class Link(Protocol):
     run_dir: Path | None
     row: Row
     faults: Faults
+    fault_now: FaultNow
     token: bytes
     log: WorkerLog
 
@@ -86,6 +92,7 @@ class LaunchedLink:
         self.run_dir: Path | None = context.run_path
         self.row = Board.attach(context.board_fd).row(context.board_row)
         self.faults = faults
+        self.fault_now: FaultNow = no_fault_now
         self.log = set_up_worker_log(None, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
         self.explicit = _explicit(context)
@@ -157,6 +164,7 @@ class LoneLink:
         self.run_dir = run_dir
         self.row = Board.create(1).row(0)
         self.faults: Faults = no_faults
+        self.fault_now: FaultNow = no_fault_now
         self.log = WorkerLog(0, 0)
         self.token = secrets.token_bytes(16)
         self._deliver: Deliver | None = None

@@ -164,6 +164,9 @@ class Session:
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.SaveNow):
             self.saver.request(message.reason)
+        elif isinstance(message, wire.InjectFault):
+            pulse = self.link.row.read()
+            self.link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, self.engine.plan)
         self.rendezvous.observe(message)
         self.engine.deliver(message)
 

@@ -284,3 +284,33 @@ def test_settling_has_faults_of_its_own(tmp_path: Path) -> None:
         (2, "settle")
     ]
     assert strikes("raise:target=worker:1,at=1", tmp_path / "b", 1, calls, plan_of(0, 1)) == [(2, "load")]
+
+
+def test_a_fault_for_a_running_job_strikes_its_target_only(tmp_path: Path) -> None:
+    plan = plan_of(0, 1, 2)
+    (mine, told), (other, _) = injector("", tmp_path, 1), injector("", tmp_path, 2)
+    for chaos in (mine, other):
+        chaos.at(4, "load", plan)
+        chaos.now("raise:target=worker:1", 77, 5, "forward", plan)
+    other.at(5, "backward", plan)
+    with pytest.raises(ChaosError):
+        mine.at(5, "backward", plan)
+    mine.at(5, "reduce", plan)
+    assert [(e["fault"], e["target"], e["step"]) for e in told.events] == [("raise", "worker:1", 5)]
+    assert "'raise:target=worker:1' strikes worker 1.0" in told.events[0]["reason"]
+
+
+def test_whom_it_kills_falls_wherever_it_is(tmp_path: Path) -> None:
+    """Also a spare, which enters no phase and has no plan yet; and of a leader's heirs none is struck."""
+    code = (
+        "import sys; from pathlib import Path; from test_chaos_inject import injector;"
+        "injector('', Path(sys.argv[1]), 4)[0].now('kill:target=worker:4', 9, 1, 'idle', None)"
+    )
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == -signal.SIGKILL
+    heir, told = injector("", tmp_path, 1)
+    (tmp_path / "chaos" / "10").write_text("0.0\n")
+    heir.now("kill:target=leader:0", 10, 3, "load", plan_of(1, 2))
+    heir.at(3, "forward", plan_of(1, 2))
+    assert told.events == []

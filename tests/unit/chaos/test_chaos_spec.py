@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.chaos.spec import COMPUTE_PHASES, DRAWN, Fault, RandomFaults, Target, parse, simulated_failure
+from everstep.chaos.spec import COMPUTE_PHASES, DRAWN, Fault, RandomFaults, Target, parse, parse_now, simulated_failure
 
 EXAMPLE = (
     "kill:target=worker:2,at=30; stop:target=worker:1,at=50,for=5; "
@@ -120,3 +120,13 @@ def test_the_simulated_failure_lies_inside_the_run(total: int) -> None:
     assert simulated_failure(total, 3) == simulated_failure(total, 3)
     if total == 1000:
         assert len({fault.at for fault in faults}) > 10
+
+
+def test_a_fault_for_a_running_job() -> None:
+    fault = parse_now("stop:target=worker:1+leader:0,for=5")
+    assert (fault.at, fault.for_s) == (0, 5.0)
+    assert fault.request() == {"fault": "stop:target=worker:1+leader:0,for=5", "workers": [1], "stages": [0]}
+    assert parse_now("kill:target=random,at=9").at == 9
+    for text in ("", "kill:target=worker:1; kill:target=worker:2", "random:p=0.1", "kill:target=worker"):
+        with pytest.raises(ConfigError):
+            parse_now(text)

@@ -72,6 +72,8 @@ def test_a_failure_is_said_with_what_reproduces_it(tmp_path: Path, capsys: pytes
         (["chaos", "run", "mlp-digits"], ["--chaos"]),
         (["chaos", "run", "mlp-digits", "--chaos", "kil:at=1"], ["did you mean 'kill'"]),
         (["chaos", "report", "/nowhere"], ["holds no run"]),
+        (["chaos", "inject", "/nowhere", "kill:target=worker:1"], ["/nowhere"]),
+        (["chaos", "inject", "/nowhere", "kil:target=worker:1"], ["did you mean 'kill'"]),
     ],
 )
 def test_bad_input(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,17 +203,19 @@ def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.Monke
 
     def ask(run_dir: Path, name: str, args: Any = None, timeout_s: float = 0) -> dict[str, Any]:
         asked.append((name, args))
-        if name == "chaos":
-            raise ConfigError("unknown command 'chaos': expected status, scale, drain or stop")
         return {"workers": 2, "before": 3}
 
     monkeypatch.setattr(commands, "ask", ask)
     given = {"x_everstep_token": TOKEN, **JSON}
     assert server.ask("POST", "/api/runs/0/scale", {"workers": 2}, **given)[1]["text"] == "from 3 to 2 workers"
     assert server.ask("POST", "/api/runs/0/drain", {"worker_id": 1}, **given)[1]["ok"]
-    refused = server.ask("POST", "/api/runs/0/chaos", {"fault": "kill:target=random"}, **given)[1]
-    assert (refused["ok"], "while it runs" in refused["error"]) == (False, True)
-    assert asked[:2] == [("scale", {"workers": 2}), ("drain", {"worker_id": 1})]
+    sent = server.ask("POST", "/api/runs/0/chaos", {"fault": "kill:target=leader:1"}, **given)[1]
+    assert sent["text"] == "kill:target=leader:1 is on its way"
+    assert asked == [
+        ("scale", {"workers": 2}),
+        ("drain", {"worker_id": 1}),
+        ("chaos", {"fault": "kill:target=leader:1", "workers": [], "stages": [1]}),
+    ]
 
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
@@ -310,3 +312,16 @@ def test_metrics_wait_until_everything_was_read(tmp_path: Path) -> None:
         assert server.ask("GET", "/api/stream")[0] == 404
     finally:
         server.close()
+
+
+def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
+    feed = RunFeed(make_run(tmp_path))
+    feed.history.load()
+    sample = {"incarnation": 0, "step": 4, "samples": 16, "rss_bytes": 7, "phase": "reduce", "seconds": {}}
+    feed.history.usage.take({"t": T0, "workers": [{**sample, "worker_id": i} for i in (0, 1)]})
+    feed.running = True
+    feed.history.facts.workers[1].incarnation = 1
+    shown = patch(feed, Cursor())["workers"]
+    rows = {i: dict(zip(shown["fields"], row, strict=True)) for i, row in shown["rows"].items()}
+    assert (rows["0"]["rss"], rows["0"]["phase"]) == (7, "reduce")
+    assert (rows["1"]["rss"], rows["1"]["phase"]) == (None, "")

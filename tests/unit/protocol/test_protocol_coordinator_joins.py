@@ -323,6 +323,26 @@ def test_drain_below_min_workers_or_of_nobody_is_refused():
     assert world.prepared is None
 
 
+def test_a_fault_is_handed_to_all_workers_if_there_is_anybody_whom_it_means():
+    world = running(3)
+    fault = "kill:target=worker:1"
+    for _ in range(2):
+        assert world.command("chaos", fault=fault, workers=[1], stages=[]).ok
+    told = [x for to, x in world.sent if to == "w1.0" and isinstance(x, m.InjectFault)]
+    assert [x.fault for x in told] == [fault, fault] and told[0].number < told[1].number
+    assert {to for to, x in world.sent if x == told[0]} == {"w0.0", "w1.0", "w2.0"}
+    world.clear()
+    for args, words in [
+        ({"workers": [7]}, "no worker 7: the workers are 0, 1, 2"),
+        ({"stages": [1]}, "no stage 1: the stages are 0"),
+        ({"fault": 3}, "expected a fault"),
+    ]:
+        reply = world.command("chaos", **{"fault": fault, **args})
+        assert not reply.ok and words in reply.error
+    assert world.messages(m.InjectFault) == []
+    assert "no worker trains yet" in World().command("chaos", fault=fault).error
+
+
 def test_a_drain_survives_a_fault_in_between():
     world = running(4)
     world.command("drain", worker_id=1)

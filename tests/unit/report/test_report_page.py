@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from test_report_history import event, killed_run, plan
+from test_report_history import T0, event, killed_run, plan
 
 from everstep.base.config import load_config, to_dict
 from everstep.cli.main import run_command
@@ -17,7 +17,7 @@ from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, compare_page, report_page
 from everstep.report.pictures import standalone
-from everstep.report.svg import Curve, line_chart, ticks
+from everstep.report.svg import Curve, columns_chart, line_chart, ticks
 
 NASTY = "<script>alert('x')</script>\" onload=\"alert(1)"
 
@@ -123,13 +123,43 @@ def test_curves_with_gaps_and_odd_ranges() -> None:
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
 
 
+def test_parts_stand_on_each_other_and_gaps_stay_empty() -> None:
+    parts = [("low", "f0", [1.0, None, 2.0]), ("high", "f1", [3.0, None, 0.0])]
+    svg = ElementTree.fromstring(columns_chart("t", [1.0, 2.0, 3.0], parts, 1.0, "x"))
+    low, high = (path.attrib["d"] for path in svg if path.tag.endswith("path"))
+    boxes = [re.findall(r"M([\d.]+) ([\d.]+)V([\d.]+)H([\d.]+)", d) for d in (low, high)]
+    assert [len(found) for found in boxes] == [2, 1]
+    x0, bottom, middle, x1 = map(float, boxes[0][0])
+    floor, top = map(float, boxes[1][0][1:3])
+    assert floor == middle and bottom - top == pytest.approx(4 * (bottom - middle), abs=0.5)
+    assert float(boxes[0][1][0]) - x1 == pytest.approx(x1 - x0, abs=0.2), "the second column is missing"
+
+
+def test_what_workers_spend_is_shown(tmp_path: Path) -> None:
+    run_dir = run_directory(tmp_path, "calm")
+    (run_dir / "metrics").mkdir()
+    rows = [
+        {"worker_id": 1, "incarnation": 0, "step": step, "samples": 8 * step, "rss_bytes": 210_000_000, "cpu_s": step}
+        | {"seconds": {"forward": 3.0 * step, "reduce": 1.0 * step}, "bytes": {"reduce": 5_000_000 * step}}
+        for step in (2, 4)
+    ]
+    lines = [json.dumps({"t": T0 + 10**9 * row["step"], "host": "h", "workers": [row]}) + "\n" for row in rows]
+    (run_dir / "metrics" / "h.jsonl").write_text("".join(lines))
+    history = History(run_dir).load()
+    text = Outline(report_page(history, Proof())).text
+    for words in ("210.0 MB", "forward 75 %, reduce 25 %", "Communication", "20.0 MB", "2.0 MB"):
+        assert words in text, words
+    assert {"steptime", "busy", "communication"} <= figures(history).keys()
+
+
 def test_the_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("resvg_py", reason="the extra [report] is not installed")
     run_dir = run_directory(tmp_path, "calm")
     assert run_command(["report", str(run_dir), "--out", str(tmp_path / "r.html")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert written[0] == tmp_path / "r.html"
-    assert {path.stem for path in written[1:]} == {"loss", "throughput", "workers", "recoveries", "goodput"}
+    names = {"loss", "throughput", "workers", "recoveries", "goodput", "scaling"}
+    assert {path.stem for path in written[1:]} == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[1:])
 
 

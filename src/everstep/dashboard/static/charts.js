@@ -3,6 +3,7 @@
 import { $, bytes, colour, duration, el, number, write } from "./dom.js";
 
 const HEIGHT = 200;
+const PHASE_COLOURS = { load: "c6", forward: "c0", backward: "c4", transfer: "c3", reduce: "c1", agree: "c5", update: "c2", stall: "warn", recover: "bad", other: "c7" };
 const HARD = new Set(["fault", "evicted", "coordinator", "fallback"]);
 
 export class Chart {
@@ -25,8 +26,9 @@ export class Chart {
     this.figure.hidden = series.length === 0;
     if (this.figure.hidden) return;
     this.marks = marks;
+    this.series = series;
     const signature = `${time}|${series.map((s) => s.name).join("|")}|${document.documentElement.dataset.theme}`;
-    const data = [x, ...series.map((s) => s.y)];
+    const data = [x, ...(this.options.stacked ? stack(series) : series.map((s) => s.y))];
     if (!this.plot || signature !== this.signature) this.make(signature, series, time, data);
     else this.plot.setData(data, this.plot.everything !== false);
     const last = series.map((s) => [s.name, s.y.findLast((v) => v !== null && v !== undefined)]);
@@ -43,19 +45,29 @@ export class Chart {
       {
         width: Math.max(200, this.box.clientWidth),
         height: HEIGHT,
-        scales: { x: { time }, y: this.options },
+        scales: { x: { time }, y: this.options.range ? { range: this.options.range } : {} },
         axes: [{ ...axis, space: 60, size: time ? 44 : 30, ...(time ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
         legend: { show: series.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
-        series: [
-          { label: time ? "time" : "step" },
-          ...series.map((s) => ({ label: s.name, stroke: colour(s.colour), width: s.width ?? 1.6, points: { show: data[0].length < 3 }, value: (u, v) => this.format(v), spanGaps: true })),
-        ],
+        bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
+        series: [{ label: time ? "time" : (this.options.label ?? "step") }, ...series.map((s) => this.line(s, data[0].length))],
         hooks: { draw: [(u) => this.draw(u)], setCursor: [(u) => this.point(u)], setScale: [(u, key) => key === "x" && this.zoomed(u)] },
       },
       data,
       this.box,
     );
+  }
+
+  /** One series for uPlot; of a stack, the area between it and the one below, told with its own value. */
+  line(s, points) {
+    const tint = colour(s.colour);
+    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.format(at === null || !this.options.stacked ? v : this.own(s.name, at)) };
+    if (!this.options.stacked) return { ...common, width: 1.6, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
+    return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
+  }
+
+  own(name, at) {
+    return this.series.find((s) => s.name === name)?.y[at];
   }
 
   zoomed(u) {
@@ -105,6 +117,12 @@ export class Chart {
   }
 }
 
+/** Running sums over the series, point by point; a point that nobody knows stays a gap. */
+function stack(series) {
+  const below = series[0]?.y.map(() => 0) ?? [];
+  return series.map((s) => s.y.map((v, i) => (v === null ? null : (below[i] += v))));
+}
+
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
 
 /** Between neighbouring points: samples per second, seconds per step, samples per second and worker. */
@@ -131,8 +149,9 @@ export class Training {
     this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero });
     this.each = new Chart(root, "Samples per second and worker", (v) => number(v), { range: zero });
     this.seconds = new Chart(root, "Step time", (v) => (v ? duration(v) : "0"), { range: zero });
-    this.phases = new Chart(root, "Step time by phase", (v) => (v ? duration(v) : "0"), { range: zero });
-    this.bytes = new Chart(root, "Bytes per second by operation", (v) => (v ? bytes(Math.round(v)) : "0"), { range: zero });
+    this.phases = new Chart(root, "Step time by phase, per worker", (v) => (v ? duration(v) : "0"), { range: zero, stacked: true });
+    this.bytes = new Chart(root, "Sent per second, by operation", (v) => (v ? bytes(Math.round(v)) : "0"), { range: zero, stacked: true });
+    this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true });
     this.tests = new Chart(root, "Evaluations");
   }
 
@@ -141,20 +160,24 @@ export class Training {
     const x = time ? column(run, 0) : (run.curves.steps?.x ?? []);
     const marks = run.marks.map(([at, step, kind, , text]) => ({ x: time ? at : step, kind, text }));
     const timed = run.marks.map(([at, , kind, , text]) => ({ x: at, kind, text }));
-    const { rate, seconds, each } = rates(run);
+    const { rate, seconds, each: single } = rates(run);
     const one = (chart, name, y, tint) => chart.update(x, x.length ? [{ name, y, colour: tint }] : [], time, marks);
     one(this.loss, "loss", column(run, 1), "c0");
     one(this.rate, "samples/s", rate, "c2");
     one(this.lr, "learning rate", column(run, 4), "c3");
-    one(this.each, "per worker", each, "c4");
+    one(this.each, "per worker", single, "c4");
     one(this.seconds, "step", seconds, "c1");
     const usage = run.usage;
-    const many = (chart, of) => {
-      const series = Object.entries(of ?? {}).map(([name, y], i) => ({ name, y, colour: `c${i % 9}` }));
+    const many = (chart, of, tint) => {
+      const series = Object.entries(of ?? {}).map(([name, y], i) => ({ name, y, colour: tint(name, i) }));
       chart.update(usage?.x ?? [], series, true, timed);
     };
-    many(this.phases, usage?.seconds);
-    many(this.bytes, usage?.bytes_per_s);
+    many(this.phases, usage?.seconds, (name) => PHASE_COLOURS[name] ?? "c7");
+    many(this.bytes, usage?.bytes_per_s, (name, i) => `c${i % 9}`);
+    const scaled = run.efficiency.length > 1 ? run.efficiency : [];
+    const each = scaled.length ? scaled[0].samples_per_s / scaled[0].workers : 0;
+    const lines = [{ name: "measured", y: scaled.map((e) => e.samples_per_s), colour: "c2" }, { name: "in proportion", y: scaled.map((e) => each * e.workers), colour: "c7" }];
+    this.scaling.update(scaled.map((e) => e.workers), scaled.length ? lines : [], false, []);
     const names = Object.keys(run.curves).filter((name) => name.startsWith("eval:"));
     const table = names.length ? uPlot.join(names.map((n) => [run.curves[n].x, run.curves[n].columns[1]])) : [[]];
     this.tests.update(table[0], names.map((n, i) => ({ name: n.slice(5), y: table[i + 1], colour: `c${i % 9}` })), false, run.marks.map(([, step, kind, , text]) => ({ x: step, kind, text })));

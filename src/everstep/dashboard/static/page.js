@@ -13,7 +13,7 @@ let clockMs = 0; // the server's clock minus ours
 let token = sessionStorage.getItem("everstep-token") ?? "";
 let unlocked = false;
 
-const workers = new Workers();
+const workers = new Workers(aim);
 const training = new Training();
 const overlay = new Overlay();
 const log = new panels.Log();
@@ -67,7 +67,7 @@ function draw(run, changed) {
   if (run.head.state === undefined) return;
   panels.head(run, at);
   if (changed.workers) workers.update(run.rows, at);
-  if (changed.curves || changed.marks || changed.usage) training.update(run);
+  if (changed.curves || changed.marks || changed.usage || changed.efficiency) training.update(run);
   if (changed.generations || changed.head) panels.generations(run, at);
   if (changed.recoveries) panels.recoveries(run);
   if (changed.account) panels.account(run);
@@ -75,6 +75,7 @@ function draw(run, changed) {
   if (changed.checkpoints) panels.checkpoints(run, at);
   if (changed.ledger) panels.ledger(run, checkLedger);
   if (changed.log) log.more(run);
+  if (changed.workers) targets(run);
   if (changed.head) allowed();
 }
 
@@ -183,15 +184,44 @@ function actionRow(label, act, ...fields) {
   return el("form", { className: "row", onsubmit: submit, autocomplete: "off" }, ...fields, button);
 }
 
+const FAULTS = [["kill", "kill"], ["stop,for=5", "stop for 5 s"], ["stop", "stop for good"], ["raise", "raise an exception"], ["partition,for=5", "cut off for 5 s"]];
+const ANYBODY = [["random", "any worker"], ["coordinator", "the coordinator"]];
+
+function fault() {
+  const [kind, ...more] = $("fault-kind").value.split(",");
+  return [`${kind}:target=${$("fault-target").value}`, ...more].join();
+}
+
+/** Whom a fault may strike: anyone, the leader of a stage, a worker. */
+function targets(run) {
+  const list = $("fault-target");
+  const living = [...run.rows].filter(([, row]) => row.state !== "dead" && row.state !== "left");
+  const stages = [...new Set(living.flatMap(([, row]) => row.stages))].sort((a, b) => a - b);
+  const leaders = stages.map((stage) => [`leader:${stage}`, stages.length > 1 ? `the leader of stage ${stage}` : "the leader"]);
+  const wanted = [...ANYBODY, ...leaders, ...living.map(([id]) => [`worker:${id}`, `worker ${id}`])];
+  const signature = wanted.join();
+  if (list.made === signature) return;
+  const kept = list.value;
+  list.made = signature;
+  list.replaceChildren(...wanted.map(([value, text]) => el("option", { value }, text)));
+  if (wanted.some(([value]) => value === kept)) list.value = kept;
+}
+
+/** Whoever is picked among the workers is the one that actions mean. */
+function aim(id) {
+  $("drain-worker").value = id;
+  $("fault-target").value = `worker:${id}`;
+}
+
 function buildActions() {
   const input = (id, text, value, more = {}) => el("label", {}, text, el("input", { id, value, required: true, ...more }));
   const whole = { inputMode: "numeric", pattern: "[0-9]+" };
-  const kinds = el("select", { id: "fault-kind" }, ...["kill", "stop", "raise"].map((kind) => el("option", {}, kind)));
+  const options = (of) => of.map(([value, text]) => el("option", { value }, text));
   $("actions").replaceChildren(
     el("form", { className: "row", onsubmit: (e) => (e.preventDefault(), ask("checkpoint", {})) }, el("button", { type: "submit" }, "Checkpoint now")),
     actionRow("Drain", () => ask("drain", { worker_id: Number($("drain-worker").value) }), input("drain-worker", "Worker that is to leave", "", whole)),
     actionRow("Scale", () => ask("scale", { workers: Number($("scale-workers").value) }), input("scale-workers", "Number of workers", "", whole)),
-    actionRow("Inject", () => ask("chaos", { fault: `${$("fault-kind").value}:target=${$("fault-target").value}` }), el("label", {}, "Fault", kinds), input("fault-target", "Target", "random")),
+    actionRow("Inject", () => ask("chaos", { fault: fault() }), el("label", {}, "Fault", el("select", { id: "fault-kind" }, ...options(FAULTS))), el("label", {}, "Target", el("select", { id: "fault-target" }, ...options(ANYBODY)))),
   );
 }
 

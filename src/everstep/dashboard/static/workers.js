@@ -6,7 +6,9 @@ const GLYPH = { leader: "L", active: "A", standby: "S", spare: "·", healing: "H
 const COMPACT_FROM = 64;
 
 export class Workers {
-  constructor() {
+  /** picked: told the id of a worker that somebody points out. */
+  constructor(picked) {
+    this.picked = picked;
     this.tiles = new Map();
     this.groups = new Map();
     this.order = [];
@@ -92,23 +94,26 @@ export class Workers {
   paint(tile, id, row, compact) {
     const facts = [`step ${row.step}`, row.lanes.length ? plural(row.lanes.length, "lane") : "no lanes"];
     const speed = [row.rate ? `${number(row.rate)} samples/s` : null, row.rss ? bytes(row.rss) : null].filter(Boolean);
-    const key = `${compact}|${row.state}|${facts}|${speed}|${row.reason}`;
+    const doing = row.phase || "";
+    const key = `${compact}|${row.state}|${facts}|${speed}|${doing}|${row.reason}`;
     if (tile.painted === key) return;
     tile.painted = key;
     attribute(tile, "data-state", row.state);
     const trouble = row.state === "dead" || row.state === "suspect" ? row.reason : "";
-    attribute(tile, "aria-label", [`worker ${id}`, row.state, ...(trouble ? [trouble] : facts), ...speed].join(", "));
+    attribute(tile, "aria-label", [`worker ${id}`, row.state, ...(trouble ? [trouble] : facts), ...speed, doing].filter(Boolean).join(", "));
     if (compact) {
       if (tile.textContent !== GLYPH[row.state]) tile.replaceChildren(GLYPH[row.state] ?? row.state[0]);
       tile.title = `worker ${id}: ${row.state}`;
       return;
     }
-    if (tile.children.length !== 4) {
-      tile.replaceChildren(el("b", {}, `worker ${id}`), el("span", { className: "state" }), el("span", { className: "facts" }), el("span", { className: "facts" }));
+    if (tile.children.length !== 5) {
+      const line = () => el("span", { className: "facts" });
+      tile.replaceChildren(el("b", {}, `worker ${id}`), el("span", { className: "state" }), line(), line(), line());
     }
     write(tile.children[1], row.state);
     write(tile.children[2], trouble || facts.join(" · "));
     write(tile.children[3], speed.join(" · ") || (row.state === "dead" ? `life ${row.life} is over` : "–"));
+    write(tile.children[4], doing);
   }
 
   choose(id) {
@@ -119,6 +124,7 @@ export class Workers {
     this.tiles.get(id).setAttribute("aria-pressed", "true");
     this.focus(id);
     this.describe(Date.now());
+    this.picked?.(id);
   }
 
   focus(id) {

@@ -1,0 +1,202 @@
+"""What looking on costs: everything that observes a job switched on, against everything off, in alternating pairs.
+
+    python bench/observe.py [--workers 2] [--steps 600] [--step-ms 20] [--pairs 5] [--out FILE]
+
+A step is a timed wait, so that what a worker's processor does is Everstep's own work and little else. On: samples of
+time, bytes and memory, events and the log; a dashboard beside the job with a page open; every sink that is installed.
+Off: no samples, dashboard or sinks; and what workers count and tell for others to look at is replaced by nothing.
+Workers measure themselves: processor time of the whole process, all threads, over the steps after the warm-up; and the
+leader the time between steps. Reported: what "on" takes more per step, as median and spread over the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import everstep
+from measure import EverstepJob, machine, spread, write_report
+
+WARM_UP = 60
+LAST = 10
+TARGET_US = 50.0
+_FOLDER, _STEP_MS, _STEPS, _OFF = "BENCH_FOLDER", "BENCH_STEP_MS", "BENCH_STEPS", "BENCH_OFF"
+
+
+class Waiting(everstep.Task):
+    """One lane per worker and step: a wait, and next to nothing to compute. Writes down what the worker took."""
+
+    def __init__(self) -> None:
+        self._times_ns: list[int] = []
+        self._cpu_ns = 0
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(8, 1)
+
+    def build_dataset(self, split: str) -> TensorDataset:
+        return TensorDataset(torch.ones(64, 8))
+
+    def build_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self._note()
+        time.sleep(float(os.environ[_STEP_MS]) / 1e3)
+        return model(batch[0]).square().mean()
+
+    def _note(self) -> None:
+        self._times_ns.append(time.monotonic_ns())
+        passes = len(self._times_ns)
+        if passes == WARM_UP:
+            self._cpu_ns = time.process_time_ns()
+        elif passes == int(os.environ[_STEPS]) - LAST:
+            cpu_us = (time.process_time_ns() - self._cpu_ns) / 1e3 / (passes - WARM_UP)
+            steps_ms = [
+                (b - a) / 1e6 for a, b in zip(self._times_ns[WARM_UP:], self._times_ns[WARM_UP + 1 :], strict=False)
+            ]
+            found = {"cpu_us": cpu_us, "step_ms": statistics.median(steps_ms), "pid": os.getpid()}
+            (Path(os.environ[_FOLDER]) / f"worker-{os.getpid()}.json").write_text(json.dumps(found))
+
+
+def observe_nothing() -> None:
+    """In a worker: what it counts and tells for others to look at costs nothing from here on."""
+    from everstep.observe.events import EventLog
+    from everstep.runtime.board import Row
+
+    EventLog.write = lambda self, kind, **fields: True  # type: ignore[method-assign, assignment]
+    Row.sent = lambda self, operation, n_bytes: None  # type: ignore[method-assign]
+    Row.set = _set_without_times  # type: ignore[method-assign]
+
+
+def _set_without_times(
+    self: Any, *, step: Any = None, phase: Any = None, samples: Any = None, generation: Any = None
+) -> None:
+    """`Row.set` as far as the failure detector needs it."""
+    from everstep.runtime import board
+
+    words = self._words
+    if step is not None:
+        words[board._STEP] = step
+    if phase is not None:
+        words[board._PHASE] = board.PHASE_CODE[phase]
+    if samples is not None:
+        words[board._SAMPLES] = samples
+    if generation is not None:
+        words[board._GENERATION] = generation
+    words[board._COUNTER] += 1
+    words[board._BEAT_NS] = time.monotonic_ns()
+
+
+if os.environ.get(_OFF):
+    observe_nothing()
+
+
+def run(options: argparse.Namespace, on: bool) -> dict[str, Any]:
+    """One job; what its workers wrote down."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        os.environ.update({_FOLDER: folder, _STEP_MS: str(options.step_ms), _STEPS: str(options.steps)})
+        os.environ.pop(_OFF, None)
+        if not on:
+            os.environ[_OFF] = "1"
+        run_dir = Path(folder) / "run"
+        settings = {"lanes": options.workers, "micro_batch": 1, "checkpoint.enabled": "false", "verify_every": 0}
+        settings |= switched_on() if on else {"metrics.interval_s": 0}
+        arguments = ["--workers", str(options.workers), "--steps", str(options.steps)]
+        job = EverstepJob(
+            f"{__file__}:Waiting", run_dir, *arguments, *(["--dashboard"] if on else []), settings=settings
+        )
+        with page_open(job) if on else contextlib.nullcontext():
+            job.wait()
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("worker-*.json")]
+        if len(found) != options.workers:
+            raise SystemExit(f"expected the figures of {options.workers} workers, got those of {len(found)}")
+        return {
+            "cpu_us": statistics.mean(one["cpu_us"] for one in found),
+            "busiest_us": max(one["cpu_us"] for one in found),
+            "step_ms": statistics.median(one["step_ms"] for one in found),
+        }
+
+
+def switched_on() -> dict[str, Any]:
+    """Config keys that let others look on, as far as they can be had here."""
+    sinks = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
+    served = {"metrics.listen": "127.0.0.1:0"} if importlib.util.find_spec("prometheus_client") else {}
+    from everstep.base.config import Config
+
+    served = served if hasattr(Config().metrics, "listen") else {}
+    sinks = sinks if hasattr(Config(), "sinks") else []
+    return {**served, **({"sinks": ",".join(sinks)} if sinks else {})}
+
+
+@contextlib.contextmanager
+def page_open(job: EverstepJob) -> Iterator[None]:
+    """Read the dashboard's stream for as long as the block lasts, as a page does."""
+    ended = threading.Event()
+
+    def read() -> None:
+        address = ""
+        while not address and not ended.wait(0.1):
+            said = b"".join(list(job._said)).decode(errors="replace").split()
+            address = next((word for word in said if word.startswith("http://") and "#token=" in word), "")
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(address.partition("#")[0] + "api/stream", timeout=30) as stream:
+                while not ended.is_set() and stream.readline():
+                    pass
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def main() -> None:
+    """Parse, measure, print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--out", help="also write the JSON here")
+    options = parser.parse_args()
+    pairs = []
+    for number in range(options.pairs):
+        found = {on: run(options, on) for on in ((True, False) if number % 2 == 0 else (False, True))}
+        pair = {f"{key}_{'on' if on else 'off'}": found[on][key] for key in found[True] for on in (True, False)}
+        pair |= {f"{key}_more": found[True][key] - found[False][key] for key in found[True]}
+        pairs.append({key: round(value, 3) for key, value in pair.items()})
+        print(pairs[-1], file=sys.stderr, flush=True)
+    columns = {key: spread([pair[key] for pair in pairs], digits=3) for key in pairs[0]}
+    report = {
+        "bench": "observe",
+        **machine(),
+        "workers": options.workers,
+        "steps": options.steps - WARM_UP - LAST,
+        "switched_on": switched_on(),
+        "target_us": TARGET_US,
+        "met": columns["cpu_us_more"]["median"] <= TARGET_US,
+        **columns,
+        "pairs": pairs,
+    }
+    write_report(report, options.out)
+
+
+if __name__ == "__main__":
+    main()
