@@ -37,7 +37,6 @@ class Outcome:
     duration_s: float = 0.0
     stall_s: float = 0.0
     cost_s: float = 0.0
-    deleted: int = 0
     reason: str = ""
 
 
@@ -127,7 +126,7 @@ class ManifestWriter:
             return self._current.missing() if self._current is not None else ""
 
     def drain(self, timeout_s: float) -> bool:
-        """Until every checkpoint that began has ended; whether that came in time."""
+        """Until every checkpoint that began is durable or has failed; whether that came in time."""
         with self._lock:
             return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
 
@@ -149,7 +148,7 @@ class ManifestWriter:
             assembly, facts, error, began = item
             stall_s = max((r.stall_s for r in assembly.reports.values()), default=0.0)
             cost_s = max((r.stall_s + r.cpu_s for r in assembly.reports.values()), default=0.0)
-            manifest, deleted = None, 0
+            manifest = None
             try:
                 if error:
                     raise StoreError(error)
@@ -159,15 +158,18 @@ class ManifestWriter:
                 self._withdraw(assembly)
             if manifest is not None:
                 with suppress(EverstepError):  # the checkpoint is there; the next one tries again
-                    deleted = self._tidy(manifest)
+                    self._point(manifest)
             took = time.monotonic() - began
-            outcome = Outcome(facts.step, error, manifest, took, stall_s, cost_s, deleted, facts.reason)
+            outcome = Outcome(facts.step, error, manifest, took, stall_s, cost_s, facts.reason)
             try:
                 self._done(outcome)
             finally:
                 with self._lock:
                     self._unfinished -= 1
                     self._lock.notify_all()
+            if manifest is not None:
+                with suppress(EverstepError):
+                    self._sweep(manifest)
 
     def _complete(self, assembly: Assembly, facts: Facts) -> Manifest:
         given: dict[str, Any] = {
@@ -236,16 +238,21 @@ class ManifestWriter:
             self._shelf = Shelf.read(self._store, self._metric)
         return self._shelf
 
-    def _tidy(self, manifest: Manifest) -> int:
+    def _point(self, manifest: Manifest) -> None:
+        """`latest`, and `best`."""
         shelf = self._the_shelf()
         shelf.add(manifest)
         write_pointer(self._store, LATEST, shelf.steps[-1])
         best = best_of(shelf.steps, shelf.scores, self._mode)
         if best:
             write_pointer(self._store, BEST, best[0], metric=self._metric, value=float(shelf.scores[best[0]]).hex())
+
+    def _sweep(self, manifest: Manifest) -> None:
+        """Deletes what need not be kept; nobody waits for that."""
+        shelf = self._the_shelf()
         pins = {*read_pins(self._store).values(), *self._held()}
         stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode)
         shelf.retire([step for step in shelf.steps if step not in stay])
         with self._lock:
             busy = {self._current.step} if self._current is not None else set()
-        return len(shelf.sweep(busy | {manifest.step}))
+        shelf.sweep(busy | {manifest.step})
