@@ -36,7 +36,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> tuple[Pat
     """An undisturbed run, one with faults and a spare, and what the latter printed."""
     base = tmp_path_factory.mktemp("jobs")
     calm, harsh = base / "undisturbed", base / "disturbed"
-    options = ("--workers", "3", "--spares", "1", "--chaos", CHAOS, "--json")
+    options = ("--workers", "3", "--spares", "1", "--chaos", CHAOS, "--json", "--set", "sinks=[tensorboard]")
     variables = {"E2E_LANE_S": "0.5", "E2E_EVENTS": str(harsh / "events.jsonl")}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(everstep, "run", small_task, "--run-dir", calm)
@@ -101,6 +101,22 @@ def test_events_have_the_fields_of_the_interface(disturbed: Disturbed) -> None:
             assert max(phases.values()) <= event["duration_s"]
     killed = [e for e in events if e["kind"] == "recovery_completed" and e["died_unix_ns"]]
     assert killed and all(e["phases_s"]["notice"] > 0 for e in killed), "from the death, not from hearing of it"
+
+
+def test_tensorboard_was_told_everything(disturbed: Disturbed) -> None:
+    """By the process beside the job, which has ended with it."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = disturbed[0] / "tensorboard"
+    found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    events = events_of(disturbed[0])
+    committed = {e["step"]: e for e in events if e["kind"] == "step_committed"}
+    points = found.Scalars("train/loss")
+    assert [p.step for p in points] == list(range(1, 13))
+    assert all(p.value == pytest.approx(committed[p.step]["loss"], rel=1e-6) for p in points)
+    kinds = {e["kind"] for e in events} - {"step_committed", "evaluated"}
+    assert {tag for tag in found.Tags()["tensors"] if tag.startswith("events/")} == {f"events/{kind}" for kind in kinds}
+    assert any(tag.startswith("time/") for tag in found.Tags()["scalars"])
+    assert "nothing new" in everstep("publish", disturbed[0], "--to", "tensorboard").stdout
 
 
 def test_every_sample_counted_once(undisturbed: Path, disturbed: Disturbed) -> None:

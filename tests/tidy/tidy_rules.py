@@ -30,6 +30,7 @@ LAYERS = {
     "zoo": 6,
     "report": 7,
     "dashboard": 8,
+    "sinks": 8,
     "cli": 9,
 }
 PURE = ("placement", "order", "protocol")

@@ -16,6 +16,8 @@ from everstep.base.config_fields import Kind, convert, free, key, shown
 from everstep.base.errors import ConfigError
 from everstep.base.pool_wish import PoolWish, make_wish, parse_map
 
+SINKS = ("tensorboard", "wandb", "mlflow", "otel")
+
 
 @dataclass(frozen=True)
 class HeartbeatConfig:
@@ -205,6 +207,9 @@ class Config:
     eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "int", "steps between progress lines; 0: none", low=0)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    sinks: tuple[str, ...] = key(
+        (), "list", "where else the job is told to, while it runs", choices=SINKS, example="[tensorboard]"
+    )
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     batch: str = key(
@@ -290,7 +295,7 @@ def describe() -> list[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of every key, in the order of the table; all are text."""
     rows = []
     for leaf in _LEAVES.values():
-        default = "none" if leaf.default is None else str(leaf.default)
+        default = "none" if leaf.default in (None, ()) else str(leaf.default)
         rows.append(
             (
                 leaf.name,

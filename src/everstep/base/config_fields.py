@@ -25,7 +25,8 @@ _MISSING = object()
 class Kind:
     """What one key accepts.
 
-    base: 'int', 'float', 'bool', 'str' or 'any'. low: least value (`above`: must be greater than it), high: greatest.
+    base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value (`above`: must be
+    greater than it), high: greatest.
     `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
     result's bits depend on it.
     """
@@ -47,6 +48,7 @@ class Kind:
         """For the list of keys, such as 'number or auto'."""
         name = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text", "any": "anything"}
         base = " | ".join(self.choices) if self.choices else name[self.base]
+        base = f"list of {base}" if self.base == "list" else base
         return base + (" or auto" if self.auto else "") + (" or none" if self.none else "")
 
     @property
@@ -109,7 +111,7 @@ def _refuse(constant: str) -> Any:
 def _example(kind: Kind, default: Any) -> str:
     if isinstance(default, bool):
         return "true" if default else "false"
-    if default is not None and default != "":
+    if default not in (None, "", ()):
         return str(default)
     if kind.choices or kind.example:
         return kind.example or kind.choices[0]
@@ -121,6 +123,8 @@ def _fits(kind: Kind, value: Any) -> bool:
         return False
     if kind.high is not None and value > kind.high:
         return False
+    if kind.base == "list":
+        return all(item in kind.choices for item in value)
     if kind.choices and value not in kind.choices:
         return False
     return not kind.pattern or re.fullmatch(kind.pattern, value) is not None
@@ -159,10 +163,20 @@ def _to_str(value: Any) -> Any:
     return value if isinstance(value, str) else _MISSING
 
 
+def _to_list(value: Any) -> Any:
+    """Names, each once; as text: `[a, b]`, `a,b` or nothing."""
+    if isinstance(value, str):
+        value = [part.strip(" \"'") for part in value.strip().strip("[]()").split(",")]
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        return _MISSING
+    return tuple(dict.fromkeys(item for item in value if item))
+
+
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": _to_int,
     "float": _to_float,
     "bool": _to_bool,
     "str": _to_str,
+    "list": _to_list,
     "any": free,
 }

@@ -39,6 +39,7 @@ COMMANDS = {
     "metrics": ("everstep.cli.metrics", "Serve or print the numbers of a job for Prometheus."),
     "top": ("everstep.cli.top", "Show a job and its workers in the terminal, live."),
     "logs": ("everstep.cli.logs", "Print all logs of a job as one stream, filtered."),
+    "publish": ("everstep.cli.publish", "Tell a job to TensorBoard, Weights & Biases, MLflow or OpenTelemetry."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

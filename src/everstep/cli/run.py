@@ -31,6 +31,7 @@ from everstep.cli.job import (
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
+from everstep.cli.sinks_beside import sinks_beside
 from everstep.cli.start import Start, find_start
 from everstep.cli.story import Story, summary, tell
 from everstep.cli.task_loading import TaskSpec, parse_task
@@ -39,6 +40,7 @@ from everstep.observe.events import EventLog, read_events
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
+from everstep.sinks.sink import check_installed as check_sinks
 
 _OPTIONS = (
     "workers",
@@ -174,6 +176,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
     check_metrics(config.metrics.listen)
+    check_sinks(config.sinks)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -262,16 +265,17 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     watcher.start()
     exit_code = 1
     try:
-        with (
-            dashboard_beside(run_dir, invocation.dashboard) as page,
-            metrics_beside(run_dir, config.metrics.listen) as metrics,
-        ):
-            if page:
-                display.note(f"dashboard {page}")
-            if metrics:
-                display.note(f"metrics {metrics}")
-            exit_code = launcher.run()
-        _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
+        with sinks_beside(run_dir, config.sinks, display.note):
+            with (
+                dashboard_beside(run_dir, invocation.dashboard) as page,
+                metrics_beside(run_dir, config.metrics.listen) as metrics,
+            ):
+                if page:
+                    display.note(f"dashboard {page}")
+                if metrics:
+                    display.note(f"metrics {metrics}")
+                exit_code = launcher.run()
+            _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
     finally:
         watcher.stop()
         events.close()

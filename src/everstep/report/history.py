@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from everstep.report.facts import Facts
 from everstep.report.tail import Folder, Tail
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
+from everstep.report.words import Event
 from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_FOLDER
 
@@ -31,11 +33,13 @@ class History:
     """What is known of one job.
 
     facts: from its events; tally: what these add up to; usage: from its metrics; `foreign`: lines that could not be
-    read. `resets` grows when the directory was begun anew (`--fresh`), which makes everything known before void.
+    read. `resets` grows when the directory was begun anew (`--fresh`), which makes everything known before void. heard:
+    told each event, in order, after the others have taken it in.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, heard: Callable[[Event], None] | None = None) -> None:
         self.run_dir = run_dir
+        self._heard = heard
         self.facts = Facts()
         self.tally = Tally()
         self.usage = Usage()
@@ -139,6 +143,8 @@ class History:
             return  # of a file that is not ours, kinds would pile up
         self.facts.take(event)
         self.tally.take(event)
+        if self._heard is not None:
+            self._heard(event)
 
     def _sample(self, line: bytes) -> None:
         sample = self._object(line)

@@ -1,0 +1,116 @@
+"""`everstep publish`: tell a job, past or running, to TensorBoard and others; `run` starts it for its sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from everstep.base.config import SINKS
+from everstep.base.errors import ConfigError
+from everstep.cli.job import read_job
+from everstep.observe.events import EventLog
+from everstep.runtime import commands
+from everstep.runtime.address import EVENTS_FILE
+from everstep.sinks.publication import Publication, follow, sole_publisher
+from everstep.sinks.sink import SinkFailed, check_installed, make_sink
+
+_LAST_WORDS_S = 60
+_NICE = 10
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--to", "names", multiple=True, required=True, metavar="SINK[,SINK]", help=f"{', '.join(SINKS)}.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on until the job is over.")
+@click.option("--beside", is_flag=True, hidden=True, help="Until standard input ends: for a run's own sinks.")
+def command(run_dir: Path, names: tuple[str, ...], following: bool, beside: bool) -> int:
+    """Tell the job in DIR to TensorBoard, Weights & Biases, MLflow or OpenTelemetry.
+
+    Each step and event is told once, also when this is run again: it goes on where it was. What a sink knows is kept in
+    DIR/SINK; remove that folder to begin anew.
+    """
+    sinks = _sinks(names)
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+    read_job(run_dir)
+    check_installed(sinks)
+    if (beside or following) and len(sinks) > 1:
+        raise ConfigError(f"--follow: expected one sink, got {len(sinks)}: follow each in a process of its own")
+    results = [_publish(run_dir, name, following, beside) for name in sinks]
+    return max(results)
+
+
+def _sinks(names: tuple[str, ...]) -> list[str]:
+    """Raises: ConfigError for a name that is none."""
+    wanted = [name.strip() for said in names for name in said.split(",") if name.strip()]
+    for name in wanted:
+        if name not in SINKS:
+            raise ConfigError(f"--to: expected {', '.join(SINKS)}, got {name!r}: give e.g. --to {SINKS[0]}")
+    if not wanted:
+        raise ConfigError(f"--to: expected {', '.join(SINKS)}, got nothing: give e.g. --to {SINKS[0]}")
+    return list(dict.fromkeys(wanted))
+
+
+def _publish(run_dir: Path, name: str, following: bool, beside: bool) -> int:
+    from everstep.cli.main import complain
+
+    def make() -> Publication:
+        return Publication(run_dir, name, make_sink(name))
+
+    with sole_publisher(run_dir, name):
+        if beside:
+            with contextlib.suppress(OSError):
+                os.nice(_NICE)
+            return 0 if follow(make, _input_ended, _warner(run_dir)) else 1
+        if following:
+            return 0 if follow(make, lambda s: _job_over(run_dir, s), lambda text, _: complain(text)) else 1
+        try:
+            print(_once(make(), commands.is_locked(run_dir)))
+        except SinkFailed as error:
+            complain(str(error))
+            return 1
+    return 0
+
+
+def _once(publication: Publication, running: bool) -> str:
+    """All there is now. Raises: SinkFailed."""
+    while publication.advance(over=not running) and not running:
+        pass
+    publication.end(running)
+    if not publication.steps and not publication.events:
+        return f"{publication.name}: nothing new"
+    return f"{publication.name}: {publication.steps} steps and {publication.events} events"
+
+
+def _input_ended(seconds: float) -> bool:
+    """Waits for the end of standard input: the job is over, or the process that ran it is gone."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    if ready:
+        signal.alarm(_LAST_WORDS_S)  # what hangs now would hang for ever
+    return bool(ready)
+
+
+def _job_over(run_dir: Path, seconds: float) -> bool:
+    time.sleep(seconds)
+    return not commands.is_locked(run_dir)
+
+
+def _warner(run_dir: Path) -> Callable[[str, bool], None]:
+    """Warnings of a running job are events of it: the user sees them there."""
+
+    def warn(text: str, running: bool) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if running:
+            events = EventLog(run_dir / EVENTS_FILE)
+            events.write("warning", reason=f"{text}; training goes on, and what it missed is told later")
+            events.close()
+
+    return warn

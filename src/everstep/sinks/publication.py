@@ -1,0 +1,304 @@
+"""One job told to one sink: what each step and event is worth, in order, once, however often one begins anew.
+
+Everything is read through the reading library, from the first line on, so that all that depends on what came before
+(workers, generations, the account of the time) is right; what was delivered earlier is counted in the sink's own folder
+(`DIR/<name>/published.json`) and not delivered again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from everstep.base.errors import ConfigError
+from everstep.report.account import goodput
+from everstep.report.history import History
+from everstep.report.words import Event, number, one_line, sentence, whole_number
+from everstep.runtime.address import write_atomically
+from everstep.sinks.sink import Run, Sink, SinkFailed
+
+CURSOR_FILE = "published.json"
+_LOCK_FILE = "publishing.lock"
+_LATE_S = 5.0  # samples of all hosts are there after that
+
+
+@dataclass
+class Cursor:
+    """How far a sink has got. lines: events; sampled_s, sampled_step: samples of what the workers spend.
+
+    begun_ns: the first event, by which another job in the same directory is known.
+    """
+
+    begun_ns: int = 0
+    lines: int = 0
+    sampled_s: float = 0.0
+    sampled_step: int = 0
+    memory: dict[str, str] = field(default_factory=dict)
+
+
+def read_cursor(folder: Path) -> Cursor:
+    """Of a sink's folder; a fresh one if there is none, or it says something else."""
+    try:
+        said = json.loads((folder / CURSOR_FILE).read_text())
+        memory = {str(k): str(v) for k, v in said["memory"].items()}
+        counts = (int(said["begun_ns"]), int(said["lines"]), float(said["sampled_s"]), int(said["sampled_step"]))
+        return Cursor(*counts, memory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Cursor()
+
+
+class Publication:
+    """Tells a sink what is new in a run directory each time `advance` is called.
+
+    steps, events: how many were delivered by this object.
+    """
+
+    def __init__(self, run_dir: Path, name: str, sink: Sink) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self.folder = run_dir / name
+        self.history = History(run_dir, heard=self._event)
+        self.steps = self.events = 0
+        self._sink = sink
+        self._cursor = read_cursor(self.folder)
+        self._run: Run | None = None
+        self._lines = 0
+        self._step = self._evaluated = self._told_step = 0
+        self._last_ns = self._goodput_ns = 0
+        self._carried: dict[str, float] = {}
+        self._sampled_s = self._cursor.sampled_s
+
+    def advance(self, over: bool) -> bool:
+        """Deliver what is new, and remember that; returns whether there was anything. over: the job has ended.
+
+        Raises: SinkFailed. Then begin with another Publication, which goes on where this one got to.
+        """
+        before = (self.steps, self.events, self._cursor.sampled_step)
+        while self.history.poll():
+            self._breakdown(everything=False)
+            self._keep()
+        if over:
+            self._breakdown(everything=True)
+            self._keep()
+        return before != (self.steps, self.events, self._cursor.sampled_step)
+
+    def end(self, running: bool) -> None:
+        """The sink is told no more. Raises: SinkFailed."""
+        run = self._run
+        if run is not None:
+            with self._failing():
+                self._sink.end(self.history.state(running))
+            self._cursor.memory = run.memory
+            self._save()
+
+    # ---- events
+
+    def _event(self, event: Event) -> None:
+        time_ns = whole_number(event.get("time_unix_ns"))
+        if self.history.resets:
+            return  # begun anew under our hands: another Publication's
+        if not self._lines and self._cursor.begun_ns not in (0, time_ns):
+            self._cursor, self._sampled_s = Cursor(), 0.0
+        if self._lines <= self._cursor.lines:
+            self._told_step = max(self._step, self._evaluated)
+        self._lines += 1
+        again = self._lines <= self._cursor.lines
+        if not self._cursor.lines and self._lines == 1:
+            self._cursor.begun_ns = time_ns
+        kind = event["kind"]
+        if not time_ns:
+            return
+        if kind == "job_started":
+            self._last_ns = 0
+        if kind == "step_committed":
+            self._committed(event, time_ns, again)
+            return
+        if kind == "evaluated":
+            self._measured(event, time_ns, again)
+        self.events += not again
+        if self._wanted(again):
+            with self._failing():
+                self._sink.event(self._step, sentence(event), event)
+
+    def _committed(self, event: Event, time_ns: int, again: bool) -> None:
+        step = whole_number(event.get("step"))
+        if step <= self._step:
+            return  # told before: it was done again, to the same bits
+        facts = self.history.facts
+        rates = event.get("lr")
+        rates = rates if isinstance(rates, list) else [rates]
+        said = {"train/loss": event.get("loss"), "train/grad_norm": event.get("grad_norm")}
+        said |= {"train/lr" + (f"/{i}" if i else ""): rate for i, rate in enumerate(rates[:16])}
+        values = {k: number(v) for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        samples = whole_number(event.get("samples"))
+        if self._last_ns and time_ns > self._last_ns and step == self._step + 1:
+            values["speed/step_s"] = (time_ns - self._last_ns) / 1e9
+            values["speed/samples_per_s"] = samples / values["speed/step_s"]
+        values["job/generation"] = whole_number(event.get("generation"))
+        values["job/workers"] = facts.steps.columns[6][-1] if facts.steps.x else 0
+        begin_ns = facts.account.begin_ns or time_ns
+        if time_ns - self._goodput_ns >= max(1e9, (time_ns - begin_ns) / 200):
+            share = goodput(facts.account.seconds(facts.under_way(time_ns)))
+            self._goodput_ns = time_ns
+            if share is not None:
+                values["job/goodput"] = share
+        self._step, self._last_ns = step, time_ns
+        self.steps += not again
+        self._tell(step, time_ns, values, again)
+
+    def _measured(self, event: Event, time_ns: int, again: bool) -> None:
+        step, metrics = whole_number(event.get("step")), event.get("metrics")
+        if isinstance(metrics, Mapping) and step > self._evaluated:
+            self._evaluated = step
+            names = list(metrics)[:64]
+            self._tell(step, time_ns, {f"eval/{one_line(k, 60)}": number(metrics[k]) for k in names}, again)
+
+    # ---- samples of what the workers spend
+
+    def _breakdown(self, everything: bool) -> None:
+        """Seconds of a worker per step, by phase, over each stretch in which steps were done."""
+        usage, cursor = self.history.usage, self._cursor
+        newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
+        through_s = min(newest_ns / 1e9 - _LATE_S, self.history.facts.last_step_ns / 1e9)
+        for key in sorted(usage.buckets):
+            end_s = (key + 1) * usage.width_s
+            if end_s <= self._sampled_s:
+                continue
+            if end_s > through_s and not everything:
+                return
+            self._sampled_s = end_s
+            for phase, seconds in usage.buckets[key].seconds.items():
+                self._carried[phase] = self._carried.get(phase, 0.0) + seconds
+            step, members = self._at(end_s)
+            passes = (step - cursor.sampled_step) * members
+            if passes < 0:
+                self._carried = {}  # steps that are done again
+            elif not self._carried:
+                cursor.sampled_step = step  # nothing was measured before
+            elif passes:
+                values = {f"time/{phase}_s": seconds / passes for phase, seconds in self._carried.items()}
+                cursor.sampled_s, cursor.sampled_step, self._carried = end_s, step, {}
+                self._tell(step, round(end_s * 1e9), values, again=False)
+
+    def _at(self, time_s: float) -> tuple[int, int]:
+        """The newest step then, and how many workers did it."""
+        steps = self.history.facts.steps
+        at = bisect.bisect_right(steps.columns[0], time_s) - 1
+        return (int(steps.x[at]), int(steps.columns[6][at])) if at >= 0 else (0, 0)
+
+    # ---- the sink
+
+    def _tell(self, step: int, time_ns: int, values: Mapping[str, float], again: bool) -> None:
+        if values and self._wanted(again):
+            with self._failing():
+                self._sink.scalars(step, time_ns, values)
+
+    def _wanted(self, again: bool) -> bool:
+        """Whether the sink is to hear it; begins, if it is the first."""
+        if again and not self._sink.remembers:
+            return False
+        if self._run is None:
+            self._begin()
+        if self._run is not None:
+            self._run.again = again
+        return True
+
+    def _begin(self) -> None:
+        job = self.history.job
+        created_ns = whole_number(job.get("created_unix_ns"))
+        identity = hashlib.sha256(f"{self.run_dir.resolve()} {created_ns}".encode()).hexdigest()[:16]
+        memory = dict(self._cursor.memory)
+        name, task = self.history.name, str(job.get("task", ""))
+        identity = memory.setdefault("identity", identity)
+        self._run = Run(
+            self.run_dir, self.folder, name, task, identity, created_ns, not self._cursor.lines, self._told_step, memory
+        )
+        config = job.get("config")
+        with self._failing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sink.begin(self._run, config if isinstance(config, Mapping) else {})
+
+    def _keep(self) -> None:
+        """What was told has arrived, and is never told again."""
+        if self._run is None:
+            return
+        with self._failing():
+            self._sink.flush()
+        self._cursor.lines = max(self._cursor.lines, self._lines)
+        self._cursor.memory = self._run.memory
+        self._save()
+
+    def _save(self) -> None:
+        with self._failing():
+            write_atomically(self.folder / CURSOR_FILE, json.dumps(asdict(self._cursor)) + "\n")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a library raises
+            said = one_line(error, 300) or "no reason given"
+            raise SinkFailed(f"the sink {self.name} failed: {type(error).__name__}: {said}") from error
+
+
+@contextlib.contextmanager
+def sole_publisher(run_dir: Path, name: str) -> Iterator[None]:
+    """Nobody else tells this job to this sink meanwhile.
+
+    Raises: ConfigError if somebody does, or the sink's folder cannot be written.
+    """
+    folder = run_dir / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{run_dir} is being published to {name} by another process: a running job with it among its sinks?"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def follow(
+    make: Callable[[], Publication],
+    wait: Callable[[float], bool],
+    warn: Callable[[str, bool], None],
+    poll_s: float = 1.0,
+) -> bool:
+    """Publish until the job is over; what fails is tried again later. Returns whether everything has arrived.
+
+    wait: for so many seconds, or until the job is over, which it returns. warn: told once, and whether the job runs.
+    """
+    publication: Publication | None = None
+    pause_s, warned, over = 0.0, False, False
+    while True:
+        over = over or wait(pause_s)
+        try:
+            publication = publication or make()
+            new = publication.advance(over)
+            pause_s = poll_s
+            if over and not new:
+                publication.end(running=False)
+                return True
+        except SinkFailed as error:
+            runs = not over and (publication is None or publication.history.facts.ended_ns is None)
+            publication = None
+            pause_s = min(900.0, max(60.0, 2 * pause_s))
+            if not warned:
+                warn(str(error), runs)
+                warned = True
+            if over:
+                return False

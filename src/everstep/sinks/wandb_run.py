@@ -1,0 +1,58 @@
+"""Weights & Biases: a thin adapter. Without a key the run stays offline, in `DIR/wandb`, for `wandb sync`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import wandb
+
+from everstep.report.words import Event, whole_number
+from everstep.sinks.sink import Run
+
+_PROJECT = "everstep"
+
+
+class WandbRun:
+    """Scalars by `step`, events as text. WANDB_PROJECT, WANDB_NAME, WANDB_MODE and the others count as usual."""
+
+    remembers: ClassVar[bool] = False
+
+    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+        """Begin the run, or go on with it: its id stays."""
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            name=os.environ.get("WANDB_NAME") or run.name,
+            id=run.identity,
+            resume="allow",
+            dir=str(run.run_dir),
+            mode=mode,
+            config={"task": run.task, **config},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log({"step": step, **values, "_timestamp": time_ns / 1e9})
+
+    def event(self, step: int, text: str, event: Event) -> None:
+        """One row of text."""
+        if event["kind"] != "evaluated":
+            time_s = whole_number(event.get("time_unix_ns")) / 1e9
+            self._run.log({"step": step, f"events/{event['kind']}": text, "_timestamp": time_s})
+
+    def flush(self) -> None:
+        """Its own process has what it was told, on disk."""
+
+    def end(self, state: str) -> None:
+        """Raises: whatever wandb does if the rest cannot be handed over."""
+        self._run.summary["state"] = state
+        self._run.finish(exit_code=1 if state in ("failed", "interrupted") else 0)
+
+
+def _has_key() -> bool:
+    return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(wandb, "api", None), "api_key", None))
