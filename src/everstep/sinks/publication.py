@@ -135,7 +135,9 @@ class Publication:
         rates = event.get("lr")
         rates = rates if isinstance(rates, list) else [rates]
         said = {"train/loss": event.get("loss"), "train/grad_norm": event.get("grad_norm")}
-        said |= {"train/lr" + (f"/{i}" if i else ""): rate for i, rate in enumerate(rates[:16])}
+        said |= {
+            "train/lr" + (f"/{i}" if i else ""): rate for i, rate in enumerate(rates[:16]) if not i or rate != rates[0]
+        }
         values = {k: number(v) for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         samples = whole_number(event.get("samples"))
         if self._last_ns and time_ns > self._last_ns and step == self._step + 1:
