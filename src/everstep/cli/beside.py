@@ -39,7 +39,7 @@ def check_metrics(listen: str | None) -> None:
     host, _ = parse_listen("metrics.listen", listen)
     from everstep.dashboard.guard import checked_token
 
-    checked_token(host, os.environ.get("EVERSTEP_METRICS_TOKEN") or None, "EVERSTEP_METRICS_TOKEN")
+    checked_token(host, os.environ.get("EVERSTEP_METRICS_TOKEN") or None, "set EVERSTEP_METRICS_TOKEN")
 
 
 def parse_listen(name: str, text: str) -> tuple[str, int]:

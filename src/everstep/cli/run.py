@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -71,7 +72,18 @@ class Invocation:
     dashboard: bool = False
 
 
-@click.command()
+class _Run(click.Command):
+    """`--metrics TASK` asks for metrics, too: only what looks like an address is the option's value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args.index("--") if "--" in args else len(args)
+        for at in reversed([i for i in range(own) if args[i] == "--metrics"]):
+            if at + 1 < own and not re.search(r":\d+$", args[at + 1]):
+                args = [*args[:at], f"--metrics={ANY_PORT}", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Run)
 @click.argument("task")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 @click.option("--workers", type=int, help="Number of workers in all (1, or what the pools need).")
@@ -128,7 +140,9 @@ def command(
     invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard)
     if dashboard:
         check_installed("--dashboard")
-    threads = read_layers(request.layers).get("threads")
+    given = read_layers(request.layers)
+    check_metrics(given.get("metrics.listen"))
+    threads = given.get("threads")
     preload = ("torch",) if dry_run else PRELOAD
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
     with contextlib.closing(server):

@@ -47,21 +47,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def checked_token(host: str, token: str | None, variable: str = "EVERSTEP_DASHBOARD_TOKEN") -> str:
-    """The token to use; one is made up on loopback. variable: of the environment, where it may be given.
+def checked_token(host: str, token: str | None, how: str = "give --token or EVERSTEP_DASHBOARD_TOKEN") -> str:
+    """The token to use; one is made up on loopback. how: what the user is told to do.
 
     Raises: ConfigError if it is missing or short where others could reach the server.
     """
     if token is None:
         if not is_loopback(host):
             raise ConfigError(
-                f"{host} can be reached by others: give --token or {variable}, at least {SHORTEST_TOKEN} characters"
+                f"{host} can be reached by others: {how}, a secret of at least {SHORTEST_TOKEN} characters"
             )
         return secrets.token_urlsafe(24)
     if not is_loopback(host) and len(token) < SHORTEST_TOKEN:
-        raise ConfigError(f"--token: expected at least {SHORTEST_TOKEN} characters for {host}, got {len(token)}")
+        raise ConfigError(f"token: expected at least {SHORTEST_TOKEN} characters for {host}, got {len(token)}")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError("--token: expected printable ASCII characters without spaces")
+        raise ConfigError("token: expected printable ASCII characters without spaces")
     return token
 
 

@@ -32,7 +32,7 @@ def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, tell: 
 
     Raises: ConfigError, likewise.
     """
-    token = checked_token(host, token, "EVERSTEP_METRICS_TOKEN")
+    token = checked_token(host, token, "give --token or EVERSTEP_METRICS_TOKEN")
     feeds = Feeds([run_dir])
     _serve(make_metrics_app(feeds, host, token), feeds, host, port, lambda base: tell(base + METRICS))
 

@@ -32,9 +32,10 @@ class Histogram:
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, `times` over; one above 10^12 counts as that."""
-        value = min(value, _MOST)
+        if value:
+            value = min(value, _MOST)
+            self._sum += round(value * 1e9) * times
         self._counts[bisect_left(self.bounds, value)] += times
-        self._sum += round(value * 1e9) * times
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
         """(bound, how many values are not above it), rising; the last bound is infinity."""

@@ -21,7 +21,7 @@ TIERS = ("memory", "disk", "object", "other")
 REASONS = ("killed", "exited", "exception", "hang", "partition", "coordinator", "other")
 _RECENT_STEPS = 32
 _SLOW = 3
-_MOST_SAMPLES = 1e12
+_MOST_SAMPLES = 1 << 40
 
 _WHO = re.compile(r"worker \d+ \(incarnation \d+\): ")
 _CAUSES = (
@@ -91,13 +91,14 @@ class Tally:
         self._recent.clear()
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
-        step, samples = whole_number(event.get("step")), int(min(max(0.0, number(event.get("samples"))), _MOST_SAMPLES))
+        step, samples = whole_number(event.get("step")), whole_number(event.get("samples"))
+        samples = samples if 0 <= samples <= _MOST_SAMPLES else 0
         self.steps += 1
         self.samples += samples
         if step == self._step + 1 and time_ns > self._step_ns > 0:
             self.step_seconds.add((time_ns - self._step_ns) / 1e9)
         self._step, self._step_ns = step, time_ns
-        self.progress_ns = max(self.progress_ns, time_ns)
+        self.progress_ns = time_ns
         self._recent.append((time_ns, samples))
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:

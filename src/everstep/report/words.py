@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -39,18 +39,17 @@ def one_line(value: Any, most: int = 600) -> str:
 
 def number(value: Any, default: float = 0.0) -> float:
     """A finite number from what a file says, else the default."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return default
+    if type(value) is float:
+        return value if isfinite(value) else default
     try:
-        known = float(value)
+        return float(value) if type(value) is int else default
     except OverflowError:
         return default
-    return known if math.isfinite(known) else default
 
 
 def whole_number(value: Any) -> int:
     """An integer from what a file says, else 0; times in ns keep every digit."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else int(number(value))
+    return value if type(value) is int else int(number(value))
 
 
 def sentence(event: Event) -> str:

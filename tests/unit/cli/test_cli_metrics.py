@@ -56,7 +56,7 @@ def test_beyond_loopback_a_token_is_needed_before_the_job_starts(monkeypatch: py
     check_metrics("127.0.0.1:0")
     for token in ("", "short"):
         monkeypatch.setenv("EVERSTEP_METRICS_TOKEN", token)
-        with pytest.raises(ConfigError, match="token"):
+        with pytest.raises(ConfigError, match=r"(?i)token"):
             check_metrics("0.0.0.0:0")
     monkeypatch.setenv("EVERSTEP_METRICS_TOKEN", "long enough to be kept".replace(" ", "-"))
     check_metrics("0.0.0.0:0")
@@ -80,4 +80,6 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"cannot listen on {address}" in error_of(capsys, "metrics", run_dir, "--listen", address)
-    assert "metrics.listen" in error_of(capsys, "run", "mlp-digits", "--steps", "1", "--metrics", "nowhere")
+    assert "metrics.listen" in error_of(capsys, "run", "mlp-digits", "--steps", "1", "--metrics=nowhere")
+    assert "EVERSTEP_METRICS_TOKEN" in error_of(capsys, "run", "--metrics", "[::]:0", "mlp-digits", "--steps", "1")
+    assert "nosuch" in error_of(capsys, "run", "--metrics", "nosuch", "--steps", "1")
