@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
 from everstep.base.config import load_config
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import check_metrics, parse_listen
-from everstep.cli.main import run_command
+from everstep.cli.main import cli, run_command
 
 BAD = ["", ":", "9400", ":9400", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "a b:1"]
 BAD += ["::1:9400", "[::1]", "http://localhost:9400", "localhost:9400/metrics", "localhost:١", "[localhost]:1"]
@@ -83,3 +83,21 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "metrics.listen" in error_of(capsys, "run", "mlp-digits", "--steps", "1", "--metrics=nowhere")
     assert "EVERSTEP_METRICS_TOKEN" in error_of(capsys, "run", "--metrics", "[::]:0", "mlp-digits", "--steps", "1")
     assert "nosuch" in error_of(capsys, "run", "--metrics", "nosuch", "--steps", "1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "listen", "task"),
+    [
+        (["--metrics", "mlp-digits"], "127.0.0.1:0", "mlp-digits"),
+        (["--metrics", "tasks.py:Mine", "--steps", "2"], "127.0.0.1:0", "tasks.py:Mine"),
+        (["--metrics", "127.0.0.1:9400", "mlp-digits"], "127.0.0.1:9400", "mlp-digits"),
+        (["mlp-digits", "--metrics=localhost:1"], "localhost:1", "mlp-digits"),
+        (["mlp-digits", "--metrics"], "127.0.0.1:0", "mlp-digits"),
+        (["train.py", "--", "--metrics", "x"], None, "train.py"),
+    ],
+)
+def test_the_address_may_be_left_out(argv: list[str], listen: str | None, task: str) -> None:
+    command = cli.get_command(None, "run")  # type: ignore[arg-type]
+    assert command is not None
+    given = command.make_context("run", list(argv)).params
+    assert (given["metrics"], given["task"]) == (listen, task)
