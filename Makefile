@@ -42,6 +42,11 @@ fast: $(STAMP)
 split: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/split
 
+# How often savers and uploaders are killed, and the test of the latter, which belongs to integration too.
+KILLS = 200
+UPLOAD_KILLS = tests/integration/test_object_kills.py
+test: KILLS = 20
+test: UPLOAD_KILLS =
 test: check split sim integration chaos e2e
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
@@ -66,8 +71,11 @@ $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
 integration: $(VENV)/.prometheus
 
 # Real processes wait for each other and for clocks most of the time: two files at a time.
-integration chaos: $(STAMP)
+integration: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@
+
+chaos: $(STAMP)
+	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)
 
 sim e2e: $(STAMP)
 	$(PYTEST) tests/$@

@@ -218,3 +218,32 @@ def test_a_script_goes_on_with_what_it_had_learned(jobs: Jobs, tmp_path: Path) -
     assert said[0].startswith("history 24 ") and said[0] == said[1], job.account()
     best = (job.run_dir / "checkpoints" / "best.json").read_text()
     assert '"metric":"mse"' in best.replace(" ", ""), best
+
+
+ALONE = (
+    SCRIPT.replace("import os, time, torch", "import os, sys, time, torch")
+    .replace(
+        'state={"history": history})',
+        'state={"history": history}, run_dir=sys.argv[1], checkpoint={"disk": {"every_steps": 3}})',
+    )
+    .replace(
+        "for step in run:", "for step in run:\n    if step.number == int(os.environ.get('STOP_AT', '0')): os._exit(9)"
+    )
+)
+
+
+def test_a_script_by_itself_goes_on_too(jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+
+    def run(run_dir: Path, stop_at: int) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "STOP_AT": str(stop_at)}
+        command = [sys.executable, str(script), str(run_dir)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(whole, 0).returncode == 0 and run(stopped, 17).returncode == 9
+    again = run(stopped, 0)
+    assert again.returncode == 0 and run(whole, 0).returncode == 0, again.stderr
+    assert (whole / "final" / "digest.json").read_text() == (stopped / "final" / "digest.json").read_text()
+    assert "history 24 " in again.stdout

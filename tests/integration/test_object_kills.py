@@ -25,7 +25,7 @@ from everstep.exact.state import ModelState
 from exchange_cases import write_unchanged
 from object_server import ObjectServer, Proxy
 
-KILLS = int(os.environ.get("EVERSTEP_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("EVERSTEP_TEST_KILLS", "20")) // 5
 LIMIT_S = 120.0
 HERE = Path(__file__).parents[1]
 
@@ -89,7 +89,7 @@ def test_what_is_accepted_is_whole_whenever_the_uploader_dies(
     uploaders: tuple[Proxy, ObjectStore, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     proxy, store, process = uploaders
-    count = max(6, KILLS // 2)
+    count = max(6, KILLS * 3 // 2)
     source = checkpoints(tmp_path / "disk", count)
     rng = random.Random(7)
     accepted: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ def test_what_is_accepted_is_whole_whenever_the_uploader_dies(
             died += 1
         assert gone(pid, LIMIT_S)
         check_store(store, source, accepted)
-    assert died >= min(KILLS, 3)
+    assert died >= KILLS * 3 // 4
     left = [step for step in range(1, count + 1) if step > max(steps_in(store), default=0)]
     assert gone(start(process, left), LIMIT_S)
     check_store(store, source, accepted)

@@ -78,6 +78,7 @@ class TierConfig:
 class MemoryTierConfig(TierConfig):
     """Snapshots in the workers' memory."""
 
+    keep_last: int = key(1, "int", "keep the newest ones that are complete in all stages", low=1)
     limit_mb: int = key(4096, "int", "memory for snapshots per worker", low=1)
 
 
@@ -134,7 +135,6 @@ class CheckpointConfig:
     best_metric: str | None = key(None, "str", "evaluated metric by which checkpoints are compared", none=True)
     best_mode: str = key("max", "str", "whether more or less of it is better", choices=("max", "min"))
     grace_s: float = key(30.0, "float", "time for an emergency checkpoint after SIGTERM or SIGINT", low=0)
-    full_every: int = key(10, "int", "write all blocks anew in one of so many; between, refer to unchanged ones", low=1)
     allow_mismatch: bool = key(False, "bool", "load checkpoints of another model or config as far as they fit")
 
 

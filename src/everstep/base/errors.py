@@ -4,6 +4,7 @@ EverstepError
 ├── ConfigError            what the user asked for cannot be done; one line: expected, came, what to do
 ├── TaskError              the user's task raised (build_model, loss, dataset, ...)
 ├── DeterminismError       the same work gave different bits
+├── StateTainted           the workers' states differ, and so all steps since they last matched count for nothing
 ├── MembershipError        the membership does not allow what was asked
 │   ├── StaleGeneration    a message or a worker of an older generation
 │   ├── Evicted            this worker is no longer a member
@@ -37,6 +38,21 @@ class TaskError(EverstepError):
 
 class DeterminismError(EverstepError):
     """The same work, done twice, gave different bits."""
+
+
+class StateTainted(EverstepError):
+    """The workers' states differ before `step`, decided in `generation`; up to `sound` they were alike.
+
+    `outvoted`: most others agree on another state than this worker's. `signature`: of this incident alone.
+    """
+
+    def __init__(self, message: str, step: int, generation: int, sound: int, outvoted: bool) -> None:
+        super().__init__(message)
+        self.step = step
+        self.generation = generation
+        self.sound = sound
+        self.outvoted = outvoted
+        self.signature = f"tainted:{step}:{generation}:{message}"
 
 
 class MembershipError(EverstepError):

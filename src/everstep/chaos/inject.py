@@ -50,7 +50,7 @@ class Injector:
     `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at`
     returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
     cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
-    returns when the worker may go on.
+    returns when the worker may go on. `flip`, likewise: flips a bit of the worker's state.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Injector:
         self._drawn: dict[tuple[int, int, tuple[int, ...]], Fault | None] = {}
         self._idle = not faults
         self.cut_off: Cut = _cannot
+        self.flip: Callable[[], None] = lambda: None
         for fault in faults:
             if isinstance(fault, Fault):
                 self._expect(fault)
@@ -145,6 +146,9 @@ class Injector:
                 f"chaos fault {str(fault)!r} raised in phase {phase} of step {step}",
                 f"chaos:{name}:{self._worker}:{step}",
             )
+        if fault.kind == "flip":
+            self.flip()
+            return
         if fault.kind in CUTS:
             self.cut_off(fault.for_s or 0.0, fault.kind == "disconnect", fault.peers)
             return

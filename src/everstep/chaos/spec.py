@@ -17,7 +17,7 @@ from everstep.base.errors import ConfigError
 from everstep.chaos.targets import Target, parse_target
 from everstep.observe.events import KINDS as EVENT_KINDS
 
-KINDS = ("kill", "stop", "raise", "partition", "disconnect", "slow")
+KINDS = ("kill", "stop", "raise", "partition", "disconnect", "slow", "flip")
 DRAWN = ("kill", "stop", "raise", "partition", "disconnect")
 """What random faults are made of."""
 COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
@@ -37,7 +37,8 @@ class Fault:
 
     kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
     disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
-    (each forward pass takes `by_s` seconds longer, for whoever the target is at the time).
+    (each forward pass takes `by_s` seconds longer, for whoever the target is at the time), flip (one bit of its first
+    parameter, as a damaged memory cell would).
     `at`: 0, at once; else the step being computed (with phase heal: the step being healed to; with phase settle: the
     last step done; with phase finish, when final/ is about to be made: the last step), or the first later one in which
     the target takes part. `phase` None: as soon as the target computes the step.

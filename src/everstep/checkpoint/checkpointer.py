@@ -32,10 +32,16 @@ from everstep.checkpoint.part import (
     encode_report,
 )
 from everstep.checkpoint.policy import MOST_COST, Due, Interval, Schedule, automatic_interval
-from everstep.checkpoint.reader import Checkpoint, newest_complete, open_checkpoint, set_aside, steps_in
+from everstep.checkpoint.reader import (
+    Checkpoint,
+    newest_complete,
+    open_checkpoint,
+    set_aside,
+    set_aside_after,
+    steps_in,
+)
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_uploader
-from everstep.checkpoint.vault import Vault
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
 
@@ -45,6 +51,7 @@ Event = Callable[[str, dict[str, Any]], None]
 """Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`) and the fields of an event."""
 
 _GIVE_UP_S = 300.0
+_DRAIN_S = 10.0
 _MB = 1 << 20
 
 
@@ -87,19 +94,19 @@ class Checkpointer:
         *,
         send: Callable[[bytes], None],
         events: Event = lambda kind, fields: None,
-        staged: bool = False,
+        memory_every: int = 0,
+        proven: Callable[[int], int] = lambda step: 0,
     ) -> None:
         """directory: `DIR/checkpoints`, unless the config names another. send: a report to the main, where this worker
-        is not the main; called from a thread, may raise. staged: the memory tier goes by the interval too."""
+        is not the main; called from a thread, may raise. memory_every: as for `Schedule`. proven: after so many steps,
+        the newest one whose state is known to be right; the newest checkpoint up to that is always kept."""
         self.store = DirectoryStore(config.disk.path or directory)
-        self.vault = Vault(config.memory.limit_mb * _MB)
         self.identity, self.worker_id = identity, worker_id
-        self.schedule = Schedule(config, memory=staged)
-        self._config, self._send, self._events = config, send, events
+        self.schedule = Schedule(config, memory_every)
+        self._config, self._send, self._events, self._proven = config, send, events, proven
         self._is_main = False
         self._parts: list[PartWriter] = []
         self._runner = Runner()
-        self._copying: list[Any] = []
         self._lock = threading.Lock()
         self._manifests: ManifestWriter | None = None
         self._uploader: Uploader | None = None
@@ -128,7 +135,7 @@ class Checkpointer:
                 self._manifests.abandon(f"it took longer than {_GIVE_UP_S:.0f} s")
             else:
                 self.schedule.wanted = asked  # who asked for one gets it afterwards
-                self._skip("disk", step, f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s")
+                self.skip("disk", step, f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s")
                 due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
         return due
 
@@ -168,36 +175,17 @@ class Checkpointer:
                 self._expect(extent, plan)
             for stage, state in states.items():
                 self._start_part(extent, stage, state, plan, began)
-        if "memory" in extent.due.tiers:
-            for stage, state in states.items():
-                self._keep(stage, extent.step, state)
         return time.monotonic() - began
 
     def before_update(self) -> float:
         """Before anything changes the state: what is not written yet is copied, or given up. Returns the seconds."""
-        if not self._parts and not self._copying:
+        if not self._parts:
             return 0.0
         began = time.monotonic()
-        for snapshot in self._copying:
-            with suppress(Exception):  # it failed: the vault does not count it
-                snapshot.wait()
-        self._copying = []
         for part in self._parts:
             part.before_update()
         self._parts = [part for part in self._parts if not part.ended]
         return time.monotonic() - began
-
-    def _keep(self, stage: int, step: int, state: ModelState) -> None:
-        try:
-            snapshot = state.clone_snapshot()
-            snapshot.start()
-        except (EverstepError, MemoryError, RuntimeError) as error:
-            self._skip("memory", step, str(error))
-            return
-        if self.vault.put(stage, step, snapshot):
-            self._copying.append(snapshot)
-        else:
-            self._skip("memory", step, f"it does not fit checkpoint.memory.limit_mb ({self._config.memory.limit_mb})")
 
     def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
         step, pool = extent.step, [seat.worker_id for seat in plan.pool(stage)]
@@ -261,6 +249,21 @@ class Checkpointer:
         if self._manifests is not None:
             self._manifests.abandon(reason)
 
+    def condemn(self, sound: int, *, with_objects: bool) -> None:
+        """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
+        the background) in the object store; none that is under way is completed."""
+        if self._manifests is not None:
+            self._manifests.abandon("the state that it is of counts for nothing")
+            self._manifests.drain(_DRAIN_S)
+            self._manifests.forget()
+        self._sound = {step: found for step, found in self._sound.items() if step <= sound}
+        self._base = Base()
+        with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read
+            set_aside_after(self.store, sound)
+        if with_objects and self._config.object.url is not None:
+            with suppress(EverstepError):
+                self._the_uploader().condemn(sound)
+
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
@@ -288,13 +291,14 @@ class Checkpointer:
                     config.best_metric,
                     config.best_mode,
                     lambda: self._uploader.holds if self._uploader is not None else (),
+                    self._proven,
                 )
             return self._manifests
 
     def _ended(self, outcome: Outcome) -> None:
         """In the manifest writer's thread."""
         if outcome.manifest is None:
-            self._skip("disk", outcome.step, outcome.error)
+            self.skip("disk", outcome.step, outcome.error)
             self._to_upload.discard(outcome.step)
             return
         self._cost_s = outcome.cost_s
@@ -315,27 +319,33 @@ class Checkpointer:
 
     def _upload(self, step: int) -> None:
         try:
-            if self._uploader is None:
-                self._uploader = open_uploader(self._config, self.store, self._events)
-            if self._uploader is not None:
-                self._uploader.offer(step)
+            self._the_uploader().offer(step)
         except EverstepError as error:
-            self._skip("object", step, str(error))
+            self.skip("object", step, str(error))
 
-    def _skip(self, tier: str, step: int, reason: str) -> None:
+    def _the_uploader(self) -> Uploader:
+        with self._lock:
+            if self._uploader is None:
+                self._uploader = open_uploader(self._config, self.store, self._events, self._proven)
+            return self._uploader
+
+    def skip(self, tier: str, step: int, reason: str, tell: bool = True) -> None:
+        """A tier did not take one: that is counted and, unless it is told already, told."""
         self.skipped[tier] += 1
-        self._events("checkpoint_failed", {"tier": tier, "step": step, "reason": reason, "skipped": self.skipped[tier]})
+        if tell:
+            fields = {"tier": tier, "step": step, "reason": reason, "skipped": self.skipped[tier]}
+            self._events("checkpoint_failed", fields)
 
     # ---- reading
 
-    def restorable(self, *, verify: bool = True, most: int = 1) -> tuple[int, ...]:
-        """The newest steps of which there is a whole checkpoint on disk, ascending. What is damaged is set aside and
-        told as a `fallback` event; what was verified once is not read again.
+    def restorable(self, *, verify: bool = True, most: int = 1, limit: int | None = None) -> tuple[int, ...]:
+        """The newest steps, up to the limit if there is one, of which there is a whole checkpoint on disk, ascending.
+        What is damaged is set aside and told as a `fallback` event; what was verified once is not read again.
 
         Raises: ConfigError for a checkpoint of another model, or (unless checkpoint.allow_mismatch) of other settings.
         """
         found: list[int] = []
-        before: int | None = None
+        before: int | None = None if limit is None else limit + 1
         with suppress(StoreError):  # what cannot be read is not there; a start from nothing says so
             while len(found) < most:
                 newest = steps_in(self.store)
@@ -438,4 +448,3 @@ class Checkpointer:
             self._manifests.close()
         if self._uploader is not None:
             self._uploader.finish(0.0)
-        self.vault.clear()

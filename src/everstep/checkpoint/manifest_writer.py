@@ -65,8 +65,11 @@ class ManifestWriter:
         best_metric: str | None = None,
         best_mode: str = "max",
         held: Callable[[], Collection[int]] = tuple,
+        proven: Callable[[int], int] = lambda step: 0,
     ) -> None:
-        """done: called from the thread for every step that was expected, once. held: steps that must stay for now."""
+        """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
+        proven: after so many steps, the newest one whose state is known to be right."""
+        self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held
         self._lock = threading.Condition()
@@ -129,6 +132,10 @@ class ManifestWriter:
         """Until every checkpoint that began is durable or has failed; whether that came in time."""
         with self._lock:
             return self._lock.wait_for(lambda: self._unfinished == 0, timeout_s)
+
+    def forget(self) -> None:
+        """What is on disk has been changed by others."""
+        self._shelf = None
 
     def close(self) -> None:
         """Ends the thread after what is in its queue."""
@@ -250,8 +257,11 @@ class ManifestWriter:
     def _sweep(self, manifest: Manifest) -> None:
         """Deletes what need not be kept; nobody waits for that."""
         shelf = self._the_shelf()
+        if not shelf.steps:
+            return  # set aside meanwhile
         pins = {*read_pins(self._store).values(), *self._held()}
-        stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode)
+        sound = self._proven(shelf.steps[-1])
+        stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode, proven=sound)
         shelf.retire([step for step in shelf.steps if step not in stay])
         with self._lock:
             busy = {self._current.step} if self._current is not None else set()

@@ -132,6 +132,13 @@ class ObjectStore:
             raise self._told(error, prefix) from None
         return {name: size for name, size in found.items() if name.startswith(prefix)}
 
+    def ask(self) -> None:
+        """Whether the bucket is there and may be read. Raises: StoreRefused, StoreError."""
+        try:
+            next(iter(self._obstore.list(self._store, self._prefix or None)), None)
+        except Exception as error:
+            raise self._told(error, "") from None
+
     def size(self, name: str) -> int:
         """Raises: BlobMissing."""
         try:

@@ -75,12 +75,12 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 class Schedule:
     """What is due after which step, for the main. Call `due` once per step, in order.
 
-    `wanted` are requests to be answered at the next step: reasons such as "requested" or "emergency". memory: whether
-    the memory tier goes by the interval too where it has no rule of its own.
+    `wanted` are requests to be answered at the next step: reasons such as "requested" or "emergency". memory_every: the
+    memory tier's steps where it has no rule of its own; 0: it is off then.
     """
 
     config: CheckpointConfig
-    memory: bool = False
+    memory_every: int = 0
     wanted: list[str] = field(default_factory=list)
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
@@ -121,15 +121,18 @@ class Schedule:
                 reasons[tier] = f"every {rule.every_steps} steps"
             elif rule.every_minutes is not None and waited >= rule.every_minutes * 60:
                 reasons[tier] = f"every {rule.every_minutes:g} minutes"
-            elif self._automatic(tier, rule) and waited >= interval.seconds:
+            elif rule.every_steps is not None or rule.every_minutes is not None:
+                continue
+            elif tier == "disk" and waited >= interval.seconds:
                 reasons[tier] = interval.reason
+            elif tier == "memory" and self.memory_every and step % self.memory_every == 0:
+                reasons[tier] = f"every {self.memory_every} steps"
+        rule = self.config.object
+        if "disk" in reasons and rule.url and rule.every_steps is None and rule.every_minutes is None:
+            reasons.setdefault("object", reasons["disk"])
         if "object" in reasons and "disk" not in reasons:
             reasons["disk"] = f"{reasons['object']} (for the object store)"
         return self._taken(now_s, tuple(t for t in TIERS if t in reasons), "; ".join(dict.fromkeys(reasons.values())))
-
-    def _automatic(self, tier: Tier, rule: TierConfig) -> bool:
-        without_rule = rule.every_steps is None and rule.every_minutes is None
-        return without_rule and (tier == "disk" or (tier == "memory" and self.memory))
 
     def _stored(self) -> tuple[Tier, ...]:
         return tuple(tier for tier in self.active() if tier != "memory")
@@ -147,15 +150,19 @@ def kept(
     pins: Collection[int] = (),
     scores: Mapping[int, float] | None = None,
     best_mode: str = "max",
+    proven: int = 0,
 ) -> dict[int, str]:
     """The steps of checkpoints that stay, each with the reason; the newest one always does.
 
-    scores: the metric by step, where it was evaluated (NaN counts as the worst).
+    scores: the metric by step, where it was evaluated (NaN counts as the worst). proven: the newest step whose state is
+    known to be right: should a later one turn out wrong, the newest checkpoint up to that step is what is left.
     """
     ordered = sorted(set(steps), reverse=True)
     reasons: dict[int, str] = {}
     for step in ordered[: max(1, rule.keep_last)]:
         reasons[step] = "one of the newest"
+    for step in [step for step in ordered if step <= proven][:1]:
+        reasons.setdefault(step, "the newest that was compared among the workers")
     for step in best_of(ordered, scores or {}, best_mode)[: rule.keep_best]:
         reasons.setdefault(step, "one of the best")
     for step in ordered:

@@ -15,7 +15,8 @@ from typing import Any
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
-from everstep.checkpoint.names import DAMAGED, MANIFEST, manifest_name, step_name, step_of
+from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, manifest_name, step_name, step_of
+from everstep.checkpoint.pointers import read_pointer
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes, digest_views
 from everstep.exact.image import BLOCK_BYTES, Scatter
@@ -256,6 +257,21 @@ def set_aside(store: BlobStore, step: int) -> str:
         number += 1
     store.move(manifest_name(step), name)
     return name
+
+
+def set_aside_after(store: BlobStore, sound: int) -> None:
+    """All checkpoints of later steps; no pointer names one of them any more. Several may do so at once.
+
+    Raises: StoreError.
+    """
+    for step in steps_in(store):
+        if step > sound:
+            with suppress(BlobMissing):
+                set_aside(store, step)
+    for name in (LATEST, BEST):
+        with suppress(BlobMissing, CheckpointCorrupt):
+            if (read_pointer(store, name) or 0) > sound:
+                store.delete(name)
 
 
 def _set_aside(store: BlobStore, step: int) -> str:

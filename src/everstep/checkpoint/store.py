@@ -201,8 +201,9 @@ class DirectoryStore:
                         path.unlink()
 
 
-def open_store(url: str) -> BlobStore:
-    """The store at a path or URL (`file://`, or an object store's such as `s3://bucket/prefix`).
+def open_store(url: str, endpoint: str | None = None, region: str | None = None) -> BlobStore:
+    """The store at a path or URL (`file://`, or an object store's such as `s3://bucket/prefix`). endpoint, region: of
+    an object store; None: from the environment.
 
     Raises: ConfigError for a URL of an unknown kind.
     """
@@ -215,7 +216,7 @@ def open_store(url: str) -> BlobStore:
         module = import_module("everstep.checkpoint.object_store")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot open {url}: {error}; give a directory, or install the missing package") from None
-    store: BlobStore = module.open_object_store(url)
+    store: BlobStore = module.open_object_store(url, endpoint, region)
     return store
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.config import CheckpointConfig, TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST
-from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
+from everstep.checkpoint.object_store import StoreRefused
 from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.policy import best_of, kept
+from everstep.checkpoint.reader import set_aside_after
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore, open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
@@ -46,15 +47,21 @@ class Backoff:
         return uniform(0.0, min(self.max_s, self.initial_s * 2.0 ** min(failures, 30)))
 
 
-def retention(rule: TierConfig, best_metric: str | None = None, best_mode: str = "max") -> Prune:
+def retention(
+    rule: TierConfig,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+    proven: Callable[[int], int] = lambda step: 0,
+) -> Prune:
     """What an object tier keeps: the newest, every k-th, the best, the pinned ones; `latest` and `best` point at them.
 
-    The result remembers what it has read of a store: it is for one store, whose only writer it is with.
+    The result remembers what it has read of a store: it is for one store, whose only writer it is with. proven: as for
+    the manifest writer.
     """
     shelves: list[Shelf] = []
 
     def prune(store: BlobStore, newest: Manifest) -> list[int]:
-        if not shelves or shelves[0].broken:
+        if not shelves or shelves[0].broken or newest.step <= max(shelves[0].steps, default=-1):  # the job went back
             shelves[:] = [Shelf.read(store, best_metric)]
         shelf = shelves[0]
         shelf.add(newest)
@@ -63,7 +70,8 @@ def retention(rule: TierConfig, best_metric: str | None = None, best_mode: str =
         if best:
             write_pointer(store, BEST, best[0], metric=best_metric, value=float(shelf.scores[best[0]]).hex())
         pins = set(read_pins(store).values())
-        stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=best_mode)
+        sound = proven(shelf.steps[-1])
+        stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=best_mode, proven=sound)
         gone = [step for step in shelf.steps if step not in stay]
         shelf.retire(gone)
         shelf.sweep({newest.step})
@@ -98,6 +106,7 @@ class Uploader:
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._waiting: int | None = None
+        self._condemned: int | None = None
         self._busy: int | None = None
         self._closing = False
         self._stop = False
@@ -122,6 +131,14 @@ class Uploader:
             self._waiting = step
             self._changed.notify_all()
 
+    def condemn(self, sound: int) -> None:
+        """Checkpoints of later steps that are in the store, or on their way there, are to be set aside there."""
+        with self._changed:
+            self._condemned = sound if self._condemned is None else min(sound, self._condemned)
+            if self._waiting is not None and self._waiting > sound:
+                self._waiting = None
+            self._changed.notify_all()
+
     @property
     def holds(self) -> frozenset[int]:
         """Steps that must stay on disk for now: the one being uploaded and the one that waits."""
@@ -144,7 +161,10 @@ class Uploader:
     def idle(self) -> bool:
         """Nothing waits and nothing is being uploaded."""
         with self._changed:
-            return self._busy is None and self._waiting is None
+            return self._idle()
+
+    def _idle(self) -> bool:
+        return self._busy is None and self._waiting is None and self._condemned is None
 
     def finish(self, grace_s: float) -> bool:
         """Upload what still waits, for at most so long; then stop. True if everything is there. Waits."""
@@ -152,8 +172,8 @@ class Uploader:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._busy is None and self._waiting is None, grace_s)
-            clean = self._busy is None and self._waiting is None
+            self._changed.wait_for(self._idle, grace_s)
+            clean = self._idle()
             for step in (self._busy, self._waiting):
                 if step is not None:
                     self._skip(step)
@@ -171,16 +191,34 @@ class Uploader:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._stop or self._closing)
-                if self._stop or self._waiting is None:
+                self._changed.wait_for(lambda: not self._idle() or self._stop or self._closing)
+                if self._stop or self._idle():
                     return
-                step, self._busy, self._waiting = self._waiting, self._waiting, None
+                condemned = self._condemned
+                step, self._busy = self._waiting, self._waiting
+                if condemned is None:
+                    self._waiting = None
             try:
-                self._bring(step)
+                if condemned is not None:
+                    self._set_aside(condemned)
+                elif step is not None:
+                    self._bring(step)
             finally:
                 with self._changed:
                     self._busy = None
                     self._changed.notify_all()
+
+    def _set_aside(self, sound: int) -> None:
+        try:
+            set_aside_after(self._target, sound)
+        except EverstepError as error:
+            self._troubled(sound, f"checkpoints after step {sound} count for nothing, but are still there: {error}")
+            with self._changed:
+                self._changed.wait_for(lambda: self._stop, self._backoff.delay_s(4, self._random.uniform))
+            return
+        with self._changed:
+            if self._condemned == sound:
+                self._condemned = None
 
     def _bring(self, step: int) -> None:
         """Attempt after attempt, until it is there, given up, or overtaken."""
@@ -188,7 +226,7 @@ class Uploader:
         failures = 0
         while True:
             try:
-                done = transfer(self._source, self._target, step, stopped=lambda: self._stop)
+                done = transfer(self._source, self._target, step, stopped=lambda: self._unwanted(step))
                 self._completed(step, done, time.monotonic() - began)
                 return
             except TransferStopped:
@@ -212,16 +250,19 @@ class Uploader:
             if not self._pause(step, failures):
                 return
 
+    def _unwanted(self, step: int) -> bool:
+        return self._stop or (self._condemned is not None and step > self._condemned)
+
     def _pause(self, step: int, failures: int) -> bool:
         """Waits before the next attempt; False if there is to be none: stopped, or a newer checkpoint waits."""
         delay_s = self._backoff.delay_s(failures, self._random.uniform)
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._waiting is not None, delay_s)
+            self._changed.wait_for(lambda: self._unwanted(step) or self._waiting is not None, delay_s)
             if self._waiting is not None and not self._stop:
                 self._skip(step)  # overtaken; that does not mean that the store is back: the pace stays
                 self._changed.wait_for(lambda: self._stop, delay_s)
                 return False
-            return not self._stop
+            return not self._unwanted(step)
 
     def _completed(self, step: int, done: Transferred, duration_s: float) -> None:
         with self._changed:
@@ -292,17 +333,18 @@ def open_object_tier(config: CheckpointConfig) -> BlobStore | None:
     rule = config.object
     if rule.url is None:
         return None
-    if rule.url.startswith("s3://"):
-        return ObjectStore(rule.url, ObjectOptions(rule.endpoint, rule.region))
-    return open_store(rule.url)
+    return open_store(rule.url, rule.endpoint, rule.region)
 
 
-def open_uploader(config: CheckpointConfig, source: BlobStore, report: Report) -> Uploader | None:
-    """The uploader that `checkpoint.object.*` asks for, running; None if that is off.
+def open_uploader(
+    config: CheckpointConfig, source: BlobStore, report: Report, proven: Callable[[int], int] = lambda step: 0
+) -> Uploader:
+    """The uploader that `checkpoint.object.*` asks for, running. proven: as for `retention`.
 
-    Raises: ConfigError if the client is not installed.
+    Raises: ConfigError if that is off, or the client is not installed.
     """
     target = open_object_tier(config)
     if target is None:
-        return None
-    return Uploader(source, target, report, retention(config.object, config.best_metric, config.best_mode))
+        raise ConfigError("checkpoint.object.url: expected where to put checkpoints, got none")
+    prune = retention(config.object, config.best_metric, config.best_mode, proven)
+    return Uploader(source, target, report, prune)

@@ -1,15 +1,18 @@
 """The memory tier: snapshots of stages, own and for other pools, by (stage, step).
 
-Kept are the newest that is complete in all stages, as the caller says, and whatever is newer. Thread-safe.
+Kept are those that are complete in all stages, as the caller says, as far as the tier's rule keeps them, and whatever
+is newer. Thread-safe.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from everstep.base.errors import CheckpointCorrupt, StoreError
+from everstep.base.config import MemoryTierConfig
+from everstep.base.errors import CheckpointCorrupt
+from everstep.checkpoint.policy import kept
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, entries_of
 
@@ -68,12 +71,13 @@ class Copy:
 
 
 class Vault:
-    """Holds snapshots up to a limit in bytes."""
+    """Holds snapshots up to the rule's limit."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, rule: MemoryTierConfig) -> None:
+        self.limit_bytes = rule.limit_mb << 20
+        self._rule = rule
         self._held: dict[tuple[int, int], Kept] = {}
-        self._complete = -1
+        self._complete: set[int] = set()
         self._lock = threading.Lock()
 
     @property
@@ -82,13 +86,20 @@ class Vault:
         with self._lock:
             return self._size()
 
-    def room_for(self, stage: int, n_blocks: int) -> bool:
-        """Whether a snapshot of so many blocks would fit, with what it would displace gone."""
+    def make_room(self, stage: int, n_blocks: int) -> bool:
+        """Whether a snapshot of so many blocks fits, with what it would displace gone. If it does not, all complete
+        ones but the newest are dropped first."""
         with self._lock:
-            return self._fits(stage, n_blocks)
+            if self._fits(stage, n_blocks):
+                return True
+            gone = self._reduce({max(self._complete)} if self._complete else set())
+            fits = self._fits(stage, n_blocks)
+        for old in gone:
+            old.release()
+        return fits
 
     def put(self, stage: int, step: int, snapshot: Kept) -> bool:
-        """Keeps a snapshot; of its stage, it displaces all but the complete one and the newest before it (which may be
+        """Keeps a snapshot; of its stage, it displaces all but the complete ones and the newest before it (which may be
         complete in all stages before that is known here). Whether it fits: if not, it is released and nothing changes.
         """
         with self._lock:
@@ -114,40 +125,26 @@ class Vault:
             held = dict(self._held)
         return tuple(sorted(key for key, snapshot in held.items() if _whole(snapshot)))
 
-    def retire(self, complete_step: int) -> None:
-        """All stages have a snapshot of this step: older ones are dropped."""
+    def retire(self, complete_step: int, proven: int = 0) -> None:
+        """All stages have a snapshot of this step: of older ones stays what the rule keeps, and the newest complete one
+        up to the step `proven`."""
         with self._lock:
-            self._complete = max(self._complete, complete_step)
-            gone = [self._held.pop(key) for key in list(self._held) if key[1] < self._complete]
+            gone = self._reduce(set(kept({*self._complete, complete_step}, self._rule, proven=proven)))
         for old in gone:
             old.release()
+
+    def _reduce(self, complete: set[int]) -> list[Kept]:
+        """Only these are complete; gives out what is older than the newest of them and none of them."""
+        self._complete, newest = complete, max(complete, default=-1)
+        return [self._held.pop(key) for key in list(self._held) if key[1] < newest and key[1] not in complete]
 
     def forget(self, after_step: int) -> None:
         """The job went back to this step: newer snapshots are dropped, since their steps are done again."""
         with self._lock:
-            self._complete = min(self._complete, after_step)
+            self._complete = {step for step in self._complete if step <= after_step}
             gone = [self._held.pop(key) for key in list(self._held) if key[1] > after_step]
         for old in gone:
             old.release()
-
-    def serve(self, stage: int, step: int) -> tuple[dict[str, Any], Iterator[memoryview]] | None:
-        """Manifest and blocks of a snapshot, for a peer that makes a `Copy` of them; None if there is none.
-
-        The blocks raise StoreError if the snapshot is dropped meanwhile.
-        """
-        found = self.get(stage, step)
-        if found is None:
-            return None
-        return found.manifest(), self._blocks(stage, step, found)
-
-    def _blocks(self, stage: int, step: int, snapshot: Kept) -> Iterator[memoryview]:
-        for index in range(snapshot.n_blocks):
-            with self._lock:
-                if self._held.get((stage, step)) is not snapshot:
-                    raise StoreError(
-                        f"the snapshot of step {step} was dropped while it was served; a newer one is kept"
-                    )
-            yield snapshot.read_block(index)
 
     def clear(self) -> None:
         """Drops everything."""
@@ -159,7 +156,7 @@ class Vault:
     def _displaced(self, stage: int) -> set[tuple[int, int]]:
         """What goes when the stage gets a further snapshot."""
         newest = max((step for k, step in self._held if k == stage), default=-1)
-        return {key for key in self._held if key[0] == stage and key[1] not in (self._complete, newest)}
+        return {key for key in self._held if key[0] == stage and key[1] not in {newest, *self._complete}}
 
     def _fits(self, stage: int, n_blocks: int) -> bool:
         displaced = self._displaced(stage)

@@ -30,10 +30,10 @@ class Place:
     step: int | None = None
 
 
-def find_place(text: str) -> Place:
+def find_place(text: str, endpoint: str | None = None, region: str | None = None) -> Place:
     """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. It may still be empty.
 
-    A run directory stands for where its job puts checkpoints.
+    A run directory stands for where its job puts checkpoints. endpoint, region: as for `open_store`.
 
     Raises: ConfigError.
     """
@@ -41,7 +41,7 @@ def find_place(text: str) -> Place:
     step = step_of(found["step"]) if found else None
     top = (found["top"] or ("/" if text.startswith("/") else ".")) if found else text
     if "://" in top and not top.startswith("file://"):
-        return Place(open_store(top), step)
+        return Place(open_store(top, endpoint, region), step)
     folder = Path(top.removeprefix("file://"))
     if (folder / JOB_FILE).is_file():
         return Place(open_store(_of_run(folder)), step)

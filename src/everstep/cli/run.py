@@ -33,7 +33,7 @@ from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.sinks_beside import sinks_beside
-from everstep.cli.start import Start, find_start
+from everstep.cli.start import Start, ask_object_store, find_start
 from everstep.cli.story import Story, summary, tell
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
@@ -214,11 +214,13 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         return _already_finished(invocation, found)
     if found.job is not None:  # it goes on: its checkpoints must know it again
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
+    warning = ask_object_store(config.checkpoint)
     start = find_start(run_dir, job, script=invocation.spec.kind == "script")
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
     opening = _opening(run_dir, found, start, aside, invocation.spec.kind == "script")
+    opening += [warning] if warning else []
     return _launch(invocation, job, opening, start.step)
 
 

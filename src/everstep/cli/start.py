@@ -8,10 +8,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from everstep.base.config import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.cli.job import Job
 from everstep.runtime.address import CHECKPOINTS_DIR
+
+if TYPE_CHECKING:
+    from everstep.cli.checkpoint_place import Place
+
+_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,20 +62,62 @@ def find_start(run_dir: Path, job: Job, *, script: bool) -> Start:
         return Start()
     if not config.checkpoint.enabled:
         raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
-    step = _bring(config.resume_from, folder, job, script=script)
-    return Start(step, f"goes on from the checkpoint of step {step} in {config.resume_from}", brought=True)
+    step, passed_over = _bring(config.resume_from, folder, job, script=script)
+    words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from}"]
+    return Start(step, "\n".join(words), brought=True)
 
 
-def _bring(source: str, folder: Path, job: Job, *, script: bool) -> int:
-    """Copy a checkpoint into the job's own; returns its step."""
+def ask_object_store(rule: CheckpointConfig) -> str:
+    """Whether the object tier can be used: "" if so, or if there is none; else a warning, since it may come back.
+
+    Raises: ConfigError if it refuses: there is no such bucket, or the credentials are wrong or have expired.
+    """
+    if not rule.enabled or rule.object.url is None or not rule.object.url.startswith("s3://"):
+        return ""
+    from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
+
+    where = ObjectOptions(
+        rule.object.endpoint, rule.object.region, request_timeout_s=_ASK_S, connect_timeout_s=_ASK_S, retries=0
+    )
+    try:
+        ObjectStore(rule.object.url, where).ask()
+    except StoreRefused as error:
+        raise ConfigError(f"checkpoint.object.url: {error}") from None
+    except StoreError as error:
+        return f"warning: {error}; the job runs, and uploads checkpoints once the store answers"
+    return ""
+
+
+def _bring(source: str, folder: Path, job: Job, *, script: bool) -> tuple[int, list[str]]:
+    """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, and
+    why newer ones were passed over."""
+    from everstep.checkpoint.reader import steps_in
+    from everstep.cli.checkpoint_place import find_place
+
+    rule = job.config.checkpoint.object
+    place = find_place(source, rule.endpoint, rule.region)
+    steps = [place.step] if place.step is not None else sorted(steps_in(place.store), reverse=True)
+    passed_over: list[str] = []
+    for step in steps:
+        try:
+            return _bring_step(place, step, folder, job, script=script), passed_over
+        except CheckpointCorrupt as error:
+            if place.step is not None:
+                raise
+            passed_over.append(f"passed over step {step}: {error}")
+    if passed_over:
+        raise CheckpointCorrupt("; ".join(passed_over))
+    raise ConfigError(f"there is no checkpoint in {place.store.url}")
+
+
+def _bring_step(place: Place, step: int, folder: Path, job: Job, *, script: bool) -> int:
     from everstep.base.config import numerics
     from everstep.checkpoint.manifest import Identity, refuse_foreign
     from everstep.checkpoint.store import DirectoryStore
     from everstep.checkpoint.transfer import transfer
-    from everstep.cli.checkpoint_place import choose, find_place, progress_bar
+    from everstep.cli.checkpoint_place import choose, progress_bar
 
-    place = find_place(source)
-    checkpoint = choose(place)
+    checkpoint = choose(place, str(step))
     if not script:  # what a script joins with is known to its workers alone
         identity = Identity(job.task, numerics(job.config))
         refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
@@ -76,7 +125,7 @@ def _bring(source: str, folder: Path, job: Job, *, script: bool) -> int:
         try:
             transfer(place.store, DirectoryStore(folder), checkpoint.step, progress=progress)
         except (BlobMissing, CheckpointCorrupt) as error:
-            raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}; name an older one") from None
+            raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}") from None
         except OSError as error:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}") from None
     return checkpoint.step

@@ -37,6 +37,7 @@ def main(context: WorkerContext) -> int:
     def linked(link: LaunchedLink) -> None:
         injector.cut_off = link.cut_off
         link.fault_now = injector.now
+        injector.flip = lambda: link.flip()
 
     def load(effective: Config) -> Task:
         return load_task(context.task, effective)

@@ -215,13 +215,15 @@ def slot_lost(state: State, message: SlotLost) -> None:
 
 
 def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
-    """A worker's last words. The same error at the same step in another life is the user's code, not chance."""
+    """A worker's last words. The same error at the same step is the user's code, not chance, if it comes in a later
+    generation: in another life, or at whom the work of the first went to. Several at once are no proof of that."""
     who = describe(worker.key)
     if message.fatal:
-        state.end("failed", f"{who}: {message.reason}", 1)
+        state.end("failed", f"{who}: {message.reason}", message.exit_code)
         return
-    first = state.failures.setdefault((message.step, message.signature), worker.key)
-    if first != worker.key:
+    now = (worker.key, message.generation)
+    first, generation = state.failures.setdefault((message.step, message.signature), now)
+    if first != worker.key and not 0 < message.generation <= generation:
         reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
         if state.config.save_ns and len(state.survivors()) > 1:
             evict(state, worker, message.reason, kill=False)  # the others hold the state

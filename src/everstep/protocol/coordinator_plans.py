@@ -383,20 +383,23 @@ def _note_step(state: State, plan: Plan, step: int) -> None:
             generation=plan.generation,
             steps_redone=max(0, state.fell_from - step),
         )
-        state.fell_from = 0
+        state.fell_from, state.doubt = 0, ""
     if state.entered or plan.prepared or step >= state.step:
         state.step = max(state.step, step)
+        state.doubt = "" if state.entered else state.doubt
         return
-    if state.lost_stages:
+    if state.lost_stages or state.doubt:
+        what = f"stage {listed(set(state.lost_stages))} was restored from a copy of step {step}"
+        if state.doubt:
+            what = f"{state.doubt}; all go back to {f'the copy of step {step}' if step else 'step 0'}"
         state.report(
             "fallback",
-            reason=f"stage {listed(set(state.lost_stages))} was restored from a copy of step {step}: "
-            f"{state.step - step} steps are done again, to the same bits",
+            reason=f"{what}: {state.step - step} steps are done again, to the same bits",
             step=step,
             generation=plan.generation,
             steps_redone=state.step - step,
         )
-    state.step = step
+    state.step, state.doubt = step, ""
 
 
 def follow(state: State, generation: int) -> None:

@@ -58,6 +58,7 @@ def saved(state: State, worker: Worker, message: Saved) -> None:
 def ask(state: State, connection: str, message: Command) -> None:
     """Somebody wants a checkpoint; the reply comes when it is there."""
     state.save_requests.append((connection, message.request))
+    state.save_reason = str(message.args.get("reason") or "requested")
     remind(state)
 
 
@@ -69,7 +70,7 @@ def remind(state: State) -> None:
         return
     worker = state.workers.get(leader)
     if worker is not None:
-        state.send(worker.connection, SaveNow(reason="requested"))
+        state.send(worker.connection, SaveNow(reason=state.save_reason))
 
 
 def job_ended(state: State) -> None:
@@ -83,8 +84,20 @@ def job_ended(state: State) -> None:
 def settle_again(state: State, worker: Worker, message: SettleAgain) -> None:
     """What a member had stated does not hold: all settle in a new generation, with what holds."""
     plan = state.plan
+    if message.tainted and _repeated(state, message):
+        return
     if plan is None or message.generation != plan.generation or not plan.has(worker.key):
         return
-    state.broken.append(f"worker {worker.key.worker_id}: {message.reason}")
+    state.broken.append(message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}")
     begin(state, message.reason)
     state.dirty = True
+
+
+def _repeated(state: State, message: SettleAgain) -> bool:
+    """States differ: once, all go back to where they were alike. Where they differ again, that is no chance."""
+    first = state.tainted.setdefault(message.tainted, message.decided_in)
+    if first != message.decided_in:
+        state.end("failed", f"{message.reason}; this is the second time at this step, going back does not help", 1)
+        return True
+    state.doubt = message.reason
+    return False

@@ -226,7 +226,9 @@ class State:
         self.waiting = ""
         self.grace_until_ns: int | None = None
         self.absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
-        self.failures: dict[tuple[int, str], WorkerKey] = {}
+        self.failures: dict[tuple[int, str], tuple[WorkerKey, int]] = {}  # the first like this, and its generation
+        self.tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
+        self.doubt = ""  # why all go back: the states of the newest steps are tainted
         self.accusations: dict[int, set[int]] = {}
         self.accusation_reasons: list[str] = []
         self.link_faults: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -239,6 +241,7 @@ class State:
         self.ending: Ending | None = None
         self.save_requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
         self.newest_fault = 0  # the number of the newest fault that was asked for; no coordinator gives one out twice
+        self.save_reason = ""  # of the newest of them
         self.ended: JobEnded | None = None
 
     # ---- effects

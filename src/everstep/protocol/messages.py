@@ -163,7 +163,10 @@ class PeerFault(Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help."""
+    """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help.
+
+    generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it.
+    """
 
     worker_id: int
     incarnation: int
@@ -171,6 +174,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     reason: str
     signature: str
     fatal: bool
+    generation: int = 0
+    exit_code: int = 1
 
 
 class WorkerDone(Message, frozen=True, kw_only=True):
@@ -184,12 +189,18 @@ class WorkerDone(Message, frozen=True, kw_only=True):
 
 
 class SettleAgain(Message, frozen=True, kw_only=True):
-    """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew."""
+    """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
+
+    tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
+    not why.
+    """
 
     worker_id: int
     incarnation: int
     generation: int
     reason: str
+    tainted: int = 0
+    decided_in: int = 0
 
 
 class Saved(Message, frozen=True, kw_only=True):

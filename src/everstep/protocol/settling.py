@@ -11,6 +11,9 @@ from whom. There is one target for all stages, so no stage can end up a step apa
 
 The holdings say all of this; nobody decides it. Interrupted settles, with some members gone back and others not, are
 settled by the same rule in the next generation: who has gone back holds R as live state.
+
+Where a member knows that states later than that of step S are tainted, nothing later counts, live or not: all go back
+to the newest R up to S. They keep saying S until their next decision, which proves that all have gone back.
 """
 
 from __future__ import annotations
@@ -46,6 +49,9 @@ class Settlement:
 
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     """The settlement of a generation; `holdings` are those of all members."""
+    limit = sound_limit(holdings)
+    if limit is not None:
+        return _go_to(plan, holdings, _newest(plan, holdings, limit))
     top = max(h.position for h in holdings.values())
     records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
     # Nobody rolls forward without the records of the decision; a snapshot may not have them.
@@ -69,6 +75,11 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, top, back=False),
     )
+
+
+def sound_limit(holdings: Mapping[int, Holding]) -> int | None:
+    """The newest step whose state counts, as far as these members know; None if nobody has a doubt."""
+    return min((h.sound for h in holdings.values() if h.sound >= 0), default=None)
 
 
 def _distance(top: Key, holding: Holding, known: bool) -> int | None:
@@ -142,11 +153,12 @@ def _available(plan: Plan, holdings: Mapping[int, Holding], step: int) -> bool:
     )
 
 
-def _newest(plan: Plan, holdings: Mapping[int, Holding]) -> int:
-    """The newest step that every stage has."""
+def _newest(plan: Plan, holdings: Mapping[int, Holding], limit: int | None = None) -> int:
+    """The newest step that every stage has; up to the limit, if there is one."""
     steps = {0}
     for holding in holdings.values():
         steps |= {holding.position.step, *(step for _, step in holding.snapshots), *holding.disk}
+    steps = steps if limit is None else {step for step in steps if step <= limit}
     return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step))
 
 

@@ -26,7 +26,8 @@ every member had decided it. What had not been released is released when it is d
 
 What the driver must keep to:
 
-- Effects are carried out in their order. `Update` is not interrupted, and `Updated` is reported before anything else.
+- Effects are carried out in their order. `Update` is not interrupted, and `Updated` is reported before anything else;
+  or `Tainted`, if the records show that nothing must be applied. Then nothing happens until the next plan.
 - Copying the state is all or nothing, and so is replaying a step: the former state stands until the new one does, and
   `StateCopied` or `Followed` is reported at once then, before any other event (if the machine still is in that phase
   and generation; otherwise the copy is thrown away). One that comes when it is not expected is a bug, and raises.
@@ -53,7 +54,7 @@ from typing import Any
 
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.settling import Settlement, settle
+from everstep.protocol.settling import Settlement, settle, sound_limit
 from everstep.protocol.step_types import (
     Compute,
     Discard,
@@ -80,11 +81,13 @@ from everstep.protocol.step_types import (
     SendHolding,
     SendRecord,
     ServeState,
+    SettleAnew,
     SnapshotsKept,
     StateCopied,
     StepAsked,
     StepEffect,
     StepEvent,
+    Tainted,
     Update,
     Updated,
 )
@@ -109,7 +112,7 @@ _ALL = frozenset(Phase)
 _RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERING})
 _SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
 _OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
-_MUST_FIT = (StepAsked, GatherAsked, Updated, StateCopied, Followed)
+_MUST_FIT = (StepAsked, GatherAsked, Updated, Tainted, StateCopied, Followed)
 _TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE})
 
 # Every transition: event, phases in which it may come, what handles it, phases it may lead to (besides staying).
@@ -124,6 +127,7 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (GradientReduced, _ALL, "_gradient_reduced", frozenset({Phase.AGREEING})),
     (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
     (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
+    (Tainted, frozenset({Phase.UPDATING}), "_tainted", frozenset({Phase.SETTLING})),
     (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
     (Followed, _OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
     (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
@@ -146,6 +150,7 @@ class StepMachine:
         self._gradient_stages: tuple[int, ...] = (0,)
         self._stages: tuple[int, ...] = (0,)  # whose state at `position` is held
         self._kept = SnapshotsKept()
+        self._sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
         self._awaited: set[tuple[int, int]] = set()  # of the present `Compute`, not reported yet
         self._rerun: frozenset[int] | None = None  # lanes of the first step after a settle; None: all of the plan
@@ -281,6 +286,7 @@ class StepMachine:
             snapshots=tuple(sorted(self._kept.snapshots)),
             disk=tuple(sorted(self._kept.disk)),
             gradient_stages=self._gradient_stages,
+            sound=self._sound,
         )
 
     def _snapshots_kept(self, event: SnapshotsKept) -> list[StepEffect]:
@@ -337,6 +343,10 @@ class StepMachine:
         holdings = self._stated()
         if len(holdings) < len(self._members()):
             return []
+        limit = sound_limit(holdings)
+        if limit is not None and any(h.sound != limit for h in holdings.values()):
+            self._sound = limit  # whoever did not know has stated too little: what there is up to that step
+            return [SettleAnew(self._generation, f"states later than that of step {limit} are tainted")]
         settled = settle(self._current(), holdings)
         mine = self.me.worker_id
         effects: list[StepEffect] = []
@@ -510,6 +520,7 @@ class StepMachine:
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:
         effects = self._move(key, records)
         self._asked = None
+        self._sound = -1
         if key.seq == 0:
             self._stages = self._gradient_stages
             self._switch = self._agreed_switch(records)
@@ -530,6 +541,15 @@ class StepMachine:
             return []
         self._released = proven
         return [Release(proven)]
+
+    def _tainted(self, event: Tainted) -> list[StepEffect]:
+        """Nothing goes on here before all have settled anew, further back."""
+        self._sound = event.sound
+        self._position, self._records = Key(self._position.step - 1, 0), {}
+        self._switch, self._entered = None, False
+        self._holdings.pop(self._generation, None)
+        self._phase = Phase.SETTLING
+        return []
 
     def _updated(self, event: Updated) -> list[StepEffect]:
         check(event.step == self._position.step, f"updated to {event.step}, decided {self._position.step}")

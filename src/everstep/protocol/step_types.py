@@ -38,7 +38,8 @@ class Holding:
     about to), 0 if none; gradient_stages: of which stages. digest: of the initial state, at step 0 only. stages: those
     whose state at `position` it has. lacking: lanes of its seats in this plan whose results for step position.step + 1
     it does not have, at one of them at least. snapshots: (stage, step) of the states kept in its memory. disk: steps of
-    the verified, complete checkpoints that it can read.
+    the verified, complete checkpoints that it can read. sound: the newest step whose state counts, if it knows that
+    later ones are tainted; else -1.
     """
 
     position: Key
@@ -50,6 +51,7 @@ class Holding:
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
     gradient_stages: tuple[int, ...] = (0,)
+    sound: int = -1
 
 
 # ---- events
@@ -114,6 +116,16 @@ class Updated:
 
 
 @dataclass(frozen=True)
+class Tainted:
+    """Instead of `Updated`: the decision's own records show that states differ, and nothing was applied.
+
+    Later states than that of step `sound` count for nothing, at any worker, until all have gone back.
+    """
+
+    sound: int
+
+
+@dataclass(frozen=True)
 class StateCopied:
     """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats.
 
@@ -170,6 +182,7 @@ StepEvent = (
     | GradientReduced
     | RecordArrived
     | Updated
+    | Tainted
     | StateCopied
     | GatherAsked
     | StepAsked
@@ -201,6 +214,14 @@ class SendHolding:
 
     generation: int
     holding: Holding
+
+
+@dataclass(frozen=True)
+class SettleAnew:
+    """What was stated in this generation does not do: all are to state it once more, in another one."""
+
+    generation: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -323,6 +344,7 @@ StepEffect = (
     Leave
     | Open
     | SendHolding
+    | SettleAnew
     | Compute
     | Reduce
     | SendRecord

@@ -42,6 +42,7 @@ GRACE_S = 10.0
 LAST_WAIT_S = 15.0
 ZYGOTE_HOPELESS = 3
 COORDINATOR_SILENT_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
 
 
@@ -140,7 +141,8 @@ class Launcher:
         return outcome.exit_code
 
     def interrupt(self, number: int) -> None:
-        """As if the signal had come: the first ends the job in order, the second at once. Any thread."""
+        """As if the signal had come: SIGUSR1 asks for a checkpoint at once; of the others the first ends the job in
+        order, the second immediately. Any thread."""
         self._inbox.append(number)
         self._wake()
 
@@ -320,8 +322,13 @@ class Launcher:
     # ---- the end
 
     def _on_signal(self, number: int) -> None:
-        self._signals += 1
         name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            if self._ending is None and self._agent is not None and not self._interrupted:
+                self._notify("warning", reason=f"{name}: a preemption is coming, so a checkpoint is taken now")
+                self._agent.command("checkpoint", {"reason": f"notice of a preemption ({name})"})
+            return
+        self._signals += 1
         outcome = Outcome(128 + number, "interrupted", f"interrupted by {name}")
         if self._signals > 1:
             self._ending = outcome if self._interrupted else (self._ending or outcome)
@@ -430,7 +437,7 @@ class Launcher:
         def handler(number: int, _frame: FrameType | None) -> None:
             self.interrupt(number)
 
-        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, handler) for number in _SIGNALS}
         try:
             yield
         finally:

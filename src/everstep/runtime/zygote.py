@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", default=",".join(DEFAULT_PRELOAD))
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides when the job ends
     die_with_parent(arguments.parent)
     adopt_orphans()

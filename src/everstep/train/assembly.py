@@ -61,8 +61,15 @@ def sample_order(config: Config, dataset: Any) -> SampleOrder | ElasticOrder:
     return order
 
 
-def assemble(link: Link, parts: Parts, dataset: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> Run:
-    """A run over these parts, of a model that is not split.
+def assemble(
+    link: Link,
+    parts: Parts,
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    device: torch.device,
+    goes_back: bool = False,
+) -> Run:
+    """A run over these parts, of a model that is not split. goes_back: as for `Session`.
 
     Raises: ConfigError if the job is to have stages.
     """
@@ -76,7 +83,7 @@ def assemble(link: Link, parts: Parts, dataset: Any, collate: Callable[[list[Any
         parts.extras = {**parts.extras, "everstep.order": order}
     replica = make_replica(parts, link.config, device)
     whole = Whole.of(parts.model)
-    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole), parts.model)
+    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, goes_back), parts.model)
 
 
 def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
@@ -91,11 +98,12 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     built = _Built(task, config, device, {"everstep.early_stop": early_stop})
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.stages == 1:
-        return assemble(link, parts, built.dataset, task.collate, device), early_stop
+        return assemble(link, parts, built.dataset, task.collate, device, goes_back=True), early_stop
     order = sample_order(config, built.dataset)
     whole = Whole.of(parts.model)
     stages = _stages(built, parts, order, task, config, device)
-    return Run(Session(link, stages, device, built.dataset, task.collate, order, whole), parts.model), early_stop
+    session = Session(link, stages, device, built.dataset, task.collate, order, whole, goes_back=True)
+    return Run(session, parts.model), early_stop
 
 
 class _Built:

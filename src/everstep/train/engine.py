@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, check
+from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted, check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag, Tick
 from everstep.protocol import messages as wire
@@ -68,7 +68,7 @@ class Hands(Protocol):
         ...
 
     def update(self, step: int, records: Mapping[int, Record]) -> None:
-        """Apply the decided step."""
+        """Apply the decided step. Raises: StateTainted, having changed nothing, if the records forbid it."""
         ...
 
     def gather_payload(self, data: bytes) -> bytes:
@@ -99,8 +99,8 @@ class Hands(Protocol):
         """Take on the state of a step; returns its records."""
         ...
 
-    def restorable(self) -> tuple[int, ...]:
-        """Steps whose checkpoints can be read here."""
+    def restorable(self, limit: int | None) -> tuple[int, ...]:
+        """The newest steps, up to the limit if there is one, whose checkpoints can be read here."""
         ...
 
     def entered(self, plan: Plan, step: int, phases_ms: dict[str, float]) -> None:
@@ -371,6 +371,8 @@ class Engine:
                 self._open(effect.plan)
             case step.SendHolding():
                 self._settle(effect)
+            case step.SettleAnew():
+                self._settle_anew(effect.generation, effect.reason)
             case step.Compute():
                 self._want_lanes(effect.step)
                 if plan is not None and plan.stages > 1:
@@ -381,8 +383,12 @@ class Engine:
                 self._decide(effect)
             case step.Update():
                 self.hands.phase("update", effect.step, plan)
-                self.hands.update(effect.step, effect.records)
-                self.handle(step.Updated(effect.step))
+                try:
+                    self.hands.update(effect.step, effect.records)
+                except StateTainted as found:
+                    self._tainted(found)
+                else:
+                    self.handle(step.Updated(effect.step))
             case step.Gathered():
                 self.hands.decided(effect.key, effect.records)
                 self.gathered = {k: v for k, v in self.gathered.items() if k.step == effect.key.step}
@@ -409,6 +415,26 @@ class Engine:
                 self._phases_ms = {}
             case step.LeftPlan():
                 raise Evicted("the plan goes on without this worker", drained=True)
+
+    def _tainted(self, found: StateTainted) -> None:
+        """All go back; whoever is outvoted leaves, and comes back as a new life."""
+        if found.outvoted:
+            raise found
+        self._effects = deque(e for e in self._effects if not isinstance(e, step.SendHolding))
+        self.handle(step.Tainted(found.sound))
+        self._settle_anew(self.machine.generation, str(found), found.step, found.generation)
+
+    def _settle_anew(self, generation: int, reason: str, tainted: int = 0, decided_in: int = 0) -> None:
+        self.tell(
+            wire.SettleAgain(
+                worker_id=self.me.worker_id,
+                incarnation=self.me.incarnation,
+                generation=generation,
+                reason=reason,
+                tainted=tainted,
+                decided_in=decided_in,
+            )
+        )
 
     def _want_lanes(self, number: int) -> None:
         plan = self.machine.plan
@@ -440,8 +466,9 @@ class Engine:
         self.hands.phase("settle", holding.position.step, plan)
         if plan is not None and plan.stages > 1:  # the plan may have taken lanes out of sums that were held
             holding = replace(holding, lacking=self.hands.lacking(holding.position.step + 1, plan))
-        if not holding.position.step or (plan is not None and plan.stages > 1):  # else what is in memory will do
-            holding = replace(holding, disk=self.hands.restorable())
+        doubt = holding.sound >= 0
+        if not holding.position.step or doubt or (plan is not None and plan.stages > 1):  # else memory will do
+            holding = replace(holding, disk=self.hands.restorable(holding.sound if doubt else None))
         held = self.transport.exchange(_SETTLE, encode_holding(holding))
         self._phases_ms["settle"] = (time.monotonic_ns() - begin) / 1e6
         stated = {worker_id: decode_holding(held[worker_id]) for worker_id in sorted(held)}

@@ -78,7 +78,8 @@ def join(
     The global batch is `lanes` x `micro_batch` samples, whoever computes them. `state`: anything else to be healed and
     saved, by name: objects with state_dict and load_state_dict. `units`: the finest cuts of the model, in order.
     `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
-    given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere.
+    given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere;
+    it takes checkpoints there, and goes on from the newest one when the script is run again.
 
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
     launcher seeds every worker alike before it runs the script.
@@ -117,7 +118,12 @@ def _tell_ledger(link: Link, dataset: Any) -> None:
 def _alone(given: Mapping[str, Any]) -> Config:
     if given.get("steps") is None and given.get("epochs") is None:
         given = {**given, "epochs": 1}
-    return load_config([("join", given)])
+    config = load_config([("join", given)])
+    if config.resume_from is not None:
+        raise ConfigError(
+            "resume_from is for everstep run; by itself a script goes on in the run_dir it was stopped in"
+        )
+    return config
 
 
 def _merge(link: LaunchedLink, given: Mapping[str, Any]) -> Config:

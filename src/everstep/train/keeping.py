@@ -1,7 +1,7 @@
 """Snapshots in memory, for pools that die as a whole: members keep their stages, one hands them to another pool.
 
-Taken right after an update, every so many steps, by all members alike. A snapshot is stated as kept only once its step
-has been released; the newest that is complete in all stages stays until a newer one is.
+Taken right after an update, by all members alike, when the main's record of the step says so. A snapshot is stated as
+kept only once its step has been released; the newest that is complete in all stages stays until a newer one is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everstep.base.config import Config
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
-from everstep.checkpoint.vault import Copy, Kept
+from everstep.checkpoint.vault import Copy, Kept, Vault
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.step_types import Record, SnapshotsKept
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AUTOMATIC_EVERY = 10
-"""Steps between snapshots of a split job whose config says nothing: five steps are done again on average, and copying
-a stage to one other worker takes a small part of ten steps."""
-
 
 @dataclass(frozen=True)
 class KeptStep:
@@ -39,20 +34,13 @@ class KeptStep:
     records: Mapping[int, Record]
 
 
-def snapshot_every(config: Config) -> int:
-    """Steps between snapshots in memory; 0: none."""
-    if config.stages == 1:
-        return 0
-    return config.checkpoint.memory.every_steps or AUTOMATIC_EVERY
-
-
 class Keeper:
     """One worker's snapshots."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._every = snapshot_every(session.config)
-        self._vault = session.saver.vault
+        self._vault = Vault(session.config.checkpoint.memory)
+        self._skipping = False
         self._records: dict[int, bytes] = {}
         self._copying: list[Snapshot] = []
         self._begun = 0
@@ -68,22 +56,34 @@ class Keeper:
             snapshot.wait()
         self._copying = []
 
-    def after_update(self, number: int, records: Mapping[int, Record]) -> None:
-        """Take one, if it is due here."""
+    def take_own(self, number: int, records: Mapping[int, Record]) -> None:
+        """Of the state as it is, that of this step."""
         plan = self._session.engine.plan
-        if not self._every or number % self._every or plan is None or self._busy():
+        if plan is None:
+            return
+        if self._busy():
+            self._skip(number, f"that of step {self._begun} is still on its way to another worker")
             return
         snapshots: dict[int, Snapshot] = {}
         for stage, replica in self._session.stages.items():
             snapshot = replica.state.clone_snapshot()
+            if not self._vault.make_room(stage, snapshot.n_blocks):
+                limit_mb = self._session.config.checkpoint.memory.limit_mb
+                self._skip(number, f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}")
+                snapshot.release()
+                return
             snapshot.start()
             self._copying.append(snapshot)
             if not self._vault.put(stage, number, snapshot):
-                return
+                return  # what a peer has handed over meanwhile has taken the room
             snapshots[stage] = snapshot
-        self._begun = number
+        self._begun, self._skipping = number, False
         self._records[number] = encode_records(records)
         self._send(plan, number, snapshots)
+
+    def _skip(self, number: int, reason: str) -> None:
+        self._session.saver.not_kept(number, reason, tell=not self._skipping)
+        self._skipping = True
 
     def _busy(self) -> bool:
         return self._sending is not None and self._sending.is_alive()
@@ -96,12 +96,13 @@ class Keeper:
     def agreed(self, step: int) -> None:
         """All members have done all for this step: what is older may go."""
         if step:
-            self._vault.retire(step)
-            self._records = {n: r for n, r in self._records.items() if n >= step}
+            self._vault.retire(step, self._session.saver.proven(step))
+            there = {n for _, n in self._vault.kept()}
+            self._records = {n: r for n, r in self._records.items() if n >= step or n in there}
 
     def released(self, number: int) -> None:
         """State what is kept of steps that all have gone beyond."""
-        if not self._every:
+        if not self._records and not self._stated:
             return
         stated = tuple(key for key in self._vault.kept() if key[1] <= number and key[1] in self._records)
         if stated != self._stated:
@@ -183,10 +184,10 @@ class Keeper:
 
 
 def target(plan: Plan, stage: int) -> Member | None:
-    """Who keeps a stage for its pool: a member of the next pool that has one outside; None if nobody is outside."""
+    """Who keeps a stage for its pool: the first member of the pools that follow who is on another host than all of the
+    pool, else the first outside it; None if nobody is outside."""
     inside = {seat.worker_id for seat in plan.pool(stage)}
-    for k in range(1, plan.stages):
-        for seat in plan.pool((stage + k) % plan.stages):
-            if seat.worker_id not in inside:
-                return plan.member(seat.worker_id)
-    return None
+    hosts = {plan.member(worker_id).host for worker_id in inside}
+    following = [seat.worker_id for k in range(1, plan.stages) for seat in plan.pool((stage + k) % plan.stages)]
+    outside = [plan.member(worker_id) for worker_id in following if worker_id not in inside]
+    return next((member for member in outside if member.host not in hosts), outside[0] if outside else None)

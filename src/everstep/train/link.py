@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,8 @@ def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | Non
 
 
 class Link(Protocol):
-    """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or ""."""
+    """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a
+    scripted fault, for whoever has the state: one bit of it changes."""
 
     me: WorkerKey
     task: str
@@ -52,6 +54,7 @@ class Link(Protocol):
     fault_now: FaultNow
     token: bytes
     log: WorkerLog
+    flip: Callable[[], None]
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
@@ -96,6 +99,7 @@ class LaunchedLink:
         self.log = set_up_worker_log(None, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
         self.explicit = _explicit(context)
+        self.flip: Callable[[], None] = lambda: None
         self._coordinator = context.coordinator_file
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
@@ -158,7 +162,7 @@ class LoneLink:
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self.me = WorkerKey(0, 0)
-        self.task = ""
+        self.task = "" if run_dir is None else Path(sys.argv[0]).name or "python"
         self.host = socket.gethostname()
         self.config = config
         self.run_dir = run_dir
@@ -167,6 +171,7 @@ class LoneLink:
         self.fault_now: FaultNow = no_fault_now
         self.log = WorkerLog(0, 0)
         self.token = secrets.token_bytes(16)
+        self.flip: Callable[[], None] = lambda: None
         self._deliver: Deliver | None = None
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:

@@ -195,6 +195,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
     gradient_stages: tuple[int, ...] = (0,)
+    sound: int = -1
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -236,6 +237,7 @@ def encode_holding(holding: Holding) -> bytes:
             snapshots=holding.snapshots,
             disk=holding.disk,
             gradient_stages=holding.gradient_stages,
+            sound=holding.sound,
         )
     )
 
@@ -253,4 +255,5 @@ def decode_holding(data: bytes) -> Holding:
         snapshots=held.snapshots,
         disk=held.disk,
         gradient_stages=held.gradient_stages,
+        sound=held.sound,
     )

@@ -37,6 +37,7 @@ from everstep.train.update_probe import UpdateProbe
 
 Received = Mapping[Place, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StageReplica:
@@ -410,6 +411,12 @@ class StageReplica:
         if self._step:
             for part in self._passes.values():
                 part.guard.begin_lane()
+
+    def flip_bit(self) -> None:
+        """A scripted fault: one bit of the first parameter changes, unseen by autograd, as in a damaged memory cell."""
+        parameter = next(p for p in self.parts.model.parameters() if p.numel())
+        memory = parameter.data[(0,) * parameter.dim()].view(_WORDS[parameter.element_size()])
+        memory.bitwise_xor_(1 << 4 * parameter.element_size())
 
     def digest(self, step: int) -> str:
         """Of everything that is trained."""

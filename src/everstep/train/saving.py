@@ -26,7 +26,6 @@ from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
 from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
-from everstep.checkpoint.vault import Vault
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
 from everstep.protocol.step_machine import Phase
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_AUTOMATIC_EVERY = 10
+"""Steps between snapshots in memory of a split job whose config says nothing: five steps are done again on average, and
+copying a stage to one other worker takes a small part of ten steps."""
 LOOP, PAST = "loop", "past"
 """Parts of a checkpoint: the state of the user's loop as it was right after the update, where the checkpoint was taken
 later; and that the loop was through with the step."""
@@ -81,29 +83,36 @@ class Saver:
         self._best: float | None = None
         self._deferred = ""
         self._prepared = False
-        link = session.link
+        link, job = session.link, self._job()
+        self.begins_after = int(job.get("begins_after", 0))
         if link.run_dir is not None and link.task and self._config.enabled and whole is not None:
+            name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
             self._checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._config,
-                self._identity(whole),
+                Identity(link.task, numerics(session.config), whole.tensors, name),
                 link.me.worker_id,
                 send=self._send,
                 events=self._told,
+                memory_every=_AUTOMATIC_EVERY if session.stages.split else 0,
+                proven=self.proven,
             )
-        self.vault = (
-            self._checkpointer.vault if self._checkpointer is not None else Vault(self._config.memory.limit_mb << 20)
-        )
 
-    def _identity(self, whole: Whole) -> Identity:
-        link = self._session.link
-        job = ""
-        if link.run_dir is not None:
-            try:
-                job = f"{int(json.loads((link.run_dir / JOB_FILE).read_text()).get('created_unix_ns', 0)):x}"
-            except (OSError, ValueError):
-                log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
-        return Identity(link.task, numerics(self._session.config), whole.tensors, job)
+    def _job(self) -> dict[str, Any]:
+        """What job.json says; nothing where there is none."""
+        run_dir = self._session.link.run_dir
+        if run_dir is None or not (run_dir / JOB_FILE).exists():
+            return {}
+        try:
+            return dict(json.loads((run_dir / JOB_FILE).read_text()))
+        except (OSError, ValueError):
+            log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
+            return {}
+
+    def proven(self, number: int) -> int:
+        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
+        every = self._session.config.verify_every
+        return max(0, number // every * every - 1 if every else 0, self.begins_after)
 
     @property
     def on(self) -> bool:
@@ -123,8 +132,11 @@ class Saver:
     def wanted(self, number: int) -> tuple[tuple[str, ...], str]:
         """For the agree record of a step: what is due after it, if this is the main."""
         session, checkpointer = self._session, self._checkpointer
-        if checkpointer is None or not session.is_main:
+        if not session.is_main:
             return (), ""
+        if checkpointer is None:  # snapshots in memory are what makes up for a pool that is lost
+            every = self._config.memory.every_steps or _AUTOMATIC_EVERY
+            return (("memory",), f"every {every} steps") if session.stages.split and number % every == 0 else ((), "")
         if self._due[0] != number:
             asked = bool(self._asked)
             order = session.order
@@ -273,6 +285,16 @@ class Saver:
             )
         )
 
+    def condemn(self, sound: int, *, first: bool) -> None:
+        """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more.
+
+        first: whether this is the worker that sees to the object store, of all that do this.
+        """
+        if self._checkpointer is not None:
+            self.before_update()
+            self._checkpointer.condemn(sound, with_objects=first)
+        self._plan, self._begun, self._best, self._deferred = None, 0, None, ""
+
     # ---- evaluations
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -355,6 +377,11 @@ class Saver:
             if session.engine.ended is None and session.engine.superseded(generation):
                 return
 
+    def not_kept(self, step: int, reason: str, tell: bool) -> None:
+        """The memory tier has skipped a step. tell: it has not been told yet."""
+        if self._checkpointer is not None:
+            self._checkpointer.skip("memory", step, reason, tell)
+
     def close(self) -> None:
         """The worker ends."""
         if self._checkpointer is not None:
@@ -362,14 +389,15 @@ class Saver:
 
     # ---- going on from one
 
-    def restorable(self) -> tuple[int, ...]:
-        """The newest steps that can be read from disk here.
+    def restorable(self, limit: int | None) -> tuple[int, ...]:
+        """The newest steps, up to the limit if there is one, that can be read from disk here.
 
         Raises: ConfigError if the checkpoints are of another job.
         """
         if self._checkpointer is None:
             return ()
-        return tuple(s for s in self._checkpointer.restorable(verify=False, most=_STATED) if s not in self._refused)
+        found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
+        return tuple(s for s in found if s not in self._refused)
 
     def restore(self, plan: Plan, number: int, stages: Sequence[int]) -> Restored:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.

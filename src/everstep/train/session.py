@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.base.config import Config
-from everstep.base.errors import CollectiveAborted, DeterminismError, Evicted, JobFailed
+from everstep.base.errors import CollectiveAborted, DeterminismError, Evicted, JobFailed, StateTainted
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Node
 from everstep.data.loader import LaneLoader, to_device
@@ -22,6 +22,7 @@ from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection
+from everstep.train.comparing import differing
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.engine import Engine, WentBack
 from everstep.train.final import Finisher
@@ -67,8 +68,11 @@ class Session:
         collate: Callable[[list[Any]], Any],
         order: SampleOrder | ElasticOrder,
         whole: Whole | None = None,
+        goes_back: bool = False,
     ) -> None:
+        """goes_back: the loop can go on from an earlier step; else this worker starts anew then."""
         self.link = link
+        self.goes_back = goes_back
         self.config: Config = link.config
         self.stages = stages
         self.device = device
@@ -123,6 +127,7 @@ class Session:
     def open(self) -> None:
         """Say hello and become a settled member: from the start, or healed while the others train."""
         address = self.link.serve_peers(self._serve_peer)
+        self.link.flip = lambda: self.stages.any.flip_bit()
         self.transfers.begin()
         me = self.link.me
         self._member = Member(
@@ -446,8 +451,7 @@ class Session:
     ) -> None:
         """Take a decided step, with the reduced gradients of all stages that are held here."""
         outcome = conclude(number, self.config.lanes, records, self.stages.count)
-        self._compare_digests(outcome)
-        self._compare_ties(outcome)
+        self._compare(outcome, generation)
         self.link.row.set(phase="stall")
         self.transfers.before_update(number, records, gradients)
         self.saver.before_update()
@@ -465,7 +469,7 @@ class Session:
         if number > self.released:
             self.publisher.hold(outcome, generation, extra)
         self.transfers.keeper.agreed(outcome.kept)
-        self.transfers.after_update(number, records)
+        self.transfers.after_update(outcome, records)
         self.saver.after_update(outcome, records)
 
     def arrive(self, outcome: Outcome | None, records: Mapping[int, Record], number: int = 0) -> None:
@@ -479,28 +483,17 @@ class Session:
         """The state has jumped: what was reduced for other steps is of no use."""
         self._gradients, self._generations = {}, {}
 
-    def _compare_digests(self, outcome: Outcome) -> None:
-        for stage, digests in outcome.digests.items():
-            found = sorted(set(digests.values()))
-            if len(found) > 1:
-                by = {d: [w for w, x in digests.items() if x == d] for d in found}
-                raise DeterminismError(
-                    f"the workers' states differ before step {outcome.step}"
-                    + (f" in stage {stage}: " if self.stages.split else ": ")
-                    + ", ".join(f"workers {w} have {d[:12]}" for d, w in by.items())
-                    + "; one of them computes wrongly, and all steps since the last match are tainted"
-                )
-
-    @staticmethod
-    def _compare_ties(outcome: Outcome) -> None:
-        for name, digests in outcome.ties.items():
-            if len(set(digests.values())) > 1:
-                raise DeterminismError(
-                    f"the copies of the tied parameter {name} (or what the optimizer keeps for it) differ before step "
-                    f"{outcome.step}: "
-                    + ", ".join(f"{d[:12]} in stage {k} at worker {w}" for (k, w), d in sorted(digests.items()))
-                    + "; one of them computes wrongly, and all steps since the last match are tainted"
-                )
+    def _compare(self, outcome: Outcome, generation: int) -> None:
+        """Raises: StateTainted if the workers' states differ before this step; checkpoints of them count no more."""
+        found = differing(outcome, self.stages.split)
+        if found is None:
+            return
+        text, outvoted = found
+        me, sound = self.link.me.worker_id, self.saver.proven(outcome.step - 1)
+        everybody = {who for digests in outcome.digests.values() for who in digests}
+        self.saver.condemn(sound, first=me == min(everybody - outvoted, default=me))
+        text += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
+        raise StateTainted(text, outcome.step, generation, sound, me in outvoted)
 
     def gather_payload(self, data: bytes) -> bytes:
         self.transfers.before_gather()
@@ -537,6 +530,7 @@ class Session:
             replica.discard()
 
     def entered(self, plan: Plan, number: int, phases_ms: dict[str, float]) -> None:
+        """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""
         me = self.link.me
         self.link.row.set(generation=plan.generation, step=number)
         self.link.log.generation, self.link.log.step = plan.generation, number
@@ -552,11 +546,16 @@ class Session:
                 phases_ms=phases_ms,
             )
         )
+        if number < self.saver.begins_after:
+            raise DeterminismError(
+                f"nothing is left of the checkpoint of step {self.saver.begins_after} that this job began with, or of "
+                "later ones: start it anew with --resume-from, in another directory"
+            )
         if plan.save:
             self.saver.last(plan)
 
-    def restorable(self) -> tuple[int, ...]:
-        return self.saver.restorable()
+    def restorable(self, limit: int | None) -> tuple[int, ...]:
+        return self.saver.restorable(limit)
 
     # ---- state from and to others
 

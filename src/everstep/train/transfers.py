@@ -62,9 +62,10 @@ class Transfers:
         self.donor.busy_snapshot()
         self.keeper.before_update()
 
-    def after_update(self, number: int, records: Mapping[int, Record]) -> None:
+    def after_update(self, outcome: Outcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the user's loop has not gone on yet."""
-        self.keeper.after_update(number, records)
+        if "memory" in outcome.save[0]:
+            self.keeper.take_own(outcome.step, records)
 
     def before_gather(self) -> None:
         """The user's loop is about to learn something: whoever goes back to this step must not know it yet."""
@@ -192,11 +193,14 @@ class Transfers:
     def go_back(self, plan: Plan, number: int, sources: Mapping[int, tuple[int, ...]]) -> Mapping[int, Record]:
         """Take on the state of a step for all own stages, from memory (own or others'), or from nothing at step 0.
 
-        Raises: CollectiveAborted if a newer plan comes first, or somebody does not give what it stated.
+        Raises: CollectiveAborted if a newer plan comes first, or somebody does not give what it stated. Evicted if
+        this worker has to start anew for that.
         """
         begin = time.monotonic_ns()
         session, me = self._session, self._session.link.me.worker_id
         before = session.engine.position
+        if before.step and not (session.goes_back and (number or session.stages.split)):
+            raise Evicted(f"the job goes back to step {number}, from where this worker starts anew")
         stands = before.step == number
         elsewhere = {k: ids for k, ids in sources.items() if ids and ids[0] != me}
         received = self._copy(plan, elsewhere)

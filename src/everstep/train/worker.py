@@ -18,6 +18,7 @@ from everstep.base.errors import (
     Evicted,
     InvariantViolation,
     JobFailed,
+    StateTainted,
     TaskError,
 )
 from everstep.protocol import messages as wire
@@ -33,6 +34,8 @@ from everstep.train.trainer import train
 
 EVICTED_EXIT_CODE = 75
 _FATAL = (ConfigError, DeterminismError)
+_STATELESS = (JobFailed, Evicted, DeterminismError, ConfigError, StateTainted)
+"""What ends a worker without leaving a state that is worth to be saved."""
 
 
 def run_worker(
@@ -74,7 +77,7 @@ def _training(run: Run, loop: Callable[[], None]) -> None:
     """Run the loop; if it raises, save what there is."""
     try:
         loop()
-    except (JobFailed, Evicted, DeterminismError, ConfigError):
+    except _STATELESS:
         raise
     except Exception as error:
         with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -93,7 +96,7 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
         try:
             runpy.run_path(script, run_name="__main__")
         except Exception as error:
-            if not isinstance(error, JobFailed | Evicted | DeterminismError | ConfigError):
+            if not isinstance(error, _STATELESS):
                 with contextlib.suppress(Exception):
                     join.save_alone(describe(error))
             raise
@@ -125,6 +128,8 @@ def failure(link: LaunchedLink, context: WorkerContext, error: Exception, reason
         reason=reason,
         signature=signature,
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),
+        generation=link.row.read().generation,
+        exit_code=2 if isinstance(error, ConfigError) else 1,
     )
 
 

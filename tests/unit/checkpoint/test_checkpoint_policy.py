@@ -40,6 +40,8 @@ def test_an_object_store_takes_its_checkpoints_from_the_disk() -> None:
         disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5, url="s3://bucket/x")
     )
     assert due_steps(Schedule(config), 1.0, 9)[5].tiers == ("disk", "object")
+    alike = CheckpointConfig(disk=DiskTierConfig(every_steps=3), object=ObjectTierConfig(url="s3://bucket/x"))
+    assert due_steps(Schedule(alike), 1.0, 4) == {3: Due(("disk", "object"), "every 3 steps")}
     without = CheckpointConfig(disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5))
     assert due_steps(Schedule(without), 1.0, 9) == {}
 
@@ -48,8 +50,10 @@ def test_every_so_many_minutes_and_the_interval() -> None:
     minutes = CheckpointConfig(disk=DiskTierConfig(every_minutes=0.5))
     assert list(due_steps(Schedule(minutes), 7.0, 12)) == [6, 11]  # 35 s after the first and after the last one
     assert list(due_steps(Schedule(CheckpointConfig()), 30.0, 10)) == [5, 9]
-    both = due_steps(Schedule(CheckpointConfig(), memory=True), 30.0, 5)
+    both = due_steps(Schedule(CheckpointConfig(), memory_every=5), 30.0, 5)
     assert both[5].tiers == ("memory", "disk")
+    timed = CheckpointConfig(memory=MemoryTierConfig(every_minutes=0.5), disk=DiskTierConfig(every_steps=100))
+    assert {n: due.tiers for n, due in due_steps(Schedule(timed, memory_every=5), 7.0, 7).items()} == {6: ("memory",)}
 
 
 def test_epoch_ends_the_best_and_requests() -> None:
@@ -70,6 +74,8 @@ def test_what_is_kept() -> None:
     assert set(kept(range(1, 15), rule, pins={7}, scores=scores)) == {3, 7, 10, 13, 14}
     assert set(kept(range(1, 15), rule, pins={7}, scores=scores, best_mode="min")) == {7, 10, 12, 13, 14}
     assert set(kept([4], TierConfig())) == {4}
+    assert set(kept([10, 20, 30], TierConfig(keep_last=1), proven=29)) == {20, 30}
+    assert set(kept([10, 20, 30], TierConfig(keep_last=1), proven=0)) == {30}
     assert kept([], TierConfig()) == {}
     assert best_of([1, 2, 3], {1: 0.5, 2: 0.5, 3: 0.1}, "max") == [1, 2, 3]
 

@@ -16,7 +16,7 @@ from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, St
 from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
 from everstep.checkpoint.store import Bytes, DirectoryStore, open_store
 from everstep.checkpoint.transfer import TransferStopped, transfer
 from everstep.checkpoint.upload import Backoff, Uploader, open_object_tier, open_uploader, retention
@@ -283,6 +283,25 @@ def test_retention_of_the_far_side(source: DirectoryStore, tmp_path: Path) -> No
     assert read_pointer(target, LATEST) == 5
 
 
+def test_what_is_condemned_is_set_aside_and_may_come_again(source: DirectoryStore, tmp_path: Path) -> None:
+    events, target = Events(), DirectoryStore(tmp_path / "far")
+    uploader = Uploader(source, target, events, retention(TierConfig(keep_last=5)))
+    for step in (1, 2, 3):
+        write_step(source, step, seed=step)
+        uploader.offer(step)
+        events.wait("checkpoint_completed", step)
+    set_aside_after(source, 1)
+    assert steps_in(source) == [1] and read_pointer(source, LATEST) is None
+    uploader.condemn(1)
+    while not uploader.idle:
+        threading.Event().wait(0.001)
+    assert steps_in(target) == [1] and read_pointer(target, LATEST) is None
+    write_step(source, 2, seed=9)
+    uploader.offer(2)
+    assert uploader.finish(LIMIT_S)
+    assert steps_in(target) == [1, 2] and whole(target, 2) and read_pointer(target, LATEST) == 2
+
+
 # ---- config
 
 
@@ -290,12 +309,12 @@ def test_config_makes_the_uploader(source: DirectoryStore, tmp_path: Path, monke
     def config(**values: Any) -> CheckpointConfig:
         return load_config([("--set", {f"checkpoint.object.{key}": value for key, value in values.items()})]).checkpoint
 
-    assert open_uploader(config(), source, Events()) is None
+    with pytest.raises(ConfigError, match="got none"):
+        open_uploader(config(), source, Events())
     store = open_object_tier(config(url="s3://bucket/a/", endpoint="http://127.0.0.1:9"))
     assert isinstance(store, ObjectStore) and store.url == "s3://bucket/a"
     write_step(source, 1)
     uploader = open_uploader(config(url=f"file://{tmp_path}/far", keep_last=1), source, Events())
-    assert uploader is not None
     uploader.offer(1)
     assert uploader.finish(LIMIT_S) and steps_in(DirectoryStore(tmp_path / "far")) == [1]
     for values in ({"url": "s3://key:secret@bucket"}, {"url": "gs://b"}, {"endpoint": "http://key:secret@host"}):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from checkpoint_saving import advance, make_state
-from everstep.base.errors import CheckpointCorrupt, StoreError
+from everstep.base.config import MemoryTierConfig
+from everstep.base.errors import CheckpointCorrupt
 from everstep.checkpoint.vault import Copy, Vault
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.snapshot import Snapshot
@@ -20,7 +21,7 @@ def snapshot(state: ModelState) -> Snapshot:
 
 
 def test_the_newest_complete_and_what_is_newer_stay() -> None:
-    state, vault = make_state(1), Vault(1 << 30)
+    state, vault = make_state(1), Vault(MemoryTierConfig())
     for step in (10, 20):
         assert vault.put(0, step, snapshot(state)) and vault.put(1, step, snapshot(state))
     assert vault.kept() == ((0, 10), (0, 20), (1, 10), (1, 20))
@@ -39,29 +40,41 @@ def test_the_newest_complete_and_what_is_newer_stay() -> None:
 def test_the_limit_holds() -> None:
     state = make_state(1)
     state.manifest()
-    vault = Vault(2 * state.n_blocks * BLOCK_BYTES)
+    vault = Vault(MemoryTierConfig())
+    vault.limit_bytes = 2 * state.n_blocks * BLOCK_BYTES
     assert vault.put(0, 1, snapshot(state)) and vault.put(0, 2, snapshot(state))
     vault.retire(1)
     assert not vault.put(0, 3, snapshot(state))
     assert vault.kept() == ((0, 1), (0, 2)) and vault.size_bytes <= vault.limit_bytes
     vault.retire(2)
-    assert vault.room_for(0, state.n_blocks) and vault.put(0, 3, snapshot(state))
-    assert not vault.room_for(0, state.n_blocks + 1)
+    assert vault.make_room(0, state.n_blocks) and vault.put(0, 3, snapshot(state))
+    assert not vault.make_room(0, state.n_blocks + 1)
+
+
+def test_the_rule_keeps_further_complete_ones_while_there_is_room() -> None:
+    state, vault = make_state(1), Vault(MemoryTierConfig(keep_last=2))
+    for step in (10, 20, 30, 40):
+        assert vault.put(0, step, snapshot(state))
+        vault.retire(step, proven=19)
+    assert vault.kept() == ((0, 10), (0, 30), (0, 40)), "10 is the newest that was compared"
+    vault.limit_bytes = 2 * state.n_blocks * BLOCK_BYTES
+    assert vault.make_room(0, state.n_blocks) and vault.put(0, 50, snapshot(state))
+    assert vault.kept() == ((0, 40), (0, 50))
 
 
 def test_a_peer_gets_a_verified_copy() -> None:
-    state, vault = make_state(1), Vault(1 << 30)
+    state, vault = make_state(1), Vault(MemoryTierConfig())
     assert vault.put(0, 5, snapshot(state))
     expected = state.manifest()
-    served = vault.serve(0, 5)
-    assert served is not None and vault.serve(0, 4) is None
+    served = vault.get(0, 5)
+    assert served is not None and vault.get(0, 4) is None
     advance(state, 2)  # the copy is not concerned
-    manifest, blocks = served
-    copy = Copy(manifest, [bytes(block) for block in blocks])
+    manifest = served.manifest()
+    copy = Copy(manifest, [bytes(served.read_block(k)) for k in range(served.n_blocks)])
     other = make_state(7)
     other.load(copy.manifest(), copy.read_block)
     assert other.manifest() == expected
-    held = Vault(1 << 30)
+    held = Vault(MemoryTierConfig())
     assert held.put(0, 5, copy) and held.kept() == ((0, 5),)
     bad = [bytes(copy.read_block(k)) for k in range(copy.n_blocks)]
     bad[2] = bad[2][:-1] + bytes([bad[2][-1] ^ 1])
@@ -69,14 +82,3 @@ def test_a_peer_gets_a_verified_copy() -> None:
         Copy(manifest, bad)
     with pytest.raises(CheckpointCorrupt, match="1 of"):
         Copy(manifest, bad[:1])
-
-
-def test_a_snapshot_that_is_dropped_while_it_is_served() -> None:
-    state, vault = make_state(1), Vault(1 << 30)
-    assert vault.put(0, 5, snapshot(state))
-    served = vault.serve(0, 5)
-    assert served is not None
-    next(served[1])
-    vault.clear()
-    with pytest.raises(StoreError, match="step 5 was dropped"):
-        next(served[1])

@@ -199,13 +199,49 @@ def test_different_errors_do_not_fail_the_job():
     assert world.plan.worker_ids == (0,) and world.last(m.JobEnded) is None
 
 
+def test_the_same_error_of_several_at_once_is_no_proof():
+    world = running()
+    words = {"incarnation": 0, "step": 7, "reason": "OSError: stale file handle", "signature": "x", "fatal": False}
+    for worker in (2, 1):
+        world.say(f"w{worker}.0", m.WorkerFailed(worker_id=worker, generation=1, **words))
+    assert world.plan.worker_ids == (0,) and world.last(m.JobEnded) is None
+    world.say("w0.0", m.WorkerFailed(worker_id=0, generation=3, **words))  # at whom all lanes are now
+    assert world.last(m.JobEnded, "a1").state == "failed"
+
+
+def differ(world: World, worker: int, generation: int, decided_in: int) -> None:
+    words = {"reason": "the state differs before step 20", "tainted": 20, "decided_in": decided_in}
+    world.say(f"w{worker}.0", m.SettleAgain(worker_id=worker, incarnation=0, generation=generation, **words))
+
+
+def test_states_that_differ_once_are_gone_back_from_and_twice_fail_the_job():
+    world = running()
+    world.progress(0, 1, 18)
+    world.say(
+        "w2.0",
+        m.WorkerFailed(worker_id=2, incarnation=0, step=19, reason="it deviates", signature="t", fatal=False),
+    )
+    for worker in (0, 1):  # of the generation in which it was found, though the next one is there already
+        differ(world, worker, 1, 1)
+    assert world.plan.generation == 2 and world.plan.worker_ids == (0, 1)
+    for worker in (0, 1):
+        world.entered(worker, 2, 9)
+    told = world.report("fallback")
+    assert (told["step"], told["steps_redone"]) == (8, 10) and "the state differs before step 20" in told["reason"]
+    differ(world, 0, 2, 2)
+    ended = world.last(m.JobEnded, "a1")
+    assert ended.state == "failed" and "second time at this step" in ended.reason
+
+
 def test_a_fatal_error_fails_the_job_at_once():
     world = running()
     world.say(
         "w2.0",
-        m.WorkerFailed(worker_id=2, incarnation=0, step=0, reason="no such file", signature="x", fatal=True),
+        m.WorkerFailed(
+            worker_id=2, incarnation=0, step=0, reason="no such file", signature="x", fatal=True, exit_code=2
+        ),
     )
-    assert world.last(m.JobEnded, "a1").exit_code == 1 and world.coordinator.status()["state"] == "failed"
+    assert world.last(m.JobEnded, "a1").exit_code == 2 and world.coordinator.status()["state"] == "failed"
     world.clear()
     world.hello(2, 1)
     assert world.last(m.JobEnded, "w2.1") is not None

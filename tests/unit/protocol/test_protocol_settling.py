@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.settling import settle
 from everstep.protocol.step_types import Holding, Key, Record
@@ -102,3 +104,24 @@ def test_all_members_rerun_what_any_of_them_lacks():
     assert settle(plan((0,), (1, 2), lanes=3), holdings).rerun == {2}
     holdings[1] = at(3, 1)
     assert settle(plan((0,), (2, 1), lanes=3), holdings).rerun == {0, 1, 2}
+
+
+def doubting(holding: Holding, sound: int) -> Holding:
+    return replace(holding, sound=sound)
+
+
+def test_what_is_later_than_the_last_sound_step_counts_for_nothing():
+    held = at(29, 0, snapshots=((0, 10), (0, 20)), disk=(5, 15))
+    settled = settle(plan((0, 1)), {0: doubting(held, 19), 1: doubting(at(29, 0, disk=(5, 15)), 19)})
+    assert (settled.target, settled.back) == (Key(15, 0), True), "the newest of disk and memory"
+    assert settled.wants == {0: {0: ()}, 1: {0: ()}}
+    settled = settle(plan((0, 1)), {0: doubting(held, 12), 1: doubting(at(29, 0, disk=(5,)), 12)})
+    assert settled.target == Key(10, 0) and settled.wants == {0: {0: (0,)}, 1: {0: (0,)}}
+    settled = settle(plan((0, 1)), {0: doubting(at(29, 0), 19), 1: doubting(at(29, 0), 19)})
+    assert settled.target == Key(0, 0)
+
+
+def test_one_that_has_gone_back_already_is_a_source_though_it_still_doubts():
+    back, not_yet = doubting(at(10, 0), 19), doubting(at(29, 0), 19)
+    settled = settle(plan((0, 1)), {0: back, 1: not_yet})
+    assert settled.target == Key(10, 0) and settled.wants == {1: {0: (0,)}}

@@ -16,6 +16,7 @@ from everstep.protocol.step_types import (
     Followed,
     GatherAsked,
     Gathered,
+    GoBack,
     GradientReduced,
     Holding,
     HoldingArrived,
@@ -33,10 +34,13 @@ from everstep.protocol.step_types import (
     SendHolding,
     SendRecord,
     ServeState,
+    SettleAnew,
+    SnapshotsKept,
     StateCopied,
     StepAsked,
     StepEffect,
     StepEvent,
+    Tainted,
     Update,
     Updated,
 )
@@ -504,3 +508,48 @@ def test_every_event_has_its_row_and_every_phase_is_reached():
     assert reached == set(Phase) - {Phase.WAITING}
     for _, _, handler, _ in TRANSITIONS:
         assert callable(getattr(StepMachine, handler))
+
+
+# ---- states that differ
+
+
+def tainted(peers: Peers, sound: int) -> None:
+    """The records of the present step show that states differ."""
+    peers.compute()
+    peers.reduce()
+    assert isinstance(peers.agree()[-1], Update)
+    assert peers.on(Tainted(sound)) == []
+    assert peers.machine.phase is Phase.SETTLING and not peers.machine.settled
+
+
+def test_all_go_back_when_states_differ():
+    peers = Peers([0, 1, 2])
+    for _ in range(3):
+        peers.compute(), peers.reduce(), peers.agree(), peers.on(Updated(peers.machine.step))
+    peers.on(SnapshotsKept(snapshots=((0, 1), (0, 2))))
+    tainted(peers, 1)
+    sent = next(e for e in peers.on(PlanArrived(plan(2, [0, 2]))) if isinstance(e, SendHolding))
+    assert sent.holding.sound == 1 and sent.holding.position == Key(3, 0)
+    other = Holding(Key(3, 0), {}, 0, snapshots=((0, 1), (0, 2)), sound=1)
+    effects = peers.hold_all(2, other)
+    assert effects[-1] == GoBack(2, 1, {0: (0, 2)})
+    peers.on(StateCopied(2, Key(1, 0), RECORDS))
+    assert peers.machine.settled and peers.machine.position == Key(1, 0)
+    again = next(e for e in peers.on(PlanArrived(plan(3, [0, 2]))) if isinstance(e, SendHolding))
+    assert again.holding.sound == 1, "until a decision proves that all have gone back"
+    peers.hold_all(3, Holding(Key(1, 0), {}, 0, sound=1))
+    peers.compute(), peers.reduce(), peers.agree(), peers.on(Updated(2))
+    last = next(e for e in peers.on(PlanArrived(plan(4, [0, 2]))) if isinstance(e, SendHolding))
+    assert last.holding.sound == -1
+
+
+def test_one_that_did_not_know_of_it_states_anew_what_it_has():
+    peers = Peers([0, 1])
+    peers.compute(), peers.reduce(), peers.agree(), peers.on(Updated(1))
+    peers.on(PlanArrived(plan(2, [0, 1])))
+    effects = peers.hold_all(2, Holding(Key(1, 0), {}, 0, sound=0))
+    assert [type(e) for e in effects] == [SettleAnew]
+    sent = next(e for e in peers.on(PlanArrived(plan(3, [0, 1]))) if isinstance(e, SendHolding))
+    assert sent.holding.sound == 0
+    effects = peers.hold_all(3, Holding(Key(1, 0), {}, 0, sound=0))
+    assert effects == [GoBack(3, 0, {0: ()})]

@@ -1,0 +1,38 @@
+"""A bit flips in one worker's memory: it is noticed, all go back, and the bits are those of the undisturbed run."""
+
+from __future__ import annotations
+
+from job_harness import Jobs
+
+COMPARED = {"verify_every": 5}
+
+
+def test_the_worker_that_the_others_outvote_leaves_and_heals(jobs: Jobs) -> None:
+    settings = {**COMPARED, "checkpoint.disk.every_steps": 4}
+    job = jobs.run("PicturesOneCycle", workers=3, chaos="flip:target=worker:1,at=12", settings=settings)
+    (evicted,) = job.of_kind("worker_evicted")
+    assert evicted["worker_id"] == 1 and "worker 1 deviates" in evicted["reason"], job.account()
+    (fallback,) = job.of_kind("fallback")
+    assert fallback["step"] == 8 and fallback["steps_redone"] >= 5, job.account()
+    assert "worker 1 deviates; all steps after 9 are tainted" in fallback["reason"]
+    assert list((job.run_dir / "checkpoints").glob("step-0000000012/damaged-*")), "a checkpoint of what was wrong"
+
+
+def test_without_a_majority_all_go_back_in_memory(jobs: Jobs) -> None:
+    settings = {**COMPARED, "checkpoint.memory.every_steps": 2, "checkpoint.interval": 1000}
+    job = jobs.run("Pictures", workers=2, chaos="flip:target=worker:0,at=12,phase=load", settings=settings)
+    (fallback,) = job.of_kind("fallback")
+    assert fallback["step"] == 8 and "no copy is outvoted" in fallback["reason"], job.account()
+    assert not job.of_kind("worker_evicted"), job.account()
+
+
+def test_with_nothing_to_go_back_to_all_start_anew(jobs: Jobs) -> None:
+    job = jobs.run("Text", workers=2, chaos="flip:target=worker:1,at=3", settings=COMPARED)
+    assert [event["step"] for event in job.of_kind("fallback")][-1] == 0, job.account()
+
+
+def test_a_copy_of_a_stage(jobs: Jobs) -> None:
+    settings = {**COMPARED, "stages": 2, "checkpoint.memory.every_steps": 2}
+    job = jobs.run("Pictures", workers=5, chaos="flip:target=worker:4,at=13,phase=load", settings=settings)
+    (fallback,) = job.of_kind("fallback")
+    assert fallback["step"] == 8 and "stage 1 differs" in fallback["reason"], job.account()

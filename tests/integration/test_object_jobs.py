@@ -1,0 +1,73 @@
+"""Jobs that upload their checkpoints: whatever the store does, training goes on; and another job begins with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.object_store import ObjectOptions, ObjectStore
+from everstep.checkpoint.reader import steps_in
+from everstep.cli.ledger import audit_run
+from job_harness import Event, Job, Jobs
+from object_server import KEY, SECRET, ObjectServer, Proxy
+
+ENDLESS = [{"kind": "job_completed"}]
+
+
+def uploaded(job: Job, after: int) -> int:
+    """The first step beyond this one that reaches the store."""
+
+    def later(event: Event) -> bool:
+        return event.get("tier") == "object" and event["step"] > after
+
+    return int(job.wait_for("checkpoint_completed", later)["step"])
+
+
+def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
+    jobs: Jobs, object_server: ObjectServer
+) -> None:
+    bucket = object_server.bucket()
+    url = f"s3://{bucket}/job"
+    settings: dict[str, Any] = {"checkpoint.disk.every_steps": 2, "checkpoint.object.url": url}
+    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    with Proxy(object_server.endpoint) as proxy:
+        settings["checkpoint.object.endpoint"] = proxy.endpoint
+        numerics = {"steps": 400}
+        job = jobs.start("Pictures", workers=2, numerics=numerics, settings=settings, pace=ENDLESS, environment=keys)
+        first = uploaded(job, 0)
+        proxy.set("refuse")
+        failed = job.wait_for("checkpoint_failed", tier="object")
+        assert "s3://" in failed["reason"] and failed["step"] > first, job.account()
+        job.wait_for("step_committed", lambda event: event["step"] > failed["step"] + 8)  # nobody waits for it
+        proxy.set("slow", bytes_per_s=200e3)
+        second = uploaded(job, failed["step"])
+        job.close()
+        there = steps_in(ObjectStore(url, ObjectOptions(object_server.endpoint, request_timeout_s=20.0)))
+        assert there[-1] >= second
+        proxy.set("pass")
+        resumed = {"checkpoint.object.endpoint": proxy.endpoint}
+        numerics = {"steps": there[-1] + 6}
+        again = jobs.start(
+            "Pictures", "--resume-from", url, workers=1, numerics=numerics, settings=resumed, environment=keys
+        )
+        assert again.end() == 0, again.account()
+    assert again.of_kind("job_started")[0]["step"] == there[-1] and audit_run(again.run_dir).clean
+    digests = [(d / "final" / "digest.json").read_text() for d in (again.run_dir, jobs.reference("Pictures", numerics))]
+    assert digests[0] == digests[1], again.account()
+
+
+def test_a_bucket_that_is_not_there_is_said_before_the_start(
+    jobs: Jobs, object_server: ObjectServer, tmp_path: Path
+) -> None:
+    environment = {
+        "AWS_ENDPOINT_URL": object_server.endpoint,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+    settings = {"checkpoint.object.url": "s3://everstep-no-such-bucket/x"}
+    job = jobs.start("Pictures", workers=1, settings=settings, environment=environment)
+    assert job.end() == 2, job.account()
+    said = job.run_dir.with_suffix(".err").read_text().splitlines()
+    assert len(said) == 1 and "there is no bucket 'everstep-no-such-bucket'" in said[0], said
+    assert not (job.run_dir / manifest_name(1)).exists()
