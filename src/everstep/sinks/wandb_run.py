@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import wandb
 
@@ -12,6 +14,7 @@ from everstep.report.words import Event, whole_number
 from everstep.sinks.sink import Run
 
 _PROJECT = "everstep"
+_SERVER = "https://api.wandb.ai"
 
 
 class WandbRun:
@@ -30,7 +33,7 @@ class WandbRun:
             dir=str(run.run_dir),
             mode=mode,
             config={"task": run.task, **config},
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -55,4 +58,11 @@ class WandbRun:
 
 
 def _has_key() -> bool:
-    return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(wandb, "api", None), "api_key", None))
+    """Whether there is one, in the environment or where `wandb login` leaves it; nobody is asked."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _SERVER).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

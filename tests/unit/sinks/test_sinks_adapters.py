@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from everstep.sinks.publication import read_cursor
 
 @pytest.fixture(autouse=True)
 def real_modules_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NETRC", os.devnull)
     for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -54,7 +56,7 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeWandbRun]:
         return runs[-1]
 
     fake = ModuleType("wandb")
-    vars(fake).update(init=init, Settings=SimpleNamespace, api=SimpleNamespace(api_key=None))
+    vars(fake).update(init=init, Settings=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return runs
 
@@ -67,7 +69,8 @@ def test_wandb_is_offline_without_a_key_and_goes_on_with_its_run(
     run_dir = run_dir_of(tmp_path / "mine", lines[:12])
     publish(run_dir, "wandb", make(), over=False)
     (run_dir / "events.jsonl").write_bytes(b"".join(lines))
-    monkeypatch.setenv("WANDB_API_KEY", "k")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     publish(run_dir, "wandb", make())
     first, second = wandb_runs
     assert (first.options["mode"], first.options["project"], first.options["name"]) == ("offline", "everstep", "mine")
