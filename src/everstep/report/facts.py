@@ -18,6 +18,7 @@ _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_LOG = 4000
 _MOST_LISTED = 1000
 _MOST_SPANS = 8000
+_LATELY_NS = 60_000_000_000
 _MARKED = {
     "fault_injected": "fault",
     "worker_evicted": "evicted",
@@ -186,9 +187,16 @@ class Facts:
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark = _MARKED.get(kind, "checkpoint")
-            step = _integer(event, "step") or self.step
+            step = self._struck_at(event, time_ns) if mark == "evicted" else _integer(event, "step") or self.step
             self.marks.append(Mark(time_ns, step, mark, _id(event), sentence(event)))
         self._note(event, kind, time_ns)
+
+    def _struck_at(self, event: Event, time_ns: int) -> int:
+        """The step that an eviction fell into: that of the fault which was injected, if one was."""
+        for mark in reversed(self.marks):
+            if mark.kind == "fault" and mark.worker_id == _id(event) and time_ns - mark.time_ns < _LATELY_NS:
+                return mark.step
+        return self.step + 1
 
     def _step_safely(self, event: Event, time_ns: int) -> None:
         try:

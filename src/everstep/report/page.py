@@ -130,8 +130,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
         return f"<{tag}{style}>{escape(text)}</{tag}>"
 
     head = "".join(cell("th", i, text) for i, text in enumerate(header))
+    head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     lines = "".join(f"<tr>{''.join(cell('td', i, text) for i, text in enumerate(row))}</tr>" for row in rows)
-    return _panel(f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
+    return _panel(f"<table>{head}<tbody>{lines}</tbody></table>")
 
 
 def _tone(state: str) -> str:
@@ -209,13 +210,13 @@ def _workers(history: History) -> str:
             [
                 f"{i}.{whole_number(row.get('incarnation'))}",
                 str(whole_number(row.get("step"))),
-                str(whole_number(row.get("samples"))),
+                str(whole_number(row.get("passes"))),
                 time_text(number(row.get("cpu_s"))),
                 size_text(number(row.get("rss_bytes"))),
                 ", ".join(f"{k} {100 * seconds[k] / whole:.0f} %" for k in most),
             ]
         )
-    header = ["worker", "step", "samples", "processor", "memory", "most of its time"]
+    header = ["worker", "step", "passes", "processor", "memory", "most of its time"]
     return _table(header, rows, (1, 2, 3, 4)) if rows else ""
 
 
@@ -261,7 +262,7 @@ def _checkpoints(history: History) -> str:
         for c in found[-_MOST_ROWS:]
     ]
     each = _table(["time", "tier", "step", "result", "size", "took", "stall"], rows, (0, 2, 4, 5, 6))
-    return _table(["tier", "complete", "failed", "newest", "size", "stall, all"], tiers, (1, 2, 3, 4, 5)) + each
+    return _table(["tier", "complete", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5)) + each
 
 
 def _tier(name: str, found: Sequence[Checkpoint]) -> list[str]:

@@ -18,6 +18,8 @@ from everstep.report.words import number, one_line, whole_number
 STEP_PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall")
 PHASES = (*STEP_PHASES, "recover", "other")
 _BUCKETS = 2048
+_FEWEST = 8
+_STEPS_EACH = 3
 _MOST_OPERATIONS = 24
 _MOST_WORKERS = 8192
 _NOT_STEPPING = ("idle", "starting", "heal")
@@ -98,10 +100,12 @@ class Usage:
     def columns(self, most: int = _BUCKETS) -> dict[str, Any]:
         """For charts: x (end of a bucket, s since 1970), seconds a worker spends per step by phase, bytes per second.
 
-        most: neighbours are merged until there are no more buckets than this; `width_s` is how long each lasts.
+        most: neighbours are merged until there are no more buckets than this, and until a worker does a few steps in
+        each: the time of a step that ends in one is spent in those before, too. `width_s` is how long each lasts.
         """
         width_s, buckets = self.width_s, self.buckets
-        while len(buckets) > most:
+        enough = sum(bucket.steps for bucket in buckets.values()) / (_STEPS_EACH * max(1, len(self.workers)))
+        while len(buckets) > min(most, max(_FEWEST, enough)):
             width_s, buckets = 2 * width_s, _halved(buckets)
         keys = sorted(buckets)
         found = [buckets[key] for key in keys]
@@ -133,7 +137,10 @@ class Usage:
             samples = max(0.0, number(row.get("samples")) - number(old.get("samples")))
             newest.samples_per_s = samples / passed_s
             newest.cpu_share = cpu_s / passed_s
-            bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
+            if old.get("phase") not in _NOT_STEPPING:
+                bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
+            if not row.get("rss_bytes"):  # it is just leaving
+                newest.row = {**row, "rss_bytes": old.get("rss_bytes")}
             bucket.samples += samples
             bucket.cpu_s += cpu_s
         self.cpu_us += round(1e6 * cpu_s)

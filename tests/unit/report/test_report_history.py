@@ -14,6 +14,7 @@ from everstep.report.account import Account, goodput
 from everstep.report.history import History
 from everstep.report.series import Series
 from everstep.report.tail import Folder, Tail
+from everstep.report.usage import Usage
 
 T0 = 1_800_000_000_000_000_000
 S = 1_000_000_000
@@ -234,3 +235,21 @@ def test_a_long_file_in_bounded_memory(tmp_path: Path) -> None:
     assert known.facts.counts["worker_suspected"] == 1_000
     assert len(known.facts.steps) <= 2048
     assert len(known.facts.log) <= 4000
+
+
+def test_columns_are_wide_enough_for_slow_steps() -> None:
+    """A step takes 4 s: by the second, most of its time would be counted in no step."""
+    usage = Usage()
+    for t in range(64):
+        row = {"worker_id": 0, "step": t // 4, "phase": "forward", "seconds": {"forward": 0.9 * t}, "rss_bytes": 50}
+        usage.take({"t": T0 + t * S, "host": "a", "workers": [row if t < 63 else {**row, "rss_bytes": 0}]})
+    columns = usage.columns()
+    assert columns["width_s"] == 8
+    assert columns["seconds"]["forward"][1:3] == pytest.approx([3.6, 3.6])
+    assert usage.workers[0].row["rss_bytes"] == 50, "a process that is just leaving has none"
+
+
+def test_an_eviction_is_marked_at_the_step_that_was_struck(tmp_path: Path) -> None:
+    lines = [*killed_run()[:10], event("fault_injected", 8.5, worker_id=0, step=7), *killed_run()[10:]]
+    marks = {mark.kind: mark.step for mark in history(tmp_path, lines).facts.marks}
+    assert (marks["fault"], marks["evicted"]) == (7, 7)

@@ -46,11 +46,11 @@ export class Chart {
         width: Math.max(200, this.box.clientWidth),
         height: HEIGHT,
         scales: { x: { time }, y: this.options.range ? { range: this.options.range } : {} },
-        axes: [{ ...axis, space: 60, size: time ? 44 : 30, ...(time ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
+        axes: [{ ...axis, space: time ? 80 : 60, size: 30, ...(time ? { values: moments } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
         legend: { show: series.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
-        series: [{ label: time ? "time" : (this.options.label ?? "step") }, ...series.map((s) => this.line(s, data[0].length))],
+        series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => (v === null || v === undefined ? "–" : time ? moments(u, [v])[0] : String(v)) }, ...series.map((s) => this.line(s, data[0].length))],
         hooks: { draw: [(u) => this.draw(u)], setCursor: [(u) => this.point(u)], setScale: [(u, key) => key === "x" && this.zoomed(u)] },
       },
       data,
@@ -61,13 +61,15 @@ export class Chart {
   /** One series for uPlot; of a stack, the area between it and the one below, told with its own value. */
   line(s, points) {
     const tint = colour(s.colour);
-    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.format(at === null || !this.options.stacked ? v : this.own(s.name, at)) };
+    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.told(s.name, v, at) };
     if (!this.options.stacked) return { ...common, width: 1.6, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
     return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
   }
 
-  own(name, at) {
-    return this.series.find((s) => s.name === name)?.y[at];
+  /** The value under the cursor as text; of a stack, what the series itself adds. */
+  told(name, v, at) {
+    const value = this.options.stacked && at !== null ? this.series.find((s) => s.name === name)?.y[at] : v;
+    return at === null || value === null || value === undefined ? "–" : this.format(value);
   }
 
   zoomed(u) {
@@ -117,10 +119,18 @@ export class Chart {
   }
 }
 
-/** Running sums over the series, point by point; a point that nobody knows stays a gap. */
+/** Moments on an axis, as short as their span allows. */
+function moments(u, ticks) {
+  const span = u.scales.x.max - u.scales.x.min;
+  const day = { day: "numeric", month: "short" }, minute = { hour: "2-digit", minute: "2-digit" };
+  const form = span > 172800 ? day : span > 36000 ? { ...day, ...minute } : span > 900 ? minute : { ...minute, second: "2-digit" };
+  return ticks.map((t) => new Date(1000 * t).toLocaleString("en-GB", { hour12: false, ...form }));
+}
+
+/** Running sums over the series, point by point. */
 function stack(series) {
   const below = series[0]?.y.map(() => 0) ?? [];
-  return series.map((s) => s.y.map((v, i) => (v === null ? null : (below[i] += v))));
+  return series.map((s) => s.y.map((v, i) => (below[i] += v ?? 0)));
 }
 
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
@@ -169,8 +179,9 @@ export class Training {
     one(this.seconds, "step", seconds, "c1");
     const usage = run.usage;
     const many = (chart, of, tint) => {
-      const series = Object.entries(of ?? {}).map(([name, y], i) => ({ name, y, colour: tint(name, i) }));
-      chart.update(usage?.x ?? [], series, true, timed);
+      const series = Object.entries(of ?? {}).map(([name, y], i) => ({ name, y: [null, ...y], colour: tint(name, i) }));
+      const x = usage?.x ?? [];
+      chart.update(x.length ? [x[0] - usage.width_s, ...x] : [], x.length ? series : [], true, timed); // each holds for the time before its x
     };
     many(this.phases, usage?.seconds, (name) => PHASE_COLOURS[name] ?? "c7");
     many(this.bytes, usage?.bytes_per_s, (name, i) => `c${i % 9}`);

@@ -49,7 +49,7 @@ export function bytes(size) {
   if (!size) return "–";
   let value = size;
   for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (value < 1000) return `${unit === "B" ? value : value.toFixed(1)} ${unit}`;
+    if (value < 1000) return `${unit === "B" ? value : value.toFixed(value < 100 ? 1 : 0)} ${unit}`;
     value /= 1000;
   }
   return `${value.toFixed(1)} TB`;
