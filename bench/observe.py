@@ -163,13 +163,9 @@ def run(options: argparse.Namespace, how: str) -> dict[str, Any]:
 
 def switched_on() -> dict[str, Any]:
     """Config keys that let others look on, as far as they can be had here."""
-    sinks = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
+    sinks = {"sinks": "tensorboard"} if importlib.util.find_spec("tensorboard") else {}
     served = {"metrics.listen": "127.0.0.1:0"} if importlib.util.find_spec("prometheus_client") else {}
-    from everstep.base.config import Config
-
-    served = served if hasattr(Config().metrics, "listen") else {}
-    sinks = sinks if hasattr(Config(), "sinks") else []
-    return {**served, **({"sinks": ",".join(sinks)} if sinks else {})}
+    return {**served, **sinks}
 
 
 @contextlib.contextmanager
