@@ -237,6 +237,13 @@ class Sparse(Pictures):
         return nn.Sequential(_Branches())
 
 
+class SparseStages(Pictures):
+    """The last unit lacks gradients, and the first one has BatchNorm."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), _Branches())
+
+
 class FatalEvaluation(PicturesOneCycle):
     """One worker dies in the first evaluation."""
 

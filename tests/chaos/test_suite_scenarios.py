@@ -26,4 +26,4 @@ def suite(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suit
 def test_scenario(suite: Suite, scenario: Scenario) -> None:
     result = suite.run(scenario)
     assert result.passed, "\n".join([*result.wrong, f"seed {result.seed}: {result.again}"])
-    assert result.equal
+    assert result.equal or scenario.fails

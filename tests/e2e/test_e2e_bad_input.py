@@ -28,8 +28,16 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--steps", "0"], ["steps", "0"]),
     (["--set", "early_stop.metric=loss"], ["early_stop.metric", "eval_every"]),
     (["--", "--an-argument"], ["--an-argument"]),
+    (["--stages", "2"], ["stages", "1 unit", "2 parts"]),
+    (["--set", "device=cuda:99"], ["cuda:99"]),
+    (["--config", "far.yaml"], ["worker 0", "'far-away'", "localhost"]),
 ]
-FILES = {"nested.yaml": "loader:\n  worker: 2\n", "typed.yaml": "steps: ten\n", "list.yaml": "- 1\n"}
+FILES = {
+    "nested.yaml": "loader:\n  worker: 2\n",
+    "typed.yaml": "steps: ten\n",
+    "list.yaml": "- 1\n",
+    "far.yaml": "map: [{hosts: [far-away]}]",
+}
 
 
 def test_refused_before_anything_starts(small_task: str, tmp_path: Path) -> None:

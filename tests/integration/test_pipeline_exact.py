@@ -43,5 +43,15 @@ def test_resnet50_in_the_five_classic_stages(jobs: Jobs) -> None:
     jobs.run("ThinResNet50", workers=5, settings={"stages": 5}, numerics={"steps": 4})
 
 
-def test_half_precision(jobs: Jobs) -> None:
-    jobs.run("Text", workers=4, settings={"stages": 2}, numerics={"steps": 8, "precision": "bf16"})
+@pytest.mark.parametrize(
+    ("task", "workers", "numerics"),
+    [("Text", 4, {"precision": "bf16"}), ("Text", 4, {"precision": "fp16"}), ("SparseStages", 3, {"clip_norm": 0.3})],
+)
+def test_a_leader_dies(jobs: Jobs, task: str, workers: int, numerics: dict[str, Any]) -> None:
+    """Loss scaler and autocast in two stages; a stage in which some parameters have no gradient, ever or at times."""
+    chaos = "kill:target=leader:1,at=4,phase=backward; kill:target=leader:0,at=6,phase=agree"
+    job = jobs.run(
+        task, workers=workers, settings={"stages": 2, "checkpoint.memory.every_steps": 2}, chaos=chaos,
+        numerics={"steps": 9, **numerics},
+    )  # fmt: skip
+    assert len(job.of_kind("worker_evicted")) == 2

@@ -100,7 +100,7 @@ def test_what_cannot_be_cut() -> None:
     with pytest.raises(ConfigError, match="use at most 2 parts"):
         cut_out(parts_of(model, list(model)), ((0, 1), (1, 2), (2, 3)), 3, 0)
     model[1].weight = nn.Parameter(model[0].weight.detach())
-    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight share memory"):
+    with pytest.raises(ConfigError, match=r"0\.weight \(unit 0, stage 0\) and 1\.weight \(unit 1, stage 1\) share"):
         cut_out(parts_of(model, list(model)), ((0, 1), (1, 2)), 2, 0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -125,6 +125,8 @@ class Wrong(MLPDigits):
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         units = super().units(model)
+        if self.how == "shape":
+            units[2].register_forward_pre_hook(lambda _, args: args[0][:, 1:])
         if self.how == "object":
             units[0].register_forward_hook(lambda *_: object())
         return units
@@ -138,6 +140,7 @@ class Wrong(MLPDigits):
         ("twice", "called the model twice"),
         ("batch", "changes its batch in place"),
         ("object", r"output of unit 0 \(Sequential\) has a object"),
+        ("shape", r"unit 2 \(\w+\) of stage 1 raised RuntimeError: mat1 and mat2"),
     ],
 )
 def test_tasks_that_cannot_be_split_are_told_in_one_line(how: str, said: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from everstep.base.config_checks import check_together, default_workers
 from everstep.base.config_fields import Kind, convert, free, key, shown
 from everstep.base.errors import ConfigError
-from everstep.base.pool_wish import PoolWish, make_wish, parse_map
+from everstep.base.pool_wish import PoolWish, make_wish
+from everstep.base.stage_map import devices_of, parse_map
 
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
@@ -235,7 +236,18 @@ class Config:
     redundancy: int | None = key(
         None, "int", "standby backups per stage; makes workers = stages x (1 + redundancy)", low=0, none=True
     )
-    map: Any = key(None, "any", "which worker serves which stage; none: evenly, in order", none=True)  # noqa: RUF009
+    map: Any = key(  # noqa: RUF009
+        None,
+        "any",
+        "which units, workers, hosts and devices each stage has, and who leads; none: evenly, in order",
+        none=True,
+    )
+    cut: Any = key(  # noqa: RUF009
+        "auto",
+        "any",
+        "where the model is cut. auto: as map or Task.cuts say, else counted; counted, measured: balanced by units' "
+        "parameters, or by their time for one lane, taken once before the start; or the units per part: [4, 4, 2]",
+    )
     schedule: str = key(
         "1f1b", "str", "order of forward and backward passes in a pipeline", choices=("gpipe", "1f1b", "interleaved")
     )
@@ -396,6 +408,11 @@ def to_dict(config: Config) -> dict[str, Any]:
 def pool_wish(config: Config) -> PoolWish:
     """Who is wanted in which stage, and how many of each pool are active."""
     return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
+
+
+def device_of(config: Config, worker_id: int) -> str:
+    """The device of a worker: as the map says, else the job's."""
+    return devices_of(parse_map(config.map, config.stages)).get(worker_id, config.device)
 
 
 def parse_set(text: str) -> tuple[str, str]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.base.errors import ConfigError
-from everstep.base.pool_wish import StageMap, even_homes, parse_map
+from everstep.base.pool_wish import even_homes, parse_cut
+from everstep.base.stage_map import StageMap, devices_of, parse_map
 
 if TYPE_CHECKING:
     from everstep.base.config import Config
@@ -32,8 +33,10 @@ def check_together(config: Config) -> None:
     """Raises: ConfigError if values that are fine alone contradict each other."""
     stage_maps = parse_map(config.map, config.stages)
     _check_pools(config, stage_maps)
+    _check_devices(config, stage_maps)
     _check_lanes(config, stage_maps)
     _check_schedule(config)
+    _check_cut(config, stage_maps)
     if config.min_workers > config.workers:
         raise ConfigError(
             f"min_workers: expected at most workers ({config.workers}), got {config.min_workers}: "
@@ -80,6 +83,17 @@ def _check_pools(config: Config, stage_maps: Sequence[StageMap]) -> None:
         )
 
 
+def _check_devices(config: Config, stage_maps: Sequence[StageMap]) -> None:
+    """One kind of device for all: others compute other bits."""
+    kind = config.device.partition(":")[0]
+    for worker_id, device in devices_of(stage_maps).items():
+        if device.partition(":")[0] != kind:
+            raise ConfigError(
+                f"map: worker {worker_id} has device {device}, but the job's is {config.device}: all compute on one "
+                f"kind of device, or their bits differ; set device={device.partition(':')[0]}, or mend the map"
+            )
+
+
 def _check_lanes(config: Config, stage_maps: Sequence[StageMap]) -> None:
     """No more active workers in a pool than lanes."""
     if config.redundancy is not None:
@@ -99,6 +113,17 @@ def _check_lanes(config: Config, stage_maps: Sequence[StageMap]) -> None:
         f"workers: expected at most {config.lanes} active ones per stage for {config.lanes} lanes, got {max(sizes)} in "
         f"stage {sizes.index(max(sizes))}: use fewer workers, or raise 'lanes' to {max(sizes)}"
     )
+
+
+def _check_cut(config: Config, stage_maps: Sequence[StageMap]) -> None:
+    rule = parse_cut(config.cut, config.stages * config.chunks)
+    if rule != "auto" and stage_maps and stage_maps[0].units:
+        raise ConfigError(f"cut: expected auto beside a map that names units, got {config.cut!r}: drop one of them")
+    if rule == "measured" and config.meta_init and config.stages > 1:
+        raise ConfigError(
+            "cut: measured needs the whole model in one process, which meta_init never builds: use cut=counted, or "
+            "give the sizes"
+        )
 
 
 def _check_schedule(config: Config) -> None:

@@ -5,30 +5,16 @@ Apart from the plan, which says who really sits where. Placement follows the wis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from everstep.base.errors import ConfigError
+from everstep.base.stage_map import StageMap
 
-MapRole = Literal["active", "standby"]
-_KEYS = ("units", "workers", "leader", "backups")
-_BACKUP_KEYS = ("worker", "role")
-
-
-@dataclass(frozen=True)
-class StageMap:
-    """One stage of an explicit `map`.
-
-    units: (first, last) of each of its parts, both inclusive; empty: the cut is made by itself. workers: ids; empty:
-    they are seated by themselves. leader: None: the first live one in id order.
-    """
-
-    units: tuple[tuple[int, int], ...] = ()
-    workers: tuple[int, ...] = ()
-    leader: int | None = None
-    standby: tuple[int, ...] = ()
+CutRule = Literal["auto", "counted", "measured"]
+CUT_RULES: tuple[CutRule, ...] = ("auto", "counted", "measured")
 
 
 @dataclass(frozen=True)
@@ -62,95 +48,22 @@ class PoolWish:
         return len(self.homes[stage]) if stage < len(self.homes) else 0
 
 
-def parse_map(value: Any, stages: int) -> tuple[StageMap, ...]:
-    """The explicit `map` of a config: one entry per stage, or nothing at all.
+def parse_cut(value: Any, parts: int) -> CutRule | tuple[int, ...]:
+    """The `cut` of a config: a rule, or the number of units of each part.
 
-    Raises: ConfigError, one line, for anything that is not such a list, a worker in two places, or an empty stage.
+    Raises: ConfigError, one line, for anything else, or sizes for another number of parts.
     """
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"map: expected a list with one entry per stage, got {value!r:.60}")
-    if len(value) != stages:
+    if value in CUT_RULES:
+        return value  # type: ignore[no-any-return]
+    sizes = () if isinstance(value, str) or not isinstance(value, Sequence) else tuple(value)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ConfigError(
-            f"map: expected {stages} entries, one per stage, got {len(value)}: add entries, or set stages={len(value)}"
+            f"cut: expected {', '.join(CUT_RULES)}, or the number of units of each part such as [4, 4, 2], got "
+            f"{value!r:.60}"
         )
-    found = tuple(_stage(stage, entry) for stage, entry in enumerate(value))
-    seen: dict[int, int] = {}
-    for stage, entry in enumerate(found):
-        for worker_id in entry.workers:
-            if worker_id in seen:
-                where = f"in stages {seen[worker_id]} and {stage}" if seen[worker_id] != stage else f"in stage {stage}"
-                raise ConfigError(f"map: worker {worker_id} is named twice, {where}: name each worker once")
-            seen[worker_id] = stage
-    for name, given in (("workers", [s.workers for s in found]), ("units", [s.units for s in found])):
-        if any(given) and not all(given):
-            empty = next(stage for stage, part in enumerate(given) if not part)
-            raise ConfigError(
-                f"map: stage {empty} has no {name}, but others have: give every stage its {name}, or none"
-            )
-    return found
-
-
-def _stage(stage: int, entry: Any) -> StageMap:
-    where = f"map: stage {stage}"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: expected keys such as 'workers', got {entry!r:.60}")
-    unknown = [key for key in entry if key not in _KEYS]
-    if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}: expected some of {', '.join(_KEYS)}")
-    if "workers" in entry and ("leader" in entry or "backups" in entry):
-        raise ConfigError(f"{where}: expected either 'workers', or 'leader' and 'backups', got both: keep one")
-    units = _units(where, entry["units"]) if entry.get("units") is not None else ()
-    if "workers" in entry:
-        ids = entry["workers"]
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not ids:
-            raise ConfigError(f"{where}: expected worker ids, got workers {ids!r:.60}: name at least one worker")
-        return StageMap(units, tuple(_worker(where, i) for i in ids))
-    if "backups" in entry and "leader" not in entry:
-        raise ConfigError(f"{where}: has backups and no leader: name its leader")
-    if "leader" not in entry:
-        return StageMap(units)
-    leader = _worker(where, entry["leader"])
-    backups = entry.get("backups") or ()
-    if isinstance(backups, str) or not isinstance(backups, Sequence):
-        raise ConfigError(
-            f"{where}: expected a list of backups such as {{worker: 3, role: standby}}, got {backups!r:.60}"
-        )
-    pairs = [_backup(where, backup) for backup in backups]
-    return StageMap(units, (leader, *(i for i, _ in pairs)), leader, tuple(i for i, role in pairs if role == "standby"))
-
-
-def _backup(where: str, backup: Any) -> tuple[int, MapRole]:
-    if not isinstance(backup, Mapping):
-        return _worker(where, backup), "active"
-    unknown = [key for key in backup if key not in _BACKUP_KEYS]
-    if unknown or "worker" not in backup:
-        raise ConfigError(f"{where}: expected a backup such as {{worker: 3, role: standby}}, got {dict(backup)!r:.60}")
-    role = backup.get("role", "active")
-    if role not in ("active", "standby"):
-        raise ConfigError(f"{where}: a backup's role is active or standby, got {role!r:.60}")
-    return _worker(where, backup["worker"]), role
-
-
-def _worker(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{where}: a worker is a number from 0, got {value!r:.60}")
-    return value
-
-
-def _units(where: str, value: Any) -> tuple[tuple[int, int], ...]:
-    """[first, last], or one such pair per part where a stage has several."""
-    pairs = [value] if _is_pair(value) else value
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs or not all(_is_pair(p) for p in pairs):
-        raise ConfigError(f"{where}: expected units as [first, last] (both count), got {value!r:.60}")
-    return tuple((pair[0], pair[1]) for pair in pairs)
-
-
-def _is_pair(value: Any) -> bool:
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        return False
-    return all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value) and value[0] <= value[1]
+    if parts > 1 and len(sizes) != parts:
+        raise ConfigError(f"cut: expected {parts} sizes, one per part, got {len(sizes)} in {list(sizes)}: mend them")
+    return sizes
 
 
 def even_homes(workers: int, stages: int) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,7 @@
 """The failure suite as data: what each scenario breaks, in which job, and what has to have happened at the end. Pure.
 
-Every scenario ends with the bits of the undisturbed run on one worker. Those in which somebody is to come back slow
+Every scenario ends with the bits of the undisturbed run on one worker, or, where it says so, because the job cannot go
+on and says why. Those in which somebody is to come back slow
 stage 0 down until that has been reported, so that they need neither long jobs nor luck.
 """
 
@@ -42,7 +43,8 @@ class Scenario:
 
     chaos: what strikes, as for `--chaos`. shape: stages and workers. settings: further config keys. expects: kinds of
     events, and how many there have to be at least. says: words of the reasons of events, by kind, one of which each
-    has to bear. never: kinds of events that must not be there.
+    has to bear. never: kinds of events that must not be there. fails: the job cannot go on, and these are words of the
+    reason that it has to give; empty: it ends with the right bits.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)
     says: Mapping[str, str] = field(default_factory=dict)
     never: tuple[str, ...] = ("fallback",)
+    fails: str = ""
 
     def config(self) -> dict[str, Any]:
         """The config keys that the scenario sets, beyond those of the task."""
@@ -86,12 +89,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "leader_recovery",
-        "a leader that hangs is replaced; another, cut off, comes back, finds itself fenced, heals and rejoins",
+        "a leader that hangs is replaced; another, cut off, comes back, finds itself fenced, heals as a backup, and "
+        "leads again once it takes part, for its id is the first of its pool",
         "stop:target=leader:1,at=6,for=3; partition:target=leader:2,at=8,for=1.5; "
         "slow:target=leader:0,at=5,by=0.04,for=9,until=worker_healed*2",
-        {"worker_evicted": 2, "leader_changed": 2, "worker_healed": 2},
+        {"worker_evicted": 2, "leader_changed": 4, "worker_healed": 2},
         settings={"hang_limit_s": 1},
-        says={"worker_evicted": "seen nothing of it"},
+        says={"worker_evicted": "seen nothing of it", "leader_changed": "healed and joins"},
     ),
     Scenario(
         "all_backup_failure",
@@ -100,8 +104,26 @@ SCENARIOS: tuple[Scenario, ...] = (
         {"worker_evicted": 3, "fallback": 1},
         SIX_AS_2x3,
         settings={"checkpoint.memory.every_steps": 4},
-        says={"fallback": "restored from a copy"},
+        says={"fallback": "goes on from a copy of step"},
         never=(),
+    ),
+    Scenario(
+        "pool_lost_without_copy",
+        "a whole pool dies, and there is neither a copy nor a checkpoint: every stage begins again, to the same bits",
+        "kill:target=worker:2+worker:3,at=6,phase=backward",
+        {"worker_evicted": 2, "fallback": 1},
+        settings={"checkpoint.enabled": False},
+        says={"fallback": "step 0, for there is no copy"},
+        never=(),
+    ),
+    Scenario(
+        "too_few_left",
+        "a whole pool dies and may not be restarted, and the others are fewer than the job may run with: it says so",
+        "kill:target=worker:2+worker:3,at=6",
+        {"fault_injected": 2},
+        settings={"max_restarts": 0, "min_workers": 5},
+        never=(),
+        fails="4 of the 5 workers that the job needs at least can still run",
     ),
     Scenario(
         "network_partition",

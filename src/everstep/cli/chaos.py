@@ -24,7 +24,29 @@ from everstep.runtime.address import EVENTS_FILE
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Break jobs on purpose, and compare them with the undisturbed run, byte by byte."""
+    """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
+
+    \b
+    A specification is "FAULT; FAULT; ...", a fault KIND:KEY=VALUE,KEY=VALUE.
+    kill        SIGKILL                  stop   SIGSTOP, with for=S until SIGCONT
+    raise       an exception in the worker
+    partition   for=S: cut off from the coordinator; from=peers: from all others
+    disconnect  for=S: its connection to the coordinator breaks
+    slow        by=S: each forward pass takes longer, for=S or until=EVENT*COUNT
+    random      p=P,seed=N,after_step=N: at each step, with probability P, any
+
+    \b
+    target  worker:2, worker:1+worker:3, leader:1 and backups:1 (of stage 1),
+            coordinator, random
+    at      the step that is being computed, or the first later one that fits
+    phase   load, forward, backward, reduce, agree, update: of a step;
+            settle: while a new generation finds out where it stands (at: the
+            last step done); heal: while a worker copies the state (at: the step
+            it heals to); finish: while final/ is made (at: the last step)
+
+    \b
+    Example: "kill:target=leader:0,at=9,phase=reduce; stop:target=random,at=12,for=3"
+    """
 
 
 @command.command()
@@ -73,7 +95,7 @@ def _list(scenarios: tuple[Scenario, ...], as_json: bool) -> None:
         if as_json:
             print(json.dumps({"name": scenario.name, "about": scenario.about, "config": scenario.config()}))
         else:
-            print(f"{scenario.name:20} {scenario.about}\n{'':20} {scenario.chaos}")
+            print(f"{scenario.name:22} {scenario.about}\n{'':22} {scenario.chaos}")
 
 
 def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -> int:
@@ -84,7 +106,8 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
     elif failed:
         print(f"\n{len(failed)} of {len(results)} failed: {', '.join(failed)}; all runs are in {base}")
     else:
-        print(f"\nall {len(results)} passed in {wall_s:.0f} s, bitwise equal to the undisturbed run; runs in {base}")
+        equal = sum(result.equal is True for result in results)
+        print(f"\nall {len(results)} passed in {wall_s:.0f} s, {equal} bitwise equal to the undisturbed run; in {base}")
     return 1 if failed else 0
 
 

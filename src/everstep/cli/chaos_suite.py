@@ -24,9 +24,9 @@ from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 UNDISTURBED = "undisturbed"
 LIMIT_S = 120.0
 _TOPOLOGY_OPTIONS = ("--workers", "--stages", "--pool", "--redundancy", "--spares", "--min-workers")
-_TOPOLOGY_KEYS = ("workers", "stages", "pool", "redundancy", "map", "spares", "min_workers", "chaos")
+_TOPOLOGY_KEYS = ("workers", "stages", "pool", "redundancy", "map", "cut", "spares", "min_workers", "chaos")
 _TITLE = (
-    f"{'scenario':20} {'ends':12} {'faults':>6} {'evicted':>7} {'healed':>6} {'recovery s':>16} {'redone':>6} {'s':>6}"
+    f"{'scenario':22} {'ends':12} {'faults':>6} {'evicted':>7} {'healed':>6} {'recovery s':>16} {'redone':>6} {'s':>6}"
 )
 
 Start = Callable[[list[str], Path], int]
@@ -104,7 +104,7 @@ class Suite:
         begin = time.monotonic()
         code = self._start(argv, run_dir)
         result = judge(run_dir, self.undisturbed, scenario)
-        if code:
+        if code and not scenario.fails:
             result.wrong.insert(0, f"everstep run ended with exit code {code}: {_last_line(run_dir)}")
         result.wall_s, result.again = time.monotonic() - begin, command_line(argv)
         return result
@@ -174,6 +174,12 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
     found = account(read_events(run_dir / EVENTS_FILE))
     result = Result(run_dir.name, found)
     result.seed, result.chaos = _job_facts(run_dir)
+    if scenario is not None and scenario.fails:
+        result.wrong += missing(scenario, found)
+        if found.state != "failed" or scenario.fails not in found.reason:
+            got = f"{found.state}: {found.reason or 'no reason was reported'}"
+            result.wrong.append(f"expected it to end with a reason that says {scenario.fails!r}, got {got}")
+        return result
     if found.state != "completed":
         result.wrong.append(f"the job is {found.state}: {found.reason or 'no reason was reported'}")
         return result
@@ -226,17 +232,19 @@ def print_result(result: Result) -> None:
     """One row; below it what is wrong and how to see it again."""
     found = result.account
     ends = "bits equal" if result.equal else "NOT EQUAL" if result.equal is False else found.state
+    stated = result.passed and found.state == "failed"
+    ends = "says why" if stated else ends
     took = "-"
     if found.recoveries_s:
         took = f"{found.median_s:.2f} (max {max(found.recoveries_s):.2f})"
     counts = found.counts
     print(
-        f"{result.name:20} {ends if result.passed else 'FAILED':12} {len(found.struck):6} "
+        f"{result.name:22} {ends if result.passed else 'FAILED':12} {len(found.struck):6} "
         f"{counts.get('worker_evicted', 0):7} {counts.get('worker_healed', 0):6} {took:>16} {found.steps_redone:6} "
         f"{result.wall_s:6.1f}",
         flush=True,
     )
-    for line in result.wrong:
+    for line in [found.reason] if stated else result.wrong:
         print(f"    {line}")
     if result.wrong:
         print(f"    seed {result.seed}, faults: {result.chaos}\n    again: {result.again}", flush=True)

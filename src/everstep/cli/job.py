@@ -8,20 +8,23 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.base.config import Config, load_config, numerics, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
+from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
 from everstep.runtime.address import DATASET_FILE, JOB_FILE, write_atomically
 
 Layers = Sequence[tuple[str, Mapping[str, Any]]]
 
+_LOOPBACK = ("localhost", "127.0.0.1")
 _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
 
 
@@ -45,7 +48,8 @@ class Job:
     """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
 
     dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
-    it began with, 0 if none.
+    it began with, 0 if none. unit_ms: the measured times of the units by which `cut` was chosen; empty if it was not.
+    split_checked: that the task can be split was seen before the start.
     """
 
     task: str
@@ -56,6 +60,8 @@ class Job:
     versions: Mapping[str, str] = field(default_factory=dict)
     created_unix_ns: int = 0
     begins_after: int = 0
+    unit_ms: tuple[float, ...] = ()
+    split_checked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
@@ -69,6 +75,8 @@ class Job:
             "versions": dict(self.versions),
             "created_unix_ns": self.created_unix_ns,
             "begins_after": self.begins_after,
+            "unit_ms": list(self.unit_ms),
+            "split_checked": self.split_checked,
         }
 
 
@@ -108,6 +116,17 @@ def check_dataset(config: Config, dataset_size: int) -> None:
         )
 
 
+def check_hosts(config: Config) -> None:
+    """Raises: ConfigError if the map names a host other than this, where the launcher starts all workers."""
+    here = socket.gethostname()
+    for worker_id, host in hosts_of(parse_map(config.map, config.stages)).items():
+        if host not in (here, here.partition(".")[0], *_LOOPBACK):
+            raise ConfigError(
+                f"map: worker {worker_id} is to run on host {host!r}, but this launcher starts its workers on {here!r} "
+                "only: name that, or localhost"
+            )
+
+
 def total_steps(config: Config, dataset_size: int | None) -> int | None:
     """Number of the last step, None where it cannot be known beforehand."""
     if dataset_size is None:
@@ -138,6 +157,20 @@ def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int |
     for name in _VERSIONED:
         versions[name] = importlib.metadata.version(name)
     return Job(task, tuple(argv), config, dataset_size, request.explicit, versions, time.time_ns())
+
+
+def with_cut(job: Job, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], before: Job | None) -> Job:
+    """The job with the cut that measuring its units gave, so that all its workers, and later runs of it, cut alike.
+
+    cut: [first unit, unit after the last] of each part. before: this job as it was started before; if it was cut by
+    measured times into as many parts, it stays cut like that.
+    """
+    if not unit_ms:
+        return job
+    if before is not None and before.unit_ms and len(before.config.cut) == len(cut):
+        return replace(job, config=replace(job.config, cut=before.config.cut), unit_ms=before.unit_ms)
+    sizes = [last - first for first, last in cut]
+    return replace(job, config=replace(job.config, cut=sizes), unit_ms=tuple(unit_ms))
 
 
 def differences(old: Job, new: Job) -> list[str]:
@@ -183,6 +216,8 @@ def read_job(run_dir: Path, *, joined: bool = True) -> Job:
             versions=data.get("versions", {}),
             created_unix_ns=int(data.get("created_unix_ns", 0)),
             begins_after=int(data.get("begins_after", 0)),
+            unit_ms=tuple(float(ms) for ms in data.get("unit_ms", ())),
+            split_checked=bool(data.get("split_checked", False)),
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

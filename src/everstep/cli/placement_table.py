@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everstep.base.config import Config, pool_wish
+from everstep.base.config import Config, device_of, pool_wish
 from everstep.cli.probe import Probe
 from everstep.placement.lanes import place
 from everstep.placement.pools import leaders
@@ -34,11 +34,28 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
                 "leader": leader,
                 "backups": [s.worker_id for s in pool if s.worker_id != leader],
                 "roles": {str(s.worker_id): s.role for s in pool},
-                "device": config.device,
+                "device": _device(config, [s.worker_id for s in pool]),
+                "devices": {str(s.worker_id): device_of(config, s.worker_id) for s in pool},
+                "ms_per_lane": _measured(probe, own),
                 "lanes": {str(seat.worker_id): list(seat.lanes) for seat in pool},
             }
         )
     return rows
+
+
+def _device(config: Config, pool: list[int]) -> str:
+    """Of the pool's workers; by worker where they differ: 0:cuda:0 1:cuda:1."""
+    found = {i: device_of(config, i) for i in pool}
+    if len(set(found.values())) == 1:
+        return found[pool[0]]
+    return " ".join(f"{i}:{device}" for i, device in found.items())
+
+
+def _measured(probe: Probe, parts: list[list[int]]) -> float | None:
+    """What the stage takes for one lane, forward and backward; None if it was not measured."""
+    if not probe.unit_ms:
+        return None
+    return round(sum(probe.unit_ms[i] for first, last in parts for i in range(first, last)), 3)
 
 
 def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
@@ -47,7 +64,8 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"kind": "placement", "stages": rows}))
         return
-    lines = [_HEADER]
+    timed = any(row["ms_per_lane"] is not None for row in rows)
+    lines: list[tuple[str, ...]] = [(*_HEADER, "ms per lane") if timed else _HEADER]
     for row in rows:
         parts = ",".join(f"{first}-{last - 1}" if last - first > 1 else f"{first}" for first, last in row["parts"])
         parameters = f"{row['parameters']:,}" if row["parameters"] is not None else "?"
@@ -56,8 +74,18 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         lanes = "  ".join(f"{i}:{span(taken)}" for i, taken in row["lanes"].items())
         leader = str(row["leader"]) + (" standby" if roles[str(row["leader"])] == "standby" else "")
         layers = _layers(row["units"])
-        lines.append((str(row["stage"]), parts or "?", layers, parameters, leader, backups, row["device"], lanes))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
+        line: tuple[str, ...] = (
+            str(row["stage"]),
+            parts or "?",
+            layers,
+            parameters,
+            leader,
+            backups,
+            row["device"],
+            lanes,
+        )
+        lines.append((*line, f"{row['ms_per_lane']:.1f}") if timed else line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in lines:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
     batch = config.lanes * config.micro_batch

@@ -11,7 +11,9 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.runtime.zygote_client import EarlyZygote, ForkEnded
@@ -33,6 +35,8 @@ class Probe:
     """What was found. `error`: a ConfigError's line, "" if none. `dataset_size` None: it could not be built.
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
+    unit_ms: what each unit takes for one lane, if that was asked for. split_checked: that the task can be split was
+    seen; then the workers need not look again.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +45,8 @@ class Probe:
     error: str = ""
     cut: list[list[int]] = field(default_factory=list)
     stage_parameters: list[int] = field(default_factory=list)
+    unit_ms: list[float] = field(default_factory=list)
+    split_checked: bool = False
 
 
 def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyZygote | None = None) -> Probe:
@@ -76,6 +82,9 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
         return Probe(
             error=f"{error}" if isinstance(error, ConfigError) else f"task {task_text!r}: its defaults: {error}"
         )
+    missing = _missing_device(task.config)
+    if missing:
+        return Probe(error=missing)
     size: int | None = None
     try:
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
@@ -85,22 +94,44 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     except Exception:
         pass  # the workers meet it too, and say so
     probe = Probe(defaults, size)
-    if units:
-        return look_at_model(task_text, task, probe)
-    return replace(probe, error=impossible_cut(task)) if task.config.stages > 1 else probe
+    if task.config.stages > 1:
+        probe = _look_at_split(task, probe)
+    return look_at_model(task_text, task, probe) if units and not probe.error else probe
 
 
-def impossible_cut(task: Task) -> str:
-    """Why the model cannot be cut as the config wants, "" if it can, or if it cannot be built (the workers say why)."""
-    from everstep.train.cut import chosen_cut
+def _missing_device(config: Config) -> str:
+    """Which device of the job is not there, as one line; "" if all are."""
+    named = {config.device, *devices_of(parse_map(config.map, config.stages)).values()} - {"cpu"}
+    if not named:
+        return ""
+    from everstep.train.precision import resolve_device
 
     try:
-        chosen_cut(task.config, task, _build(task))
+        for name in sorted(named):
+            resolve_device(name)
     except ConfigError as error:
         return str(error)
-    except Exception:
-        pass
     return ""
+
+
+def _look_at_split(task: Task, probe: Probe) -> Probe:
+    """Whether the task can be split; a model that no process is to hold is not run, only cut."""
+    from everstep.train.cut import chosen_cut
+    from everstep.train.split_probe import look_at_split
+
+    try:
+        if task.config.meta_init:
+            chosen_cut(task.config, task, _build(task))
+            return probe
+        found = look_at_split(task)
+    except ConfigError as error:
+        return Probe(error=str(error))
+    except Exception:
+        return probe  # the workers meet it too, and say so
+    if found is None:
+        return probe
+    cut = [list(part) for part in found.cut]
+    return replace(probe, cut=cut, unit_ms=list(found.unit_ms), split_checked=True)
 
 
 def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
@@ -110,7 +141,7 @@ def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
     try:
         model = _build(task)
         units = task.units(model)
-        cut = chosen_cut(task.config, task, model)
+        cut = chosen_cut(task.config, task, model, probe.unit_ms)
     except ConfigError as error:
         return Probe(error=str(error))
     except Exception as error:

@@ -22,11 +22,13 @@ from everstep.cli.job import (
     Job,
     Request,
     check_dataset,
+    check_hosts,
     effective_config,
     make_job,
     read_config_file,
     total_steps,
     with_chaos,
+    with_cut,
     write_job,
 )
 from everstep.cli.placement_table import print_placement
@@ -191,6 +193,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
     check_metrics(config.metrics.listen)
     check_sinks(config.sinks)
+    check_hosts(config)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -215,6 +218,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     if found.job is not None:  # it goes on: its checkpoints must know it again
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
+    job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
     start = find_start(run_dir, job, script=invocation.spec.kind == "script")
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)

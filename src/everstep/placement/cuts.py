@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from everstep.base.errors import ConfigError
-from everstep.base.pool_wish import StageMap
+from everstep.base.stage_map import StageMap
 
 Cut = tuple[tuple[int, int], ...]
 
@@ -70,7 +70,7 @@ def _check_enough(units: int, parts: int) -> None:
     if parts > units:
         raise ConfigError(
             f"stages: the model has {units} unit{'s' * (units != 1)}, fewer than the {parts} parts to cut it into: "
-            f"use at most {units}, or let Task.units name finer ones"
+            f"use at most {units}, or let Task.units name finer ones (of an nn.Sequential: list(model))"
         )
 
 

@@ -7,6 +7,7 @@ newcomers only where there would be too few); a prepared one changes the members
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
@@ -97,8 +98,10 @@ def _regroup(state: State) -> None:
             cause += f"; worker {listed(newcomers)} takes part from here"
         if lost:
             cause += f"; stage {listed(set(lost))} has lost its whole pool: every stage goes back to the newest copy"
+        if not state.entered:  # what was to be restored before may still be nowhere
+            lost = sorted({*lost, *state.lost_stages})
         _make_now(state, members, cause, fresh=False)
-        _tell_lost(state, lost)
+        state.lost_stages = list(lost)
         return
     policy = "on_failure is 'wait'" if needed > state.min_workers else "min_workers is the least the job may run with"
     _await(state, f"{cause}. {len(members)} of {needed} workers are ready ({policy}): waiting for more")
@@ -141,22 +144,6 @@ def _followed(state: State, worker: Worker) -> set[int]:
     return set(prepared.stages_of(worker.key.worker_id)) if prepared is not None and prepared.has(worker.key) else set()
 
 
-def _tell_lost(state: State, lost: Sequence[int]) -> None:
-    """A pool is gone, and with it the newest state of its stage: say who serves it, and what that means."""
-    plan = state.plan
-    if not lost or plan is None:
-        return
-    state.lost_stages = list(lost)
-    who = "; ".join(f"worker {listed({s.worker_id for s in plan.pool(k)})} takes stage {k}" for k in lost)
-    state.report(
-        "fallback",
-        reason=f"stage {listed(set(lost))} has lost its whole pool: {who}, and every stage goes back to the newest "
-        "step of which there is a copy of all of them, in memory or on disk",
-        step=None,
-        generation=plan.generation,
-    )
-
-
 def _fall_back(state: State) -> None:
     if state.ending is not None:
         state.end(state.ending.state, f"{state.ending.reason}; no checkpoint: nobody is left", state.ending.exit_code)
@@ -184,8 +171,10 @@ def _fall_back(state: State) -> None:
         text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
     else:
         text += "starting over from step 0, or from the newest copy that is left"
-    state.report("fallback", reason=text, step=step or None, generation=state.generation + 1)
-    state.fell_from, state.step = 0 if step else state.step, step
+    fell_from = 0 if step else max(state.fell_from, state.step)
+    if not fell_from:  # otherwise it is told when it is known how many steps are done again
+        state.report("fallback", reason=text, step=step or None, generation=state.generation + 1)
+    state.fell_from, state.step, state.lost_stages = fell_from, step, []
     _make_now(state, ready[: state.target], text, fresh=True)
 
 
@@ -224,7 +213,6 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
-    state.lost_stages = []
     state.entered = set()
     state.broken, state.accusations, state.accusation_reasons = [], {}, []
     state.fallback = False
@@ -318,15 +306,31 @@ def check_quorum(state: State) -> None:
 # ---- prepared plans
 
 
+class Move(NamedTuple):
+    """A member of one pool becomes one of another."""
+
+    worker_id: int
+    source: int
+    target: int
+
+
+def moved(seats: Sequence[Seat], move: Move) -> list[Seat]:
+    """The seats with this member's in the other pool, without lanes yet."""
+    staying = [s for s in seats if (s.worker_id, s.stage) != (move.worker_id, move.source)]
+    return [*staying, Seat(move.worker_id, move.target, "standby", ())]
+
+
 def prepare(
     state: State,
     joiners: Sequence[tuple[Worker, tuple[int, ...]]],
     leaving: Sequence[WorkerKey],
     reason: str,
+    move: Move | None = None,
 ) -> None:
     """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
 
-    joiners: with the stages whose state they hold.
+    joiners: with the stages whose state they hold. move: a member that goes to another pool; it copies the state when
+    it settles there, while the others wait.
     """
     plan = state.plan
     check(plan is not None and state.prepared is None, "a plan is prepared upon a current one, one at a time")
@@ -335,7 +339,8 @@ def prepare(
     staying = [w for w in state.survivors() if w.key not in leaving]
     members = sorted([*staying, *(w for w, _ in joiners)], key=lambda w: w.key)
     healed = [Seat(w.key.worker_id, stage, "standby", ()) for w, stages in joiners for stage in stages]
-    seats = state.seats([w.key.worker_id for w in members], [*plan.seats, *healed], anew=True)
+    before = plan.seats if move is None else moved(plan.seats, move)
+    seats = state.seats([w.key.worker_id for w in members], [*before, *healed], anew=True)
     prepared = Plan(
         generation=state.generation + 1,
         reason=reason,
@@ -345,7 +350,7 @@ def prepare(
         stages=state.config.stages,
         speeds=_speeds_of(state, members),
         prepared=True,
-        joining=tuple(sorted(w.key.worker_id for w, _ in joiners)),
+        joining=tuple(sorted([*(w.key.worker_id for w, _ in joiners), *([] if move is None else [move.worker_id])])),
         leaders=_leaders(state, seats),
     )
     _issue(state, prepared)
@@ -374,32 +379,37 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
 
 def _note_step(state: State, plan: Plan, step: int) -> None:
     """The step that a member has settled at; the first of a generation knows whether there was a way back."""
-    if state.fell_from and not state.entered:
-        state.report(
-            "fallback",
-            reason=f"all workers go on from {f'the checkpoint of step {step}' if step else 'step 0'}: "
-            f"{max(0, state.fell_from - step)} steps are done again, to the same bits",
-            step=step,
-            generation=plan.generation,
-            steps_redone=max(0, state.fell_from - step),
-        )
-        state.fell_from, state.doubt = 0, ""
+    if not state.entered and (state.fell_from or state.lost_stages):
+        _tell_fallback(state, plan, step)
     if state.entered or plan.prepared or step >= state.step:
         state.step = max(state.step, step)
         state.doubt = "" if state.entered else state.doubt
         return
-    if state.lost_stages or state.doubt:
-        what = f"stage {listed(set(state.lost_stages))} was restored from a copy of step {step}"
-        if state.doubt:
-            what = f"{state.doubt}; all go back to {f'the copy of step {step}' if step else 'step 0'}"
-        state.report(
-            "fallback",
-            reason=f"{what}: {state.step - step} steps are done again, to the same bits",
-            step=step,
-            generation=plan.generation,
-            steps_redone=state.step - step,
-        )
+    if state.doubt:
+        _tell_fallback(state, plan, step)
     state.step, state.doubt = step, ""
+
+
+def _tell_fallback(state: State, plan: Plan, step: int) -> None:
+    """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
+    reached, lost = state.fell_from or state.step, state.lost_stages
+    source = f"a copy of step {step}" if step else "step 0, for there is no copy"
+    if state.fell_from:
+        what = f"every worker that held the training state was gone: all go on from {source}"
+    elif state.doubt:
+        what = f"{state.doubt}; all go back to {source}"
+    else:
+        who = "; ".join(f"worker {listed({s.worker_id for s in plan.pool(k)})} takes stage {k}" for k in lost)
+        what = f"stage {listed(set(lost))} had lost its whole pool: {who}, and every stage goes on from {source}"
+    redone = max(0, reached - step)
+    state.report(
+        "fallback",
+        reason=f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits",
+        step=step,
+        generation=plan.generation,
+        steps_redone=redone,
+    )
+    state.fell_from, state.lost_stages, state.doubt = 0, [], ""
 
 
 def follow(state: State, generation: int) -> None:

@@ -29,7 +29,6 @@ from everstep.protocol.messages import AnyMessage, JobEnded
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
-LOOK_NS = 5 * SECOND_NS
 
 
 class Place(Protocol):
@@ -208,7 +207,7 @@ class State:
         self.broken: list[str] = []  # why the current plan cannot go on
         self.fallback = False  # all state is lost; the next plan starts at step 0
         self.step = 0
-        self.lost_stages: list[int] = []  # whose whole pool was gone when `plan` was made
+        self.lost_stages: list[int] = []  # whose whole pool was gone; until it is told what they were restored from
         # What is wanted.
         self.target = config.workers
         self.slots: set[int] | None = None  # None: as the agents started them
@@ -283,7 +282,7 @@ class State:
         """Somebody says how fast it computes: begin to look at the speeds now and then."""
         if not self.watching_speeds:
             self.watching_speeds = True
-            self.alarms.set("speeds", self.now + LOOK_NS)
+            self.alarms.set("speeds", self.now + self.config.look_ns)
 
     def seats(
         self, worker_ids: Sequence[int], previous: Sequence[Seat], *, anew: bool = False, speeds: Any = None

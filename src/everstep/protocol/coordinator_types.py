@@ -14,7 +14,8 @@ class CoordinatorConfig:
     """What the coordinator needs of the job's config. Times in nanoseconds.
 
     small_state_bytes: who has no larger state to copy is taken into a plan for at once, and copies it there. save_ns:
-    time for a checkpoint before a job ends that fails; 0 without checkpoints.
+    time for a checkpoint before a job ends that fails; 0 without checkpoints. lasting_ns: how long another placement
+    must have promised much shorter steps before lanes, or a worker, are moved for it; it is looked at every look_ns.
     """
 
     lanes: int
@@ -31,6 +32,8 @@ class CoordinatorConfig:
     wish: PoolWish = field(default_factory=PoolWish)
     small_state_bytes: int = 32 << 20
     save_ns: int = 0
+    lasting_ns: int = 30_000_000_000
+    look_ns: int = 5_000_000_000
 
 
 # ---- events

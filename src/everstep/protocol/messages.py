@@ -165,7 +165,8 @@ class PeerFault(Message, frozen=True, kw_only=True):
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help.
 
-    generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it.
+    generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
+    be done.
     """
 
     worker_id: int

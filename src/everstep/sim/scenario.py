@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.base.plan import WorkerKey
-from everstep.base.pool_wish import PoolWish
+from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
@@ -45,6 +45,7 @@ class Setup:
     faults: tuple[Fault, ...]
     active: int = 0  # of each pool, the others stand by; 0: all of them
     disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
+    lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
 
     def __str__(self) -> str:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
@@ -90,6 +91,7 @@ def set_up_split(seed: int) -> Setup:
         faults=draw_split(rng, horizon_ms=60 + steps * 60),
         active=rng.choice((0, 0, 1)),
         disk_hosts=rng.choice((None, None, 1)),
+        lasting_ms=rng.choice((30_000, 0, 50)),
     )
 
 
@@ -162,7 +164,12 @@ class Simulation:
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
             grace_ns=1 * SECOND,
-            wish=PoolWish(active=(setup.active,) * setup.job.stages if setup.active else ()),
+            wish=PoolWish(
+                homes=even_homes(setup.workers, setup.job.stages),
+                active=(setup.active,) * setup.job.stages if setup.active else (),
+            ),
+            lasting_ns=setup.lasting_ms * MS,
+            look_ns=min(5_000, setup.lasting_ms // 2 + 10) * MS,
         )
         slots = range(setup.workers + setup.spares)
         self.slots = {host: [i for i in slots if i % setup.hosts == n] for n, host in enumerate(self.hosts)}

@@ -164,6 +164,7 @@ class SimWorker(Process):
             phase=str(self.machine.phase),
             still_ms=still,
             samples_per_s=100.0 / self.slowness,
+            compute_ms_per_lane=2.0 * self.slowness,
         )
 
     def deliver(self, message: wire.AnyMessage) -> None:

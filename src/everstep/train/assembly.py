@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from everstep.base.config import Config
+from everstep.base.config import Config, device_of
 from everstep.base.errors import ConfigError
 from everstep.data.batch import to_device
 from everstep.data.fetch import Recipe, fetch
@@ -30,13 +30,19 @@ from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
 
 
-def prepare_torch(config: Config) -> torch.device:
-    """Threads and determinism of this process; returns the device."""
+def prepare_torch(config: Config, worker_id: int = 0) -> torch.device:
+    """Threads and determinism of this process; returns the device of this worker.
+
+    Raises: ConfigError if it is not there.
+    """
     torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return resolve_device(config.device)
+    device = resolve_device(device_of(config, worker_id))
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def sample_order(config: Config, dataset: Any) -> SampleOrder | ElasticOrder:
@@ -92,7 +98,7 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     Raises: TaskError naming the method that raised; ConfigError for what cannot work.
     """
     config = link.config
-    device = prepare_torch(config)
+    device = prepare_torch(config, link.me.worker_id)
     task.config = config
     early_stop = make_early_stop(config)
     built = _Built(task, config, device, {"everstep.early_stop": early_stop})
@@ -101,7 +107,7 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
         return assemble(link, parts, built.dataset, task.collate, device, goes_back=True), early_stop
     order = sample_order(config, built.dataset)
     whole = Whole.of(parts.model)
-    stages = _stages(built, parts, order, task, config, device)
+    stages = _stages(built, parts, order, task, config, device, checked=link.split_checked)
     session = Session(link, stages, device, built.dataset, task.collate, order, whole, goes_back=True)
     return Run(session, parts.model), early_stop
 
@@ -135,11 +141,14 @@ def _stages(
     task: Task,
     config: Config,
     device: torch.device,
+    *,
+    checked: bool,
 ) -> Stages:
     """The stages of a split job.
 
     first: the whole, built already; the first stage that is wanted is cut out of it, after a look at whether the units
-    make it up. Made module by module there is no whole, and each stage makes what it needs.
+    make it up (checked: there was one before the start). Made module by module there is no whole, and each stage makes
+    what it needs.
     """
     cut = chosen_cut(config, task, first.model)
     whole = [] if config.meta_init else [first]
@@ -152,7 +161,7 @@ def _stages(
             return whole.pop() if whole else built.make(units_of(cut, stage, config.stages))
 
         batch = None
-        if whole:
+        if whole and not checked:
             recipe = Recipe(built.dataset, order, task.collate, config.seed)
             batch = to_device(fetch(recipe, 1, 0)[0], device)
         common: dict[str, Any] = {"config": config, "device": device, "loss": loss, "batch": batch}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, EverstepError, InvariantViolation, TaskError
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import tensor_digest
 from everstep.exact.seeding import UnitSeeder, preserve_rng
@@ -25,36 +25,38 @@ from everstep.train.precision import autocast
 
 def check_units(
     whole: Parts, loss: Loss, batch: Any, config: Config, device: torch.device, cut: Sequence[tuple[int, int]] = ()
-) -> None:
+) -> Any:
     """See that the units, one after the other, are the model's whole forward pass: same output, same buffers, bitwise.
 
     whole: before it is cut, in training mode; it is left as it was. batch: of one lane. cut: where
-    it will be cut; then no unit may use a parameter of another part that is not among its own.
+    it will be cut; then no unit may use a parameter of another part that is not among its own, and what comes out
+    there must be what can be handed on. Returns the output.
 
-    Raises: ConfigError if they are not. TaskError if the loss does what cannot be split.
+    Raises: ConfigError if they are not. TaskError if the loss does what cannot be split; what the model itself raises.
     """
-    outcomes = []
     with preserve_rng(), _lane_of(whole, loss, batch) as (args, kwargs), _guarded(whole.model) as guard:
-        chain = _Chain(whole.units)
-        for through in (whole.model, chain):
+
+        def outcome_of(forward: Callable[..., Any]) -> tuple[Any, list[tuple[str, str]], dict[str, str]]:
             guard.begin_lane()
             seeder = UnitSeeder(whole.units, config.seed)
             try:
                 seeder.begin_lane(0, 0)
                 with autocast(config.precision, device):
-                    output = through(*args, **kwargs)
+                    output = forward(*args, **kwargs)
             finally:
                 seeder.end_lane()
                 seeder.close()
             buffers = {name: tensor_digest(b) for name, b in whole.model.named_buffers()}
-            outcomes.append((list(_facts(output, "output")), buffers))
-            del output
+            return output, list(_facts(output, "output")), buffers
+
+        chain = _Chain(whole.units, cut, config.stages)
+        output, units, unit_buffers = outcome_of(chain)
+        _, model, model_buffers = outcome_of(whole.model)
         guard.begin_lane()
-        _refuse_outside(whole, outcomes[0][1])
-    (model, model_buffers), (units, unit_buffers) = outcomes
+        _refuse_outside(whole, model_buffers)
     if model == units and model_buffers == unit_buffers:
         _refuse_hidden_uses(whole, chain.used, cut)
-        return
+        return output
     where = next(
         (a[0] for a, b in zip(model, units, strict=False) if a != b), "output" if model != units else "buffers"
     )
@@ -114,28 +116,53 @@ def _now(device: torch.device) -> float:
 
 
 class _Chain:
-    """The units one after the other. used: for each unit the parameters in its part of autograd's graph."""
+    """The units one after the other. used: for each unit the parameters in its part of autograd's graph.
 
-    def __init__(self, units: Sequence[nn.Module]) -> None:
+    cut: where the model will be cut, if it is known by now.
+    """
+
+    def __init__(self, units: Sequence[nn.Module], cut: Sequence[tuple[int, int]], stages: int) -> None:
         self._units = units
+        self._stage_of = {unit: part % stages for part, run in enumerate(cut) for unit in range(*run)}
+        self._ends = {last - 1 for _, last in cut[:-1]}
         self.used: list[list[Tensor]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x = self._units[0](*args, **kwargs)
-        self.used.append(_leaves_behind(x, set()))
-        for k, unit in enumerate(self._units[1:], 1):
+        x: Any = None
+        for k, unit in enumerate(self._units):
             before_it = {t.grad_fn for t in _tensors(x) if t.grad_fn is not None}
+            came_in = _shapes(x if k else (args, kwargs))
             try:
-                x = unit(x)
-                self.used.append(_leaves_behind(x, before_it))
-            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-                before, why = type(self._units[k - 1]).__name__, f"{error}".partition("\n")[0]
+                x = unit(x) if k else unit(*args, **kwargs)
+            except (EverstepError, InvariantViolation):
+                raise
+            except Exception as error:
+                came = f"what {self._name(k - 1)} returns" if k else "what the loss calls the model with"
                 raise ConfigError(
-                    f"units: unit {k} ({type(unit).__name__}) cannot work on what unit {k - 1} ({before}) returns: "
-                    f"{type(error).__name__}: {why}; applied one after the other, x = unit(x), they must be the "
-                    "model's whole forward pass: use other units, or stages: 1"
+                    f"units: {self._name(k)} cannot work on {came} ({came_in}): {type(error).__name__}: "
+                    f"{str(error).partition(chr(10))[0]}; applied one after the other, x = unit(x), the units must be "
+                    "the model's whole forward pass: mend the model or its units, or use stages: 1"
                 ) from error
+            self.used.append(_leaves_behind(x, before_it))
+            if k in self._ends:
+                self._see_that_it_can_be_cut(k, x)
         return x
+
+    def _see_that_it_can_be_cut(self, k: int, x: Any) -> None:
+        try:
+            bundle(x, lambda: f"units: the output of {self._name(k)}")
+        except TaskError as error:
+            raise ConfigError(f"{error}; return such a thing, or cut the model elsewhere") from None
+
+    def _name(self, k: int) -> str:
+        stage = f" of stage {self._stage_of[k]}" if self._stage_of else ""
+        return f"unit {k} ({type(self._units[k]).__name__}){stage}"
+
+
+def _shapes(tree: Any) -> str:
+    """What a tree of tensors looks like, in short: float32 [4, 8], int64 [4]."""
+    found = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in _tensors(tree)]
+    return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "") or type(tree).__name__
 
 
 @contextmanager

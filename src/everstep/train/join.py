@@ -97,7 +97,7 @@ def join(
         link.config = _merge(link, given)
     else:
         link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
-    device = prepare_torch(link.config)
+    device = prepare_torch(link.config, link.me.worker_id)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)
     _run = assemble(link, parts, dataset, collate, device)

@@ -42,7 +42,9 @@ def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | Non
 
 class Link(Protocol):
     """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a
-    scripted fault, for whoever has the state: one bit of it changes."""
+    scripted fault, for whoever has the state: one bit of it changes. `split_checked`: that the task can be split was
+    seen before the start.
+    """
 
     me: WorkerKey
     task: str
@@ -55,6 +57,7 @@ class Link(Protocol):
     token: bytes
     log: WorkerLog
     flip: Callable[[], None]
+    split_checked: bool
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
@@ -76,12 +79,13 @@ class Link(Protocol):
         ...
 
 
-def _explicit(context: WorkerContext) -> frozenset[str]:
-    """The config keys that the user set himself; a script's own values give way to these only."""
+def _job_facts(context: WorkerContext) -> dict[str, Any]:
+    """What job.json says, beside the config; nothing if there is none."""
     try:
-        return frozenset(json.loads((context.run_path / JOB_FILE).read_text()).get("explicit", ()))
+        facts = json.loads((context.run_path / JOB_FILE).read_text())
     except (OSError, ValueError):
-        return frozenset()
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 class LaunchedLink:
@@ -98,7 +102,9 @@ class LaunchedLink:
         self.fault_now: FaultNow = no_fault_now
         self.log = set_up_worker_log(None, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
-        self.explicit = _explicit(context)
+        facts = _job_facts(context)
+        self.explicit = frozenset(facts.get("explicit", ()))  # keys that the user set: a script's own give way to them
+        self.split_checked = bool(facts.get("split_checked"))
         self.flip: Callable[[], None] = lambda: None
         self._coordinator = context.coordinator_file
         self._control: ControlClient | None = None
@@ -172,6 +178,7 @@ class LoneLink:
         self.log = WorkerLog(0, 0)
         self.token = secrets.token_bytes(16)
         self.flip: Callable[[], None] = lambda: None
+        self.split_checked = False
         self._deliver: Deliver | None = None
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.base.errors import TaskError, check
+from everstep.base.errors import EverstepError, InvariantViolation, TaskError, check
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
+from everstep.train.calling import where
 from everstep.train.lane_probe import LaneProbe, copied
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 
@@ -235,17 +236,35 @@ class PartPass:
     # ---- units
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
-        """The first part's output for the model's own arguments."""
-        x = self.units[0](*args, **kwargs)
-        for unit in self.units[1:]:
-            x = unit(x)
-        return x
+        """The first part's output for the model's own arguments. Raises: TaskError naming the unit that raises."""
+        try:
+            x = self.units[0](*args, **kwargs)
+        except (EverstepError, InvariantViolation):
+            raise
+        except Exception as error:
+            raise self._named(0, error) from error
+        return self._follow(x, 1)
 
     def through(self, x: Any) -> Any:
-        """The part's output for that of the part before."""
-        for unit in self.units:
-            x = unit(x)
+        """The part's output for that of the part before. Raises: TaskError naming the unit that raises."""
+        return self._follow(x, 0)
+
+    def _follow(self, x: Any, first: int) -> Any:
+        at = first
+        try:
+            for at in range(first, len(self.units)):
+                x = self.units[at](x)
+        except (EverstepError, InvariantViolation):
+            raise
+        except Exception as error:
+            raise self._named(at, error) from error
         return x
+
+    def _named(self, at: int, error: Exception) -> TaskError:
+        """What a unit raised, with its name."""
+        number = self.last_unit - len(self.units) + 1 + at
+        name = f"unit {number} ({type(self.units[at]).__name__}) of {self._where}"
+        return TaskError(f"{name} raised {type(error).__name__}: {error}{where(error)}")
 
     def bundled(self, x: Any) -> Bundle:
         """The part's output taken apart. Raises: TaskError naming the last unit if it cannot be handed on."""

@@ -85,9 +85,9 @@ def cut_out(whole: Parts, cut: Cut, stages: int, stage: int) -> tuple[Parts, Sta
             f"{cut[-1][1] - 1}: use at most {n_units} parts, or let Task.units name finer units"
         )
     spec = StageSpec(stage, stages, tuple(cut))
-    stage_of = {unit: part % stages for part, run in enumerate(cut) for unit in range(*run)}
+    stage_of = _stage_of(cut, stages)
     names = _first_names(whole.model)
-    _refuse_hidden_ties(whole, stage_of)
+    refuse_hidden_ties(whole, cut, stages)
     untie(whole.model, whole.units)
     align_parameters(whole.model)
     leaves = _leaves(whole.units)
@@ -112,6 +112,10 @@ def cut_out(whole: Parts, cut: Cut, stages: int, stage: int) -> tuple[Parts, Sta
     spec = StageSpec(stage, stages, tuple(cut), _tied(ties, whole.model, layout, stage_of), share)
     gc.collect()
     return parts, spec
+
+
+def _stage_of(cut: Cut, stages: int) -> dict[int, int]:
+    return {unit: part % stages for part, run in enumerate(cut) for unit in range(*run)}
 
 
 _Leaves = list[tuple[int, nn.Parameter]]
@@ -155,8 +159,12 @@ def _holders(whole: Parts) -> list[_Holder]:
     ]
 
 
-def _refuse_hidden_ties(whole: Parts, stage_of: Mapping[int, int]) -> None:
-    """Memory that several stages would write to must be one Parameter object, so that everybody sees the tie."""
+def refuse_hidden_ties(whole: Parts, cut: Cut, stages: int) -> None:
+    """See that memory which several stages would write to is one Parameter object, so that everybody sees the tie.
+
+    Raises: ConfigError naming both places.
+    """
+    stage_of = _stage_of(cut, stages)
     spans: list[tuple[int, int, _Holder]] = []
     outside = {id(h.tensor) for h in _holders(whole) if h.unit < 0}
     for holder in _holders(whole):
@@ -176,8 +184,9 @@ def _refuse_hidden_ties(whole: Parts, stage_of: Mapping[int, int]) -> None:
         for _, other in active:
             if not _may_share(other, holder, stage_of):
                 raise ConfigError(
-                    f"{other.name} and {holder.name} share memory and would come to different stages; make them one "
-                    "nn.Parameter, or cut the model where both are in one stage"
+                    f"{other.name} (unit {other.unit}, stage {stage_of.get(other.unit, '?')}) and {holder.name} (unit "
+                    f"{holder.unit}, stage {stage_of.get(holder.unit, '?')}) share memory and would come to different "
+                    "stages; make them one nn.Parameter, or cut the model where both are in one stage"
                 )
         active.append((stop, holder))
     _refuse_late_names(_holders(whole))

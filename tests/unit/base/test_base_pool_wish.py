@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.base.config import load_config, pool_wish
+from everstep.base.config import device_of, load_config, pool_wish
 from everstep.base.errors import ConfigError
-from everstep.base.pool_wish import StageMap, even_homes, make_wish, parse_map
+from everstep.base.pool_wish import even_homes, make_wish, parse_cut
+from everstep.base.stage_map import StageMap, devices_of, hosts_of, parse_map
 
 
 def test_even_homes():
@@ -79,3 +80,55 @@ def test_bad_maps_are_refused_in_one_line(value, stages, message):
     with pytest.raises(ConfigError) as caught:
         parse_map(value, stages)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_map_says_hosts_and_devices():
+    value = [
+        {
+            "leader": {"host": "a", "device": "cuda:0"},
+            "backups": [{"host": "a", "device": "cuda:1", "role": "standby"}],
+        },
+        {"hosts": ["a", "b"], "device": "cuda:2"},
+    ]
+    first, second = parse_map(value, 2)
+    assert (first.workers, first.leader, first.standby) == ((0, 1), 0, (1,)) and second.workers == (2, 3)
+    assert devices_of((first, second)) == {0: "cuda:0", 1: "cuda:1", 2: "cuda:2", 3: "cuda:2"}
+    assert hosts_of((first, second)) == {0: "a", 1: "a", 2: "a", 3: "b"}
+    (only,) = parse_map([{"workers": [1, {"worker": 0, "host": "b"}], "host": "a", "devices": ["cuda:1", "cuda:0"]}], 1)
+    assert devices_of((only,)) == {1: "cuda:1", 0: "cuda:0"} and hosts_of((only,)) == {1: "a", 0: "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([{"workers": [0], "hosts": ["a"]}], "expected either 'workers', or 'hosts', got both"),
+        ([{"hosts": []}], "expected host names, got hosts []: name at least one host"),
+        ([{"hosts": ["a"], "backups": [1]}], "expected either 'hosts', or 'leader' and 'backups', got both"),
+        ([{"leader": "a", "backups": [1]}], "worker 1 is named by its id and another by its host 'a' alone"),
+        ([{"workers": [0, 1], "devices": ["cpu"]}], "stage 0: expected 2 devices, one per worker, got 1"),
+        ([{"workers": [0], "device": "gpu"}], "a device is cpu, cuda or cuda:0 and so on, got 'gpu'"),
+        ([{"device": "cpu"}], "stage 0: has a device and no workers"),
+        ([{"workers": [{"worker": 0, "role": "standby"}]}], "expected a worker such as {worker: 3, device: cuda:1}"),
+    ],
+)
+def test_bad_hosts_and_devices_are_refused_in_one_line(value, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_map(value, 1)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_all_workers_have_one_kind_of_device():
+    with pytest.raises(ConfigError, match="worker 1 has device cuda:0, but the job's is cpu"):
+        load_config([("x", {"map": [{"workers": [0, 1], "devices": ["cpu", "cuda:0"]}]})])
+    config = load_config([("x", {"device": "cuda", "map": [{"workers": [0, 1], "devices": ["cuda:0", "cuda:1"]}]})])
+    assert [device_of(config, i) for i in range(3)] == ["cuda:0", "cuda:1", "cuda"]
+
+
+def test_where_to_cut():
+    assert parse_cut("measured", 3) == "measured" and parse_cut([1, 2], 2) == (1, 2) and parse_cut([3], 1) == (3,)
+    for value, words in (("best", "expected auto, counted, measured"), ([1, 0], "got"), ([1, 2], "expected 3 sizes")):
+        with pytest.raises(ConfigError, match=words):
+            parse_cut(value, 3)
+    for values in ({"map": [{"units": [0, 1]}], "cut": [2]}, {"stages": 2, "meta_init": True, "cut": "measured"}):
+        with pytest.raises(ConfigError, match=r"^cut: "):
+            load_config([("x", values)])

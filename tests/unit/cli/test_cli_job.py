@@ -13,6 +13,7 @@ from everstep.chaos.spec import parse
 from everstep.cli.job import (
     Request,
     check_dataset,
+    check_hosts,
     differences,
     effective_config,
     make_job,
@@ -20,6 +21,7 @@ from everstep.cli.job import (
     read_job,
     total_steps,
     with_chaos,
+    with_cut,
     write_job,
 )
 from everstep.cli.run_dir import inspect, read_digest, set_aside
@@ -175,3 +177,22 @@ def test_config_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="config file") as caught:
             read_config_file(path)
         assert "\n" not in str(caught.value)
+
+
+def test_a_measured_cut_is_kept_by_every_later_run() -> None:
+    config = effective_config({"steps": 1}, request(options={"stages": 2, "cut": "measured"}))
+    job = make_job("t", [], config, 100, request())
+    first = with_cut(job, [[0, 1], [1, 4]], [9.0, 1.0, 1.0, 1.0], None)
+    assert first.config.cut == [1, 3] and first.unit_ms == (9.0, 1.0, 1.0, 1.0)
+    again = with_cut(job, [[0, 2], [2, 4]], [2.0, 2.0, 2.0, 2.0], first)
+    assert (again.config.cut, again.unit_ms) == (first.config.cut, first.unit_ms)
+    assert with_cut(job, [[0, 2], [2, 4]], [], first) is job, "nothing was to be measured"
+
+
+def test_a_host_that_this_launcher_does_not_run_on() -> None:
+    here = effective_config({"steps": 1}, request(file={"map": [{"hosts": ["localhost", "127.0.0.1"]}]}))
+    assert here.workers == 2
+    check_hosts(here)
+    there = effective_config({"steps": 1}, request(file={"map": [{"workers": [0], "host": "far-away"}]}))
+    with pytest.raises(ConfigError, match="worker 0 is to run on host 'far-away', but this launcher"):
+        check_hosts(there)

@@ -64,6 +64,22 @@ def test_a_map_says_units_leader_and_roles(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["stages"][0]["leader"] == 2
 
 
+def test_measured_times_and_devices_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Four()
+    task.config = config(
+        stages=2,
+        cut="measured",
+        device="cuda",
+        map=[{"workers": [0, 1], "devices": ["cuda:0", "cuda:1"]}, {"workers": [2]}],
+    )
+    probe = look_at_model("t", task, Probe(unit_ms=[6.0, 1.0, 1.0, 2.25]))
+    print_placement(task.config, probe, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("ms per lane") and lines[1].endswith("6.0") and lines[2].endswith("4.2")
+    assert "0:cuda:0 1:cuda:1" in lines[1]
+    assert [row["ms_per_lane"] for row in placement_rows(task.config, probe)] == [6.0, 4.25]
+
+
 def test_the_task_prefers_its_own_cut() -> None:
     task = Four()
     task.config, task.sizes = config(stages=2), [3, 1]

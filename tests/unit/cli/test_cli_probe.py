@@ -22,6 +22,34 @@ class Small(everstep.Task):
 
 class Exits(Small):
     def build_dataset(self, split): os._exit(9)
+
+class Layers(Small):
+    how = ""
+    def build_model(self):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)), torch.nn.Linear(2, 1))
+        if self.how == "tie": model[2].weight = torch.nn.Parameter(model[0].weight.detach())
+        if self.how == "shape": model[2] = torch.nn.Linear(3, 2)
+        if self.how == "object": model[1].register_forward_hook(lambda *_: {"x": object()})
+        return model
+    def units(self, model): return list(model)[1:] if self.how == "units" else list(model)
+    def loss(self, model, batch):
+        if self.how == "twice": return (model(batch[0]) + model(batch[0])).sum()
+        if self.how == "own": raise RuntimeError("mine")
+        return super().loss(model, batch)
+
+class Tie(Layers): how = "tie"
+class Shape(Layers): how = "shape"
+class Object(Layers): how = "object"
+class Units(Layers): how = "units"
+class Twice(Layers): how = "twice"
+class Own(Layers): how = "own"
+
+class Slow(Layers):
+    def build_model(self):
+        import time
+        model = super().build_model()
+        model[0].register_forward_hook(lambda *_: time.sleep(0.02))
+        return model
 """
 
 
@@ -51,3 +79,37 @@ def test_a_metric_that_the_task_does_not_have(file: str) -> None:
 def test_a_task_that_ends_its_process(file: str) -> None:
     with pytest.raises(ConfigError, match="exit code 9"):
         probe_task(f"{file}:Exits", asked())
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("Small", "the model has 1 unit, fewer than the 2 parts to cut it into: use at most 1"),
+        ("Tie", "0.weight (unit 0, stage 0) and 2.weight (unit 2, stage 1) share memory"),
+        ("Shape", "unit 2 (Linear) of stage 1 cannot work on what unit 1 (Linear) of stage 0 returns (float32 [2, 2])"),
+        ("Object", "the output of unit 1 (Linear) of stage 0 has a object"),
+        ("Units", "the model's whole forward pass to the bit, but output differs"),
+        ("Twice", "called the model twice; with stages it must call it exactly once"),
+    ],
+)
+def test_what_cannot_be_split_is_one_line_before_the_start(file: str, task: str, words: str) -> None:
+    error = look(f"{file}:{task}", asked(stages=2, cut="counted"), units=False).error
+    assert words in error and "\n" not in error
+
+
+def test_what_the_task_itself_raises_is_left_to_its_workers(file: str) -> None:
+    probe = look(f"{file}:Own", asked(stages=2), units=False)
+    assert (probe.error, probe.split_checked) == ("", False)
+
+
+def test_a_cut_by_measured_times(file: str) -> None:
+    counted = look(f"{file}:Slow", asked(stages=2), units=True)
+    assert counted.cut == [[0, 2], [2, 4]] and counted.split_checked and not counted.unit_ms
+    probe = look(f"{file}:Slow", asked(stages=2, cut="measured"), units=True)
+    assert probe.cut == [[0, 1], [1, 4]] and probe.unit_ms[0] > 15.0
+    assert look(f"{file}:Slow", asked(stages=2, cut=[1, 3]), units=True).cut == probe.cut
+    assert "expected 4 units in all, got 5" in look(f"{file}:Slow", asked(stages=2, cut=[1, 4]), units=False).error
+
+
+def test_a_device_that_is_not_there(file: str) -> None:
+    assert "'cuda:99' was asked for" in look(f"{file}:Small", asked(device="cuda:99"), units=False).error

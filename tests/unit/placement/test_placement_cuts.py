@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.base.pool_wish import StageMap
+from everstep.base.stage_map import StageMap
 from everstep.placement.cuts import balance, choose, of_map, of_sizes, units_of
 
 

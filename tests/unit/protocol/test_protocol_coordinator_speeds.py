@@ -3,6 +3,7 @@ from __future__ import annotations
 from coordinator_harness import S, World, running
 
 from everstep.base.plan import Seat
+from everstep.base.pool_wish import make_wish
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_speeds import by_speed, step_ms
 
@@ -82,3 +83,42 @@ def test_nothing_is_looked_at_while_nobody_says_how_fast_it_is():
     world = running(2)
     let(world, 60, 0.0, 0.0)
     assert not world.coordinator._state.watching_speeds
+
+
+def weakened(on_failure: str) -> World:
+    """Two pools of three, of which the second has lost two members."""
+    world = running(6, stages=2, wish=make_wish(6, 2), on_failure=on_failure)
+    for worker_id, generation in ((5, 2), (4, 3)):
+        world.exited(worker_id)
+        for i in range(worker_id):
+            world.entered(i, generation, 1)
+    return world
+
+
+def test_a_pool_that_lost_members_for_good_gets_one_of_another():
+    world = weakened("shrink")
+    let(world, 45, *[100.0] * 4)
+    prepared = world.prepared
+    assert [[s.worker_id for s in prepared.pool(k)] for k in range(2)] == [[0, 1], [2, 3]]
+    assert [len(s.lanes) for s in prepared.seats] == [4, 4, 4, 4] and prepared.joining == (2,)
+    assert prepared.reason == (
+        "worker 2 goes from stage 0 to stage 1, which has lost members and makes all others wait: the busiest worker "
+        "is to compute 400 ms per step instead of 800 ms"
+    )
+    for i in range(4):
+        world.entered(i, prepared.generation, 9)
+    assert world.report("worker_healed")["worker_id"] == 2
+    let(world, 90, *[100.0] * 4)
+    assert world.prepared is None and world.plan.generation == prepared.generation, "it stays so"
+
+
+def test_nobody_goes_to_a_pool_whose_dead_will_be_back():
+    world = weakened("replace")
+    let(world, 90, *[100.0] * 4)
+    assert world.prepared is None
+
+
+def test_a_quick_stage_needs_no_help():
+    world = weakened("shrink")
+    let(world, 90, 100.0, 100.0, 100.0, 34.0)
+    assert world.prepared is None or world.prepared.joining == ()

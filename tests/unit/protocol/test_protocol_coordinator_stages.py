@@ -65,13 +65,29 @@ def test_a_lost_pool_takes_a_backup_of_the_largest_and_says_so():
     world.clear()
     world.exited(3)
     assert pools(world.plan) == [(0,), (1,), (4, 5)]
-    reason = world.report("fallback")["reason"]
-    assert "stage 1 has lost its whole pool: worker 1 takes stage 1" in reason and "newest step" in reason
-    assert "stage 1 has lost its whole pool" in world.plan.reason
+    assert "stage 1 has lost its whole pool" in world.plan.reason and "fallback" not in world.kinds()
     world.entered(0, 3, 7)
-    assert world.report("fallback")["steps_redone"] == 3 and world.coordinator.status()["step"] == 6
+    told = world.report("fallback")
+    assert "stage 1 had lost its whole pool: worker 1 takes stage 1" in told["reason"]
+    assert "from a copy of step 6: 3 steps are done again" in told["reason"] and told["steps_redone"] == 3
     world.entered(1, 3, 7)
-    assert world.kinds().count("fallback") == 2
+    assert world.kinds().count("fallback") == 1 and world.coordinator.status()["step"] == 6
+
+
+def test_a_lost_pool_is_told_once_whatever_happens_before_it_is_restored():
+    world = staged()
+    for i in range(6):
+        world.progress(i, 1, 9)
+    world.exited(2)
+    world.entered(0, 2, 10)
+    world.clear()
+    world.exited(3)
+    world.exited(4)
+    world.entered(0, 4, 1)
+    assert world.kinds().count("fallback") == 1
+    told = world.report("fallback")
+    assert "stage 1" in told["reason"] and "step 0, for there is no copy" in told["reason"]
+    assert told["steps_redone"] == 9
 
 
 def test_a_neighbour_serves_a_lost_stage_in_addition_until_a_newcomer_has_healed():
@@ -197,7 +213,7 @@ def test_a_healed_joiner_is_named_when_it_alone_is_left():
     hello(world, 4)
     world.exited(0)
     world.wait(11 * S)
-    assert "starting over from step 0" in world.report("fallback")["reason"], "it had not healed"
+    assert "starting over from step 0" in world.plan.reason, "it had not healed"
     world = running(2)
     world.exited(1)
     world.entered(0, 2, 5)
