@@ -20,6 +20,10 @@ POOL_DIES = Setup(
     4, 0, 2, 1, "replace", Job(8, 4, 3, stages=2, keep_every=2), (Fault("pool", 250, "computing", 4, 0, 1),)
 )
 POOL_DIES_UPDATING = replace(POOL_DIES, faults=(Fault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
+WEAK_POOL = Setup(
+    6, 0, 2, 1, "shrink", Job(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
+    faults=(Fault("kill", 60, pick=5), Fault("kill", 120, pick=4), Fault("kill", 200, "fetching", 1, 500)),
+)  # fmt: skip
 SCENARIOS = {
     "a whole pool dies, and its state is in another pool's memory": POOL_DIES,
     "a whole pool dies in the update": POOL_DIES_UPDATING,
@@ -46,6 +50,7 @@ SCENARIOS = {
     "fewer workers than stages": Setup(
         2, 1, 1, 1, "shrink", Job(6, 3, 3, stages=4, keep_every=1), (Fault("kill", 200, pick=1),)
     ),
+    "a weak pool gets a member of another, and somebody dies meanwhile": WEAK_POOL,
     "a standby takes over": Setup(
         6, 0, 2, 1, "shrink", Job(6, 3, 3, stages=2), tuple(Fault("kill", 100 + 90 * n, pick=0) for n in range(2)), 1
     ),
@@ -69,6 +74,11 @@ def test_the_scenarios_go_back_and_not_to_the_beginning():
     for name in list(SCENARIOS)[:4]:
         outcomes = [simulate(seed, setup=SCENARIOS[name]) for seed in range(4)]
         assert any(o.went_back and o.newest_target > 0 for o in outcomes), name
+
+
+def test_a_weak_pool_gets_a_member_of_another():
+    outcomes = [simulate(s, setup=replace(WEAK_POOL, faults=WEAK_POOL.faults[:2])) for s in range(6)]
+    assert all(o.ok for o in outcomes) and sum(o.reports.get("worker_healed", 0) for o in outcomes) > 2
 
 
 def test_the_seeds_meet_what_they_are_meant_to_meet():
