@@ -15,10 +15,10 @@ import click
 
 from everstep.base.config import SINKS
 from everstep.base.errors import ConfigError
-from everstep.cli.job import read_job
 from everstep.observe.events import EventLog
+from everstep.report.history import History
 from everstep.runtime import commands
-from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.sinks.publication import Publication, follow, sole_publisher
 from everstep.sinks.sink import SinkFailed, check_installed, make_sink
 
@@ -40,7 +40,8 @@ def command(run_dir: Path, names: tuple[str, ...], following: bool, beside: bool
     sinks = _sinks(names)
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
-    read_job(run_dir)
+    if not History(run_dir).job:  # read_job would refuse that of another version
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE} that can be read")
     check_installed(sinks)
     if (beside or following) and len(sinks) > 1:
         raise ConfigError(f"--follow: expected one sink, got {len(sinks)}: follow each in a process of its own")

@@ -76,6 +76,9 @@ def test_a_missing_library_is_found_before_anything_starts(
 
 def test_published_twice_says_nothing_new(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
+    job = json.loads((run_dir / "job.json").read_text())
+    job["config"]["a key of another version"] = 1
+    (run_dir / "job.json").write_text(json.dumps(job))
     assert run_command(["publish", str(run_dir), "--to", "tensorboard"]) == 0
     assert capsys.readouterr().out == "tensorboard: 2 steps and 2 events\n"
     assert run_command(["publish", str(run_dir), "--to", "tensorboard", "--follow"]) == 0
