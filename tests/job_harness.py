@@ -100,7 +100,7 @@ class Job:
             fields = {k: v for k, v in event.items() if k not in skipped and v is not None}
             lines.append(f"  {event['time_unix_ns'] / 1e9 % 1000:.3f} {event['kind']} {fields}")
         lines.append(self._tail(self.run_dir.with_suffix(".err")))
-        for path in sorted((self.run_dir / "logs").glob("*.log")):
+        for path in sorted((self.run_dir / "logs").glob("*.[jl]*")):
             lines.append(f"--- {path.name}\n{self._tail(path)}")
         return "\n".join(lines)
 

@@ -49,9 +49,10 @@ def _hatch(control: socket.socket) -> None:
     """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.zygote` is."""
     parent = os.getppid()
     die_with_parent(parent)
-    message, (fd, board_fd, log_fd), _, _ = socket.recv_fds(control, 64, 3)
+    message, fds, _, _ = socket.recv_fds(control, 64, 3)
     if not message:
         os._exit(0)
+    fd, board_fd, log_fd = fds
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (1, 2):
         os.dup2(log_fd, number)

@@ -128,7 +128,7 @@ def test_what_goes_wrong_in_the_task(tmp_path: Path) -> None:
             assert done.returncode == 1, f"{name}: {done.stderr}"
             message = one_error(done)
             assert [word for word in WORDS[name] if word not in message] == [], f"{name}: {message}"
-            logs = "".join(path.read_text() for path in (tmp_path / name / "logs").glob("worker-*.log"))
+            logs = "".join(path.read_text() for path in (tmp_path / name / "logs").glob("worker-*.jsonl"))
             assert "Traceback" in logs and WORDS[name][-1] in logs, f"{name}: {logs}"
             if name in METHODS:
                 assert f"({name}.py:" in message, "the line is named"

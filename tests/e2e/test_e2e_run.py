@@ -75,7 +75,7 @@ def test_json_is_the_events_and_last_a_summary(disturbed: Disturbed) -> None:
     assert last["digest"] == digest_of(run_dir)
     assert last["recoveries"] >= 3
     assert 0 < last["recovery_s"]["median"] <= last["recovery_s"]["max"]
-    logs = [path.read_text() for path in (run_dir / "logs").glob("worker-*.log")]
+    logs = [path.read_text() for path in (run_dir / "logs").glob("worker-*.jsonl")]
     assert any("leaving: the job is over" in log for log in logs), "the spare left in order"
 
 

@@ -86,7 +86,8 @@ class FakeWorker:
 
 def main(context: WorkerContext) -> int:
     """The entry point that the launcher calls."""
-    set_up_worker_log(None, context.worker_id, context.incarnation)
+    set_up_worker_log(2, context.worker_id, context.incarnation)
+    (Path(context.run_dir) / f"pid-{context.key}").write_text(str(os.getpid()))
     print(f"life {context.key} starts, hash seed {os.environ['PYTHONHASHSEED']}", flush=True)
     if (Path(context.run_dir) / f"crash-{context.worker_id}").exists():
         raise ImportError("no module named 'nonsense'")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,9 +84,38 @@ def test_scale_with_a_kill_in_the_middle(jobs: Jobs) -> None:
     job.wait_for("step_committed", step=2)
     ask(job.run_dir, "scale", {"workers": 3})
     job.wait_for("worker_joined", worker_id=2)
+    profile = jobs.command(
+        ["profile", str(job.run_dir), "--steps", "4", "--workers", "0,1", "--json"], jobs.base / "profile"
+    )
+    progress = profile.run_dir.with_suffix(".err")
+    while not profile.over(0.01) and not progress.read_text().startswith("recording steps "):
+        pass
+    first = int(progress.read_text().split()[2])
+    job.wait_for("step_committed", step=first)
     os.kill(job.pid_of(1), signal.SIGKILL)
     jobs.check(job, "Pictures", numerics)
     assert job.of_kind("generation_started")[-1]["workers"] == [0, 1, 2]
+    assert profile.end() == 0, progress.read_text()
+    _check_profile(json.loads(profile.run_dir.with_suffix(".out").read_text()))
+
+
+def _check_profile(told: dict[str, Any]) -> None:
+    """Of worker 0, which led, while worker 1 died."""
+    assert told["workers"] == [0] and "killed by SIGKILL" in told["missing"]["1"]
+    assert sorted(p.name for p in Path(told["folder"]).iterdir()) == ["trace.json.gz", "worker-0.json.gz"]
+    events = json.loads(gzip.decompress(Path(told["path"]).read_bytes()))["traceEvents"]
+    assert len(events) == told["events"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"job", "worker 0 (stage 0, leader)"}
+    ranges = [e for e in events if e["ph"] == "X" and e.get("cat") == "everstep"]
+    steps = {e["name"]: e for e in ranges if e["name"].startswith("step ")}
+    assert list(steps) == [f"step {told['first_step'] + k}" for k in range(4)]
+    assert {"load", "forward", "backward", "reduce", "agree", "update"} <= {e["name"] for e in ranges}
+    assert any("worker 1 was evicted" in e["name"] and e["ph"] == "i" for e in events)
+    begin, end = min(e["ts"] for e in steps.values()), max(e["ts"] + e["dur"] for e in steps.values())
+    computed = [e for e in events if e.get("cat") == "cpu_op"]
+    assert any("addmm" in e["name"] for e in computed)
+    assert all(begin - 1e6 < e["ts"] < end + 1e6 for e in computed), "one clock"
 
 
 def test_a_script(jobs: Jobs, script: str) -> None:

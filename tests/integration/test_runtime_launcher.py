@@ -50,8 +50,9 @@ def runs(pid: int) -> bool:
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Pids whose command line, or whose log file, names the run directory."""
-    found = []
+    """Pids of workers, and those whose command line, or whose log file, names the run directory."""
+    said = (path.read_text() for path in run_dir.glob("pid-*"))
+    found = [int(pid) for pid in said if pid and runs(int(pid))]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -146,7 +147,7 @@ def test_a_job_from_start_to_end(start: Callable[..., Job]) -> None:
     assert kinds.count("worker_joined") == 3 and "generation_started" in kinds and "job_completed" in kinds
     assert json.loads((job.run_dir / "job.json").read_text())["config"]["workers"] == 3
     assert (job.run_dir / "token").stat().st_mode & 0o777 == 0o600
-    assert "life 1.0 starts, hash seed 0" in (job.run_dir / "logs" / "worker-1.log").read_text()
+    assert "life 1.0 starts, hash seed 0" in (job.run_dir / "logs" / "worker-1.jsonl").read_text()
     with pytest.raises(NoJobRunning, match="no job is running"):
         ask(job.run_dir, "status")
 

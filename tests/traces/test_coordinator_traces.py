@@ -43,6 +43,8 @@ def message_text(x: m.AnyMessage) -> str:
             return f"KillWorker {x.worker_id}.{x.incarnation}: {x.reason}"
         case m.SetSlots():
             return f"SetSlots {x.worker_ids}"
+        case m.ProfileNow():
+            return f"ProfileNow {x.name}: {x.steps} steps from {x.first_step}"
         case m.CommandReply():
             return f"CommandReply {'ok' if x.ok else x.error} {x.result or ''}".rstrip()
     return type(x).__name__
@@ -86,6 +88,7 @@ class Script:
     drop NAME               a connection ends
     wait 2.5                seconds pass; agents go on with heartbeats
     command NAME k=v        somebody at the command line
+    profiled 1.0 NAME [WHY] it has its trace, or says why not
     done 0.0 1 40           it wrote final/ after step 40
     restart                 the coordinator dies, another begins from the journal
     """
@@ -159,7 +162,12 @@ class Script:
         self.world.wait(int(float(seconds) * S))
 
     def do_command(self, name: str, *words: str) -> None:
-        self.world.command(name, **{k: int(v) for k, v in (w.split("=") for w in words)})
+        self.world.command(name, **{k: value(k, v) for k, v in (w.split("=") for w in words)})
+
+    def do_profiled(self, worker: str, name: str, *reason: str) -> None:
+        worker_id, incarnation = life(worker)
+        told = {"name": name, "ok": not reason, "reason": " ".join(reason)}
+        self.world.say(f"w{worker}", m.Profiled(worker_id=worker_id, incarnation=incarnation, **told))
 
     def do_done(self, worker: str, generation: str, step: str) -> None:
         worker_id, incarnation = life(worker)
@@ -168,6 +176,12 @@ class Script:
 
     def do_restart(self) -> None:
         self.attach(self.world.restart())
+
+
+def value(key: str, text: str) -> Any:
+    if key == "workers" and "," in text:
+        return [int(part) for part in text.split(",")]
+    return int(text) if text.isdigit() else text
 
 
 def life(text: str) -> tuple[int, int]:

@@ -155,6 +155,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class LogsConfig:
+    """How much room the workers' logs may take."""
+
+    max_mb: float = key(64.0, "float", "size of a worker's log, in MiB, from which on it is rotated", low=0, above=True)
+    keep: int = key(3, "int", "older files of each worker's log that are kept", low=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """A job's effective config. Attributes are the keys; those of a group follow a dot (`loader.workers`)."""
 
@@ -211,6 +219,7 @@ class Config:
     sinks: tuple[str, ...] = key(
         (), "list", "where else the job is told to, while it runs", choices=SINKS, example="[tensorboard]"
     )
+    logs: LogsConfig = field(default_factory=LogsConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     batch: str = key(

@@ -145,6 +145,13 @@ class Plan:
         """The worker's seats, by stage."""
         return tuple(self.seat(worker_id, stage) for stage in self.stages_of(worker_id))
 
+    def role_of(self, worker_id: int) -> str:
+        """leader (of any stage), active or standby; "" for somebody who is not a member."""
+        seats = self.seats_of(worker_id)
+        if any(self.leader(seat.stage) == worker_id for seat in seats):
+            return "leader"
+        return "" if worker_id not in self._by_id else "active" if any(seat.lanes for seat in seats) else "standby"
+
     def lanes_of(self, worker_id: int, stage: int = 0) -> tuple[int, ...]:
         """The lanes that the worker computes in a stage, ascending. Raises: KeyError if it has no seat there."""
         return self.seat(worker_id, stage).lanes

@@ -6,7 +6,9 @@ is shown can hold up the launcher.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import threading
 from collections import deque
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from everstep.cli.story import Event, Story, sentence
 from everstep.observe.events import follow
-from everstep.train.console import OUTPUT_FILE
+from everstep.train.console import OUTPUT_FILE, older
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -222,23 +224,32 @@ class Watcher:
 
 
 class Output:
-    """The lines that are appended to a text file from now on; each is whole when its end is written."""
+    """The lines that are appended to a text file from now on; each is whole when its end is written.
+
+    Where the file has become an older one meanwhile, what it ended with comes first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = path.stat().st_size if path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else 0
 
     def lines(self) -> list[str]:
         """What is new."""
-        try:
-            with open(self._path, "rb") as file:
+        found: list[str] = []
+        for path in (older(self._path), self._path):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if path != self._path and inode != self._inode:
+                    continue
+                if inode != self._inode:
+                    self._inode, self._position = inode, 0
                 file.seek(self._position)
                 data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
-        return whole.decode(errors="replace").splitlines()
+                whole = data[: data.rfind(b"\n") + 1]
+                self._position += len(whole)
+                found += whole.decode(errors="replace").splitlines()
+        return found
 
 
 def choose_display(*, as_json: bool, log_every: int) -> Callable[[Board], Display]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.report.logfiles import LEVELS, LogFiles, LogLine
+from everstep.observe.logs import LEVELS
+from everstep.report.history import History
+from everstep.report.logfiles import LogFiles, LogLine
 from everstep.runtime import commands
 
 _POLL_S = 0.2
@@ -19,31 +23,67 @@ _POLL_S = 0.2
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job is over.")
 @click.option("--worker", type=int, help="Only of this worker.")
 @click.option("--level", type=click.Choice(LEVELS), default="info", help="This level and graver ones (info).")
+@click.option("--since-step", type=click.IntRange(0), help="Only from the moment on when this step was done.")
+@click.option("--grep", metavar="TEXT", help="Only lines with this text, tracebacks included.")
 @click.option("--steps", is_flag=True, help="Show every committed step, too.")
 @click.option("--lines", "-n", type=click.IntRange(0), help="Only so many of the lines that are there already.")
-def command(run_dir: Path, follow: bool, worker: int | None, level: str, steps: bool, lines: int | None) -> int:
-    """Print the logs of the job in DIR: workers, coordinator, events, by time."""
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def command(
+    run_dir: Path,
+    follow: bool,
+    worker: int | None,
+    level: str,
+    since_step: int | None,
+    grep: str | None,
+    steps: bool,
+    lines: int | None,
+    as_json: bool,
+) -> int:
+    """Print what the workers of the job in DIR printed and logged, and what happened to it, by time."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
-    files = LogFiles(run_dir)
+    files = LogFiles(run_dir, steps=steps or since_step is not None)
+    if worker is not None:
+        _check_worker(run_dir, files, worker)
+    begun = not since_step
 
-    def wanted() -> list[LogLine]:
-        found = files.read(steps)
-        return [line for line in found if line.at_least(level) and (worker is None or line.worker_id == worker)]
+    def wanted() -> Iterator[LogLine]:
+        nonlocal begun
+        for line in files.read():
+            begun = begun or (line.step or 0) >= (since_step or 0)
+            if not begun or (not steps and line.fields.get("kind") == "step_committed"):
+                continue
+            if line.at_least(level) and (worker is None or line.worker_id == worker) and line.has(grep or ""):
+                yield line
 
-    _show(wanted() if lines is None else wanted()[-lines:] if lines else wanted()[:0])
+    _show(wanted() if lines is None else deque(wanted(), maxlen=lines), as_json)
     while follow:
         running = commands.is_locked(run_dir)
-        fresh = wanted()
-        _show(fresh)
-        if not running and not fresh:
+        if not _show(wanted(), as_json) and not running:
             break
         time.sleep(_POLL_S)
     return 0
 
 
-def _show(lines: list[LogLine]) -> None:
+def _check_worker(run_dir: Path, files: LogFiles, worker: int) -> None:
+    """Raises: ConfigError if the job has never had such a worker."""
+    history = History(run_dir)
+    config = history.job.get("config")
+    counts = [config.get(name) for name in ("workers", "spares")] if isinstance(config, dict) else []
+    known = files.worker_ids | set(range(sum(n for n in counts if isinstance(n, int))))
+    if worker not in known:
+        known |= history.load().facts.workers.keys()
+    if worker not in known:
+        listed = ", ".join(map(str, sorted(known))) or "none"
+        raise ConfigError(f"--worker: expected one that {run_dir} has ({listed}), got {worker}")
+
+
+def _show(lines: Iterable[LogLine], as_json: bool) -> int:
+    """Returns how many there were."""
+    count = 0
     for line in lines:
-        print(line)
-    if lines:
+        print(line.json() if as_json else line)
+        count += 1
+    if count:
         print(end="", flush=True)
+    return count

@@ -40,6 +40,7 @@ COMMANDS = {
     "top": ("everstep.cli.top", "Show a job and its workers in the terminal, live."),
     "logs": ("everstep.cli.logs", "Print all logs of a job as one stream, filtered."),
     "publish": ("everstep.cli.publish", "Tell a job to TensorBoard, Weights & Biases, MLflow or OpenTelemetry."),
+    "profile": ("everstep.cli.profile", "Record the next steps of a running job's workers as one trace."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),

@@ -232,7 +232,7 @@ def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_s
     lines = [f"run directory {run_dir}"]
     if is_script:
         lines.append(
-            f"what the leader prints is shown here; that of all workers goes to {run_dir / 'logs'}/worker-*.log"
+            f"what the leader prints is shown here; that of all workers goes to {run_dir / 'logs'}/worker-*.jsonl"
         )
     if aside is not None:
         lines.append(f"what was there is now in {aside}")

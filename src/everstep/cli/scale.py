@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,9 +32,7 @@ def command(run_dir: Path, workers: int) -> int:
     return 0
 
 
-def ask_running(
-    run_dir: Path, name: str, args: Mapping[str, object], timeout_s: float = _PATIENCE_S
-) -> dict[str, object]:
+def ask_running(run_dir: Path, name: str, args: dict[str, Any], timeout_s: float = _PATIENCE_S) -> dict[str, Any]:
     """Ask the job that runs in this directory; a coordinator that is being restarted gets some time.
 
     timeout_s: for the reply.

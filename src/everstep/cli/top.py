@@ -34,7 +34,7 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
 
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
-    feed = RunFeed(run_dir)
+    feed = RunFeed(run_dir, logs=False)
     console = Console()
     _read(feed)
     if once or not sys.stdout.isatty():
@@ -55,8 +55,7 @@ def _watch(feed: RunFeed, sort: str, interval: float, console: Any) -> None:
 
 
 def _read(feed: RunFeed) -> None:
-    while feed.read():
-        pass
+    feed.load()
     feed.ask()
 
 
@@ -115,8 +114,8 @@ def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> Renderable
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("worker", "state", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host"):
-        table.add_column(name, justify="left" if name in ("state", "host") else "right", no_wrap=True)
+    for name in ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host"):
+        table.add_column(name, justify="left" if name in ("state", "phase", "host") else "right", no_wrap=True)
     named = {i: dict(zip(FIELDS, row, strict=True)) for i, row in rows.items()}
     keys = {
         "worker": lambda i: i,
@@ -130,12 +129,13 @@ def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> Renderable
         table.add_row(
             f"{i}.{row['life']}",
             row["state"],
+            row["phase"] or "-",
             ",".join(map(str, row["stages"])) or "-",
             str(row["step"]),
             str(len(row["lanes"])),
             f"{row['rate']:.1f}" if row["rate"] else "-",
             size_text(row["rss"]) if row["rss"] else "-",
-            f"{row['cpu']:.2f}" if row["cpu"] is not None else "-",
+            f"{100 * row['cpu']:.0f} %" if row["cpu"] is not None else "-",
             str(row["pid"] or "-"),
             Text(row["host"] or "-"),
             style=_STYLES.get(row["state"], ""),

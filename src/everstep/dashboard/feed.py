@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
+from everstep.report.facts import Line
 from everstep.report.history import History
+from everstep.report.logfiles import LogFiles
+from everstep.report.words import one_line
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]
@@ -22,18 +28,28 @@ _IDLE_S = 0.25
 _STATUS_S = 1.0
 _STALE_S = 5.0
 _PATIENCE_S = 2.0
+_MOST_LINES = 4000
+_LAST_BYTES = 1 << 16
 _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 
 class RunFeed:
-    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent."""
+    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent.
 
-    def __init__(self, run_dir: Path, audit: Audit | None = None) -> None:
+    lines: the events, and with `logs` what the workers printed and logged; each has a number of its own.
+    """
+
+    def __init__(self, run_dir: Path, audit: Audit | None = None, logs: bool = True) -> None:
         self.lock = threading.Lock()
         self.history = History(run_dir)
         self.status: dict[str, Any] | None = None
         self.running = False
         self.ledger: dict[str, Any] = {}
+        self.lines: deque[Line] = deque(maxlen=_MOST_LINES)
+        self._numbers = 0
+        self._events = (0, 0)
+        self._waiting: list[Line] = []
+        self._logs = LogFiles(run_dir, events=False, last_bytes=_LAST_BYTES) if logs else None
         self._status_at = 0.0
         self._audit = audit
         self._auditing = threading.Lock()
@@ -45,8 +61,44 @@ class RunFeed:
 
     def read(self) -> bool:
         """Read a portion of what is new; returns whether there was anything."""
+        said = self._said()
         with self.lock:
-            return self.history.poll(_PORTION_BYTES)
+            changed = self.history.poll(_PORTION_BYTES)
+            self._take_lines(said)
+        return changed
+
+    def load(self) -> None:
+        """Read everything there is."""
+        while self.read():
+            pass
+
+    def _said(self) -> list[Line]:
+        """What is new in the workers' logs, as far as a page has room for it."""
+        found: deque[Line] = deque(maxlen=_MOST_LINES)
+        for line in self._logs.read() if self._logs is not None else ():
+            level = {"debug": "info", "critical": "error"}.get(line.level, line.level)
+            text = one_line(f"{line.source}: {line.text}{' | ' if line.more else ''}{line.more}")
+            kind = str(line.fields.get("source", "log"))
+            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, line.generation, text))
+        return list(found)
+
+    def _take_lines(self, said: list[Line]) -> None:
+        """Add what is new, by time; the workers' lines once all events are there that may come before."""
+        self._waiting = (self._waiting + said)[-_MOST_LINES:]
+        said = []
+        if self.history.loaded:
+            said, self._waiting = self._waiting, []
+        resets, known = self._events
+        if resets != self.history.resets:
+            self.lines.clear()
+            known = 0
+        fresh = list(takewhile(lambda line: line.number > known, reversed(self.history.facts.log)))[::-1]
+        if fresh:
+            known = fresh[-1].number
+        self._events = (self.history.resets, known)
+        for line in sorted(fresh + said, key=lambda line: line.time_ns) if said else fresh:
+            self._numbers += 1
+            self.lines.append(replace(line, number=self._numbers))
 
     def ask(self) -> None:
         """Ask the coordinator, if a job runs there."""

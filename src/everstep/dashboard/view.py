@@ -6,6 +6,7 @@ A page gets everything once and then only what changed: rows of workers, points 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,7 +14,7 @@ from typing import Any
 
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
-from everstep.report.facts import MEMBERS, Facts, Worker
+from everstep.report.facts import MEMBERS, Facts, Line, Worker
 from everstep.report.words import number, one_line
 
 _LISTED = 200
@@ -84,7 +85,7 @@ def patch(feed: RunFeed, cursor: Cursor) -> dict[str, Any]:
     if cursor.usage != (history.usage.version, history.usage.lines) and history.usage.lines:
         cursor.usage = (history.usage.version, history.usage.lines)
         found["usage"] = history.usage.columns(_MOST_COLUMNS)
-    lines = _lines(facts, cursor.line)
+    lines = _lines(feed.lines, cursor.line)
     if lines:
         cursor.line = lines[-1][0]
         found["log"] = lines
@@ -247,9 +248,9 @@ def _marks(facts: Facts) -> list[list[Any]]:
     return [[m.time_ns / 1e9, m.step, m.kind, m.worker_id, m.text] for m in _newest(facts.marks, 300)]
 
 
-def _lines(facts: Facts, after: int) -> list[list[Any]]:
+def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
     fresh: list[list[Any]] = []
-    for line in reversed(facts.log):
+    for line in reversed(lines):
         if line.number <= after or len(fresh) >= _FIRST_LINES:
             break
         text = [line.number, line.time_ns // 1_000_000, line.level, line.kind, line.worker_id, line.step, line.text]

@@ -1,65 +1,113 @@
-"""Log lines for people: logs/worker-<id>.log, each with who, in which generation, at which step."""
+"""Log records of workers: one JSON object per line, each with who, where, in which generation and at which step.
+
+A worker hands its records to its launcher, through the pipe that its stderr is: whoever reads them tells them from
+what was printed by the byte they begin with (RFC 7464). So a worker never waits for a disk, and what it said last is
+there whatever ends it.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
 import threading
+import time
+import traceback
 import warnings
-from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import msgspec
+
+RECORD = b"\x1e"
+"""A record begins with this byte; nothing that people print does."""
+LEVELS = ("debug", "info", "warning", "error", "critical")
+MOST_CHARACTERS = 1 << 15
+"""Of a message, and of a traceback, of which the end is kept."""
+_encode = msgspec.json.Encoder().encode
 
 
-class WorkerLog(logging.Filter):
-    """Puts worker, incarnation, generation and step on every record; the training loop keeps the last two current."""
+class WorkerLog:
+    """What every record of a worker says about it; the training loop keeps the last four current."""
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
-        super().__init__()
-        self.worker = f"{worker_id}.{incarnation}"
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.host = os.uname().nodename
+        self.pid = os.getpid()
+        self.stage: int | None = None
+        self.role = ""
         self.generation = 0
         self.step = 0
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.worker = self.worker
-        record.generation = self.generation
-        record.step = self.step
-        return True
+    def line(
+        self, level: str, logger: str, message: str, source: str = "log", exception: str = "", time_ns: int = 0
+    ) -> bytes:
+        """One record, newline included. time_ns: unix time; 0: now. source: log, stdout or stderr."""
+        record: dict[str, Any] = {
+            "time_unix_ns": time_ns or time.time_ns(),
+            "level": level,
+            "logger": logger,
+            "message": message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}…",
+            "source": source,
+            "worker_id": self.worker_id,
+            "incarnation": self.incarnation,
+            "stage": self.stage,
+            "role": self.role or None,
+            "generation": self.generation,
+            "step": self.step,
+            "host": self.host,
+            "pid": self.pid,
+        }
+        if exception:
+            record["exception"] = exception[-MOST_CHARACTERS:]
+        return _encode(record) + b"\n"
 
 
-def set_up_worker_log(
-    path: str | os.PathLike[str] | None, worker_id: int, incarnation: int, level: int = logging.INFO
-) -> WorkerLog:
-    """Send the root logger's records, Python warnings and uncaught exceptions to `path` (None: to stderr).
+class RecordHandler(logging.Handler):
+    """Writes records to a descriptor. Nothing that goes wrong with it disturbs whoever logs."""
 
-    Returns the filter whose `generation` and `step` appear on each line. Calling it again replaces the set-up.
+    def __init__(self, context: WorkerLog, fd: int) -> None:
+        super().__init__()
+        self._context = context
+        self._fd = fd
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message, exception = record.getMessage(), ""
+            if record.exc_info and record.exc_info[1] is not None:
+                exception = "".join(traceback.format_exception(*record.exc_info))
+            name = record.levelname.lower()
+            level = name if name in LEVELS else "info"
+            line = self._context.line(level, record.name, message, exception=exception)
+            rest = memoryview(RECORD + line)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except Exception:
+            self.lost = True  # the launcher is gone, or the record cannot be made text
+
+    lost = False
+
+
+def set_up_worker_log(fd: int, worker_id: int, incarnation: int, level: int = logging.INFO) -> WorkerLog:
+    """Send the root logger's records, Python warnings, uncaught exceptions and the stacks of crashes to `fd`.
+
+    Returns what appears on each record. Calling it again replaces the set-up.
     """
     context = WorkerLog(worker_id, incarnation)
-    handler: logging.Handler
-    if path is None:
-        handler = logging.StreamHandler(sys.stderr)
-    else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, mode="a", encoding="utf-8")
-    handler.addFilter(context)
-    handler.setFormatter(
-        logging.Formatter(
-            "%(asctime)s.%(msecs)03d worker %(worker)s gen %(generation)d step %(step)d %(levelname)s"
-            " %(name)s: %(message)s",
-            datefmt="%H:%M:%S",
-        )
-    )
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
         old.close()
-    root.addHandler(handler)
+    root.addHandler(RecordHandler(context, fd))
     root.setLevel(level)
-    logging.raiseExceptions = False  # a full disk under the log must not fill stderr with tracebacks
+    logging.raiseExceptions = False
     logging.captureWarnings(True)
     warnings.simplefilter("default")
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
+    faulthandler.enable(fd)
     return context
 
 

@@ -18,6 +18,7 @@ from everstep.protocol import coordinator_health as health
 from everstep.protocol import coordinator_joins as joins
 from everstep.protocol import coordinator_links as links
 from everstep.protocol import coordinator_plans as plans
+from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_recovery as recovery
 from everstep.protocol import coordinator_saving as saving
 from everstep.protocol import coordinator_speeds as speeds
@@ -261,6 +262,7 @@ class Coordinator:
         if first:
             self._report_joined(worker)
         self._catch_up(worker, hello)
+        profiling.remind(state, worker)
 
     def _report_joined(self, worker: Worker) -> None:
         self._state.report(
@@ -344,4 +346,5 @@ _WORKER_ACTS: dict[type[Any], _WorkerAct] = {
     m.WorkerDone: _done,
     m.SettleAgain: saving.settle_again,
     m.Saved: saving.saved,
+    m.Profiled: profiling.profiled,
 }

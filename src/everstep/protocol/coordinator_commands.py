@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.base.plan import Plan
+from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import Agent, State, Worker, listed
 from everstep.protocol.messages import Command, CommandReply, InjectFault, SetSlots
@@ -108,7 +109,7 @@ def _numbers(args: dict[str, Any], name: str) -> list[int]:
     return [i for i in found if isinstance(i, int)] if isinstance(found, list) else []
 
 
-_ACTS = {"status": _status, "scale": _scale, "drain": _drain, "chaos": _chaos, "stop": _stop}
+_ACTS = {"status": _status, "scale": _scale, "drain": _drain, "chaos": _chaos, "stop": _stop, "profile": profiling.ask}
 
 
 def _least(state: State) -> int:
@@ -201,6 +202,7 @@ def status(state: State) -> dict[str, Any]:
         "target": state.target,
         "reason": state.ended.reason if state.ended is not None else state.waiting,
         "workers": [_worker_status(state, w) for _, w in sorted(state.workers.items())],
+        **profiling.status(state),
     }
 
 
@@ -227,9 +229,7 @@ def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
     if plan is not None and member:
         stages = plan.stages_of(worker_id)
         lanes = {lane for seat in plan.seats_of(worker_id) for lane in seat.lanes}
-        role = "active" if lanes else "standby"
-        if any(plan.leader(stage) == worker_id for stage in stages):
-            role = "leader"
+        role = plan.role_of(worker_id)
     elif worker.key.worker_id in state.joins or state.in_any_plan(worker.key) or not worker.ready:
         role = "joining"
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from statistics import median
 
 from everstep.base.plan import WorkerKey
+from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_recovery as recovery
 from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import (
@@ -310,6 +311,8 @@ def hang_limit_ns(state: State, worker: Worker) -> int:
         limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(state.step_times_ms) * MILLISECOND_NS))
     else:
         limit = HANG_UNKNOWN_NS
+    if profiling.records(state, worker.key):
+        limit = max(limit, profiling.STANDSTILL_NS)
     return limit if state.in_any_plan(worker.key) else limit * HANG_FACTOR
 
 

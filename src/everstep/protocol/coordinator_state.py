@@ -25,7 +25,7 @@ from everstep.protocol.coordinator_types import (
     Send,
 )
 from everstep.protocol.detector import PhiDetector
-from everstep.protocol.messages import AnyMessage, JobEnded
+from everstep.protocol.messages import AnyMessage, JobEnded, ProfileNow
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
@@ -151,6 +151,15 @@ class Ending:
     until_ns: int
 
 
+@dataclass
+class Profile:
+    """Who was asked to record what. ended: who has said so, with the reason if there is no trace."""
+
+    request: ProfileNow
+    workers: dict[int, WorkerKey]
+    ended: dict[int, str] = field(default_factory=dict)
+
+
 class Alarms:
     """Named moments at which the coordinator wants to be called. One may ring early; whoever set it looks again."""
 
@@ -241,6 +250,7 @@ class State:
         self.save_requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
         self.newest_fault = 0  # the number of the newest fault that was asked for; no coordinator gives one out twice
         self.save_reason = ""  # of the newest of them
+        self.profile: Profile | None = None  # the newest
         self.ended: JobEnded | None = None
 
     # ---- effects

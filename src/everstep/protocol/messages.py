@@ -13,7 +13,7 @@ import msgspec
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -215,7 +215,30 @@ class Saved(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Profiled(Message, frozen=True, kw_only=True):
+    """The worker's trace for the profile of this name is written, or why there is none."""
+
+    worker_id: int
+    incarnation: int
+    name: str
+    ok: bool
+    reason: str = ""
+
+
 # ---- coordinator -> worker
+
+
+class ProfileNow(Message, frozen=True, kw_only=True):
+    """Record so many steps from `first_step` on, write the trace into profiles/<name>, and tell (`Profiled`).
+
+    memory: allocations, too; stacks: Python's stacks, too.
+    """
+
+    name: str
+    first_step: int
+    steps: int
+    memory: bool = False
+    stacks: bool = False
 
 
 class SaveNow(Message, frozen=True, kw_only=True):
@@ -325,7 +348,7 @@ class StoreValues(Message, frozen=True, kw_only=True):
 
 
 class Command(Message, frozen=True, kw_only=True):
-    """name: 'status', 'scale', 'drain', 'checkpoint', 'chaos', 'stop'. `args` by name, e.g. {"workers": 3}."""
+    """name: 'status', 'scale', 'drain', 'checkpoint', 'chaos', 'profile' or 'stop'; `args` by name: {"workers": 3}."""
 
     request: int
     name: str
@@ -357,6 +380,8 @@ AnyMessage = (
     | WorkerDone
     | SettleAgain
     | Saved
+    | Profiled
+    | ProfileNow
     | SaveNow
     | InjectFault
     | PlanNow

@@ -1,146 +1,169 @@
-"""The logs of a run as one stream of lines: workers, coordinator, what was printed, and the events.
+"""The logs of a run as one stream of lines by time: what workers printed and logged, the coordinator, the events.
 
-Lines of text begin with the time of day (observe/logs.py); the day follows from when the file was last written. JSON
-lines bear everything as fields. A line that begins with neither (a traceback, a print) belongs to the one before it.
+Workers' files hold a record per line (runtime/collector.py). The other processes print only what goes wrong with
+themselves, as text: such a line is as old as its file.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from everstep.report.tail import Tail
-from everstep.report.words import level as level_of
-from everstep.report.words import number, sentence
-from everstep.runtime.address import EVENTS_FILE
+import msgspec
 
-LEVELS = ("debug", "info", "warning", "error", "critical")
-_TEXT = re.compile(
-    r"(?P<clock>\d\d:\d\d:\d\d)[.,](?P<ms>\d{3}) (?:worker \d+\.\d+ gen \d+ step \d+ )?"
-    r"(?P<level>[A-Z]+) (?P<text>.*)"
-)
-_WORKER_FILE = re.compile(r"worker-(\d+)\b")
-_DAY_S = 86400.0
+from everstep.observe.logs import LEVELS
+from everstep.report.tail import Folder, Tail
+from everstep.report.words import level as level_of
+from everstep.report.words import sentence, whole_number
+from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
+from everstep.train.console import OUTPUT_FILE
+
+_WORKER_FILE = re.compile(r"worker-(\d+)\.")
+_EVERYTHING = 1 << 62
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. time_s: since 1970, local clock. worker_id: None of the coordinator's and the launcher's."""
+    """One line. worker_id: None of the coordinator's and the launcher's. more: a traceback. fields: the record."""
 
-    time_s: float
+    time_ns: int
     source: str
     worker_id: int | None
     level: str
     text: str
+    generation: int | None = None
+    step: int | None = None
+    more: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def at_least(self, level: str) -> bool:
         """Whether it is of this level or a graver one."""
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
+    def has(self, text: str) -> bool:
+        """Whether this text is in it."""
+        return text in self.text or text in self.more
+
+    def json(self) -> str:
+        """As one JSON object."""
+        said = {"time_unix_ns": self.time_ns, "level": self.level, "source": self.source, "message": self.text}
+        return json.dumps({**said, "worker_id": self.worker_id, **self.fields}, default=str)
+
     def __str__(self) -> str:
-        clock = datetime.fromtimestamp(self.time_s).strftime("%H:%M:%S.%f")[:-3]
-        return f"{clock} {self.source:<11} {self.level:<7} {self.text}"
+        clock = datetime.fromtimestamp(self.time_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
+        where = "" if self.step is None else f"step {self.step}"
+        return f"{clock} {self.source:<11} {where:<9} {self.level:<8} {self.whole()}"
+
+    def whole(self) -> str:
+        """The text, and the traceback below it, without control characters."""
+        return "\n    ".join(map(_plain, [self.text, *self.more.splitlines()]))
 
 
 class LogFiles:
-    """Reads all logs of a run incrementally. Files that appear later are found."""
+    """Reads all logs of a run incrementally. Files that appear later are found.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._files: dict[Path, _LogFile] = {}
-        self._events = Tail(run_dir / EVENTS_FILE)
+    events: also what events.jsonl tells; steps: committed steps, too. last_bytes: of what is there already in each
+    worker's file, only so much of the end; None: all.
+    """
 
-    def read(self, steps: bool = False) -> list[LogLine]:
-        """What is new, by time. steps: committed steps, too."""
-        for path in sorted((self._run_dir / "logs").glob("*.log")):
-            if path not in self._files:
-                self._files[path] = _LogFile(path)
-        found = [line for file in self._files.values() for line in file.read()]
-        found += self._new_events(steps)
-        return sorted(found, key=lambda line: line.time_s)
+    def __init__(
+        self, run_dir: Path, *, events: bool = True, steps: bool = False, last_bytes: int | None = None
+    ) -> None:
+        self._last_bytes = last_bytes
+        self._folder = run_dir / LOGS_FOLDER
+        self._workers: dict[int, Folder] = {}
+        self._texts: dict[Path, Tail] = {}
+        self._events = Tail(run_dir / EVENTS_FILE) if events else None
+        self._steps = steps
 
-    def _new_events(self, steps: bool) -> Iterator[LogLine]:
-        for lines in self._events.read():
-            for line in lines:
-                event = _object(line)
-                if event is None or not isinstance(event.get("kind"), str):
-                    continue
-                if event["kind"] == "step_committed" and not steps:
-                    continue
-                worker_id = event.get("worker_id")
-                known = worker_id if isinstance(worker_id, int) else None
-                yield LogLine(number(event.get("time_unix_ns")) / 1e9, "event", known, level_of(event), sentence(event))
-
-
-class _LogFile:
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
-        self._path = path
-        found = _WORKER_FILE.match(path.name)
-        self._worker_id = int(found[1]) if found else None
-        self._source = f"worker {found[1]}" if found else path.stem
-        self._level = "info"
-        self._time_s = 0.0
+    @property
+    def worker_ids(self) -> set[int]:
+        """The workers that have logs here."""
+        found = (_WORKER_FILE.match(path.name) for path in self._folder.glob("worker-*"))
+        return {int(match[1]) for match in found if match}
 
     def read(self) -> Iterator[LogLine]:
-        try:
-            written_s = self._path.stat().st_mtime
-        except OSError:
-            return
-        fresh = [self._line(line, written_s) for lines in self._tail.read() for line in lines if line.strip()]
-        first = next((line.time_s for line in fresh if line.time_s), written_s)
-        for line in fresh:
-            yield line if line.time_s else LogLine(first, line.source, line.worker_id, line.level, line.text)
+        """What is new, by time, as far as memory need not hold it all. It is to be read to its end."""
+        for worker_id in self.worker_ids - self._workers.keys():
+            self._workers[worker_id] = Folder(self._folder, f"worker-{worker_id}.*jsonl", self._last_bytes)
+        for path in self._folder.glob("*.log"):
+            if path.name not in (OUTPUT_FILE.name, f"{OUTPUT_FILE.stem}.1.log"):  # also in the log of who printed it
+                self._texts.setdefault(path, Tail(path))
+        sources = [_records(worker_id, folder) for worker_id, folder in sorted(self._workers.items())]
+        sources += [_texts(path, tail) for path, tail in sorted(self._texts.items())]
+        if self._events is not None:
+            sources.append(_events(self._events, self._steps))
+        return heapq.merge(*sources, key=lambda line: line.time_ns)
 
-    def _line(self, data: bytes, written_s: float) -> LogLine:
-        text = data.decode(errors="replace")
-        said = _object(data) if data.startswith(b"{") else None
-        found = _TEXT.match(text) if said is None else None
-        if said is not None:
-            text = self._said(said)
-        elif found is not None:
-            level = found["level"].lower()
-            self._level = level if level in LEVELS else "info"
-            self._time_s = _moment(found["clock"], int(found["ms"]), written_s)
-            text = found["text"]
-        safe = "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
-        return LogLine(self._time_s, self._source, self._worker_id, self._level, safe)
 
-    def _said(self, fields: dict[str, Any]) -> str:
-        level = str(fields.get("level") or fields.get("levelname") or "info").lower()
-        self._level = level if level in LEVELS else "info"
-        stamp = fields.get("time_unix_ns") or fields.get("t")
-        if isinstance(stamp, int):
-            self._time_s = stamp / 1e9
-        else:
-            self._time_s = _iso(fields.get("timestamp") or fields.get("time") or fields.get("asctime")) or self._time_s
-        return str(fields.get("message") or fields.get("msg") or json.dumps(fields))
+def _records(worker_id: int, folder: Folder) -> Iterator[LogLine]:
+    for lines in folder.read(_EVERYTHING):
+        for line in lines:
+            said = _object(line)
+            if said is None:
+                continue
+            level, logger = said.get("level"), said.get("logger")
+            message = str(said.get("message", ""))
+            yield LogLine(
+                whole_number(said.get("time_unix_ns")),
+                f"worker {worker_id}",
+                worker_id,
+                level if level in LEVELS else "info",
+                message if said.get("source") in ("stdout", "stderr") else f"{logger}: {message}",
+                _known(said.get("generation")),
+                _known(said.get("step")),
+                str(said.get("exception") or ""),
+                said,
+            )
+
+
+def _texts(path: Path, tail: Tail) -> Iterator[LogLine]:
+    found = _WORKER_FILE.match(path.name)
+    for lines in tail.read(_EVERYTHING):
+        written_ns = path.stat().st_mtime_ns if path.exists() else 0
+        for line in lines:
+            if line.strip():
+                text = line.decode(errors="replace")
+                yield LogLine(written_ns, path.stem, int(found[1]) if found else None, "warning", text)
+
+
+def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
+    for lines in tail.read(_EVERYTHING):
+        for line in lines:
+            event = _object(line)
+            if event is None or not isinstance(event.get("kind"), str):
+                continue
+            if event["kind"] == "step_committed" and not steps:
+                continue
+            yield LogLine(
+                whole_number(event.get("time_unix_ns")),
+                "event",
+                _known(event.get("worker_id")),
+                level_of(event),
+                sentence(event),
+                _known(event.get("generation")),
+                _known(event.get("step")),
+                fields=event,
+            )
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        return _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
 
 
-def _moment(clock: str, ms: int, written_s: float) -> float:
-    """The newest moment with this time of day that is not after the file was last written."""
-    hours, minutes, seconds = (int(part) for part in clock.split(":"))
-    day = time.localtime(written_s)
-    moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, hours, minutes, seconds, 0, 0, -1)) + ms / 1e3
-    return moment if moment <= written_s + 60 else moment - _DAY_S
+def _known(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _iso(text: Any) -> float:
-    try:
-        return datetime.fromisoformat(str(text).replace(",", ".")).timestamp()
-    except ValueError:
-        return 0.0
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from everstep.report import figures
 from everstep.report.account import goodput
 from everstep.report.facts import Checkpoint
 from everstep.report.history import History
+from everstep.report.logfiles import LogFiles, LogLine
 from everstep.report.style import page_css
 from everstep.report.svg import escape
 from everstep.report.words import number, one_line, size_text, time_text, whole_number
@@ -47,7 +49,7 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         f'<p><span class="state {_tone(state)}">{escape(state)}</span> <span class="soft">'
         f"{escape(_headline(history, facts.reason))}</span></p>",
         _tiles(history, seconds),
-        _section("What happened", *_story(history)),
+        _section("What happened", *_story(history), *_said(history)),
         _section("Loss", _panel(drawn["loss"]), _panel(drawn.get("evaluations", ""))),
         _section("Throughput", _panel(drawn["throughput"]), _panel(drawn.get("scaling", "")), _efficiency(history)),
         _section("Step time", _panel(drawn.get("steptime", "")), _panel(drawn.get("busy", ""))),
@@ -177,6 +179,18 @@ def _story(history: History) -> list[str]:
         text = "\n".join("  ".join(row) for row in rows)
         found.append(f"<details><summary>All {len(rows)} lines</summary><pre>{escape(text)}</pre></details>")
     return found
+
+
+def _said(history: History) -> list[str]:
+    """The newest warnings and errors of the workers."""
+    found: deque[LogLine] = deque(maxlen=_MOST_ROWS)
+    found.extend(line for line in LogFiles(history.run_dir, events=False).read() if line.at_least("warning"))
+    if not found:
+        return []
+    start = figures.begin_ns(history.facts)
+    lines = [f"{(line.time_ns - start) / 1e9:.2f} s  {line.source}  {line.level}  {line.whole()}" for line in found]
+    title = f"The last {len(lines)} warnings in the workers' logs"
+    return [f"<details><summary>{title}</summary><pre>{escape(chr(10).join(lines))}</pre></details>"]
 
 
 def _efficiency(history: History) -> str:

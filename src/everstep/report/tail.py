@@ -16,10 +16,14 @@ MOST_LINE_BYTES = 8 << 20  # a longer line is no line of ours: it is passed over
 
 
 class Tail:
-    """One growing file. `replaced` counts how often another file came under its name, or it was cut off."""
+    """One growing file. `replaced` counts how often another file came under its name, or it was cut off.
 
-    def __init__(self, path: Path) -> None:
+    last_bytes: of what is there already, only so much of its end is read; None: all.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
+        self._last_bytes = last_bytes
         self.replaced = 0
         self._position = 0
         self._rest = b""
@@ -67,6 +71,8 @@ class Tail:
         if not same:
             self.replaced += 1
             self._position, self._rest, self._skipping, self._head = 0, b"", False, b""
+        if self._known is None and self._last_bytes is not None and found.st_size > self._last_bytes:
+            self._position, self._skipping = found.st_size - self._last_bytes, True
         self._known = known
 
     def _split(self, data: bytes) -> list[bytes]:
@@ -85,7 +91,8 @@ class Tail:
 class Folder:
     """All files of a folder that match a pattern, rotated ones included: each is read once, under whatever name."""
 
-    def __init__(self, folder: Path, pattern: str) -> None:
+    def __init__(self, folder: Path, pattern: str, last_bytes: int | None = None) -> None:
+        self._last_bytes = last_bytes
         self._folder = folder
         self._pattern = pattern
         self._tails: dict[tuple[int, int], Tail] = {}
@@ -99,7 +106,7 @@ class Folder:
                 present[found.st_dev, found.st_ino] = (found.st_mtime_ns, path)
         except OSError:
             return
-        self._tails = {key: self._tails.get(key) or Tail(path) for key, (_, path) in present.items()}
+        self._tails = {key: self._tails.get(key) or Tail(path, self._last_bytes) for key, (_, path) in present.items()}
         for key, (_, path) in sorted(present.items(), key=lambda item: item[1]):
             tail = self._tails[key]
             tail.path = path

@@ -12,13 +12,17 @@ from everstep.base.errors import ProtocolError
 
 COORDINATOR_FILE = "coordinator.json"
 JOURNAL_FILE = "coordinator.journal"
+LOGS_FOLDER = "logs"
 METRICS_FOLDER = "metrics"
 METRICS_FILE = "metrics.json"
+PROFILES_FOLDER = "profiles"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"
 DATASET_FILE = "dataset.json"
 CHECKPOINTS_DIR = "checkpoints"
+TRACE_KEY = "everstep"
+"""Under it a worker's trace says whose it is, and which steps and phases it had."""
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,12 @@ PHASES = (
 )
 PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 OPERATIONS = ("reduce", "transfer", "heal")
+ROLES = ("", "leader", "active", "standby")
 
 # Words of 8 bytes in a row.
-_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS = range(10)
+_COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
+    12
+)
 _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
@@ -49,7 +52,8 @@ _monotonic_ns = time.monotonic_ns
 class Pulse:
     """What a row says. `beat_ns` is the monotonic time (of this host) of the last tick.
 
-    Of this life in all: lanes: forward phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
+    stage (the first of several), role: of a member's seat; None and "" of others. Of this life in all: lanes: forward
+    phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
     sent_bytes: given to others, in the order of `OPERATIONS`.
     """
 
@@ -64,6 +68,8 @@ class Pulse:
     lanes: int = 0
     spent_ns: tuple[int, ...] = (0,) * len(PHASES)
     sent_bytes: tuple[int, ...] = (0,) * len(OPERATIONS)
+    stage: int | None = None
+    role: str = ""
 
     @property
     def compute_ns(self) -> int:
@@ -116,6 +122,10 @@ class Row:
         words[_COUNTER] += 1
         words[_BEAT_NS] = now_ns
 
+    def seat(self, stage: int | None, role: str) -> None:
+        """Where this worker sits from now on. Raises: ValueError for an unknown role."""
+        self._words[_STAGE], self._words[_ROLE] = 0 if stage is None else stage + 1, ROLES.index(role)
+
     def sent(self, operation: str, n_bytes: int) -> None:
         """So many bytes more were given to others. Raises: ValueError for an unknown operation."""
         self._words[_SENT_BYTES + OPERATIONS.index(operation)] += n_bytes
@@ -158,7 +168,36 @@ class Row:
             w[_LANES],
             tuple(w[_SPENT_NS : _SPENT_NS + len(PHASES)]),
             tuple(w[_SENT_BYTES : _SENT_BYTES + len(OPERATIONS)]),
+            w[_STAGE] - 1 if w[_STAGE] else None,
+            ROLES[w[_ROLE]] if 0 <= w[_ROLE] < len(ROLES) else "",
         )
+
+
+class MarkedRow(Row):
+    """A worker's own row while it is profiled: each phase is also noted in `marks`, as (unix time in ns, name)."""
+
+    def __init__(self, row: Row, marks: list[tuple[int, str]]) -> None:
+        super().__init__(row._words)
+        self._since_ns = row._since_ns
+        self._row = row
+        self._marks = marks
+
+    def plain(self) -> Row:
+        """The row as it was before, which goes on from here."""
+        self._row._since_ns = self._since_ns
+        return self._row
+
+    def set(
+        self,
+        *,
+        step: int | None = None,
+        phase: str | None = None,
+        samples: int | None = None,
+        generation: int | None = None,
+    ) -> None:
+        if phase is not None:
+            self._marks.append((time.time_ns(), phase))
+        super().set(step=step, phase=phase, samples=samples, generation=generation)
 
 
 class Board:

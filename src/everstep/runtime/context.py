@@ -46,8 +46,8 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """Where stdout, stderr and the log of this worker go."""
-        return self.run_path / "logs" / f"worker-{self.worker_id}.log"
+        """Where the launcher writes what this worker prints and logs."""
+        return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
 
     @property
     def last_words_path(self) -> Path:

@@ -23,12 +23,14 @@ from everstep.runtime.address import (
     COORDINATOR_FILE,
     JOB_FILE,
     JOURNAL_FILE,
+    LOGS_FOLDER,
     METRICS_FOLDER,
     TOKEN_FILE,
     write_atomically,
 )
 from everstep.runtime.agent import Agent
 from everstep.runtime.board import MAX_ROWS, Board
+from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import raise_descriptor_limit
 from everstep.runtime.sampler import Sampler
@@ -115,7 +117,9 @@ class Launcher:
         )
         self._coordinator = CoordinatorProcess(run_dir, host)
         self._zygote: ZygoteClient | None = None
-        self._workers = Workers(self.board, entry, policy, self._context, self._notify)
+        logs = config.logs
+        self._collector = Collector(run_dir / LOGS_FOLDER, self.board, int(logs.max_mb * (1 << 20)), logs.keep)
+        self._workers = Workers(self.board, entry, policy, self._context, self._notify, self._collector)
         self._agent: Agent | None = None
         self._sampler: Sampler | None = None
 
@@ -150,7 +154,7 @@ class Launcher:
 
     def _prepare(self) -> None:
         raise_descriptor_limit()
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         if not self._resume:
             (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
@@ -170,7 +174,7 @@ class Launcher:
         self._notify("coordinator_started", pid=self._coordinator.pid)
 
     def _start_zygote(self) -> None:
-        log_path = self.run_dir / "logs" / "zygote.log"
+        log_path = self.run_dir / LOGS_FOLDER / "zygote.log"
         early, self._early = self._early, None
         zygote = early.take(self.config.threads, log_path) if early is not None else None
         if zygote is None:
@@ -304,7 +308,7 @@ class Launcher:
         if self._ending is not None:
             return
         self._zygote_failures = 0 if was_ready else self._zygote_failures + 1
-        why = last_line(self.run_dir / "logs" / "zygote.log")
+        why = last_line(self.run_dir / LOGS_FOLDER / "zygote.log")
         self._notify("warning", reason=f"the fork server died and is started again: {why}")
         if self._zygote_failures >= ZYGOTE_HOPELESS:
             self._end(Outcome(1, "failed", f"the fork server cannot start: {why}"), 0.0)
@@ -408,6 +412,7 @@ class Launcher:
             self._workers.kill_all()
             self._zygote.close(timeout_s=5.0 if self._zygote.ready else 0.0)  # while it imports it hears nothing
             self._workers.zygote_died()
+        self._collector.close()
         self._coordinator.end()
         with contextlib.suppress(OSError):
             (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)

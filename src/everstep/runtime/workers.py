@@ -15,6 +15,7 @@ from typing import Any
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.agent import Agent
 from everstep.runtime.board import Board
+from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import describe_status, killed_from_outside
 from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
@@ -29,6 +30,7 @@ class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
     make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
+    collector: takes what the workers print and log.
     `hopeless`: why no restart can help, "" while there is no such reason.
     """
 
@@ -39,12 +41,14 @@ class Workers:
         policy: RestartPolicy,
         make_context: Callable[[int, int], WorkerContext],
         notify: Callable[..., None],
+        collector: Collector,
     ) -> None:
         self._board = board
         self._entry = entry
         self._policy = policy
         self._make_context = make_context
         self._notify = notify
+        self._collector = collector
         self._slots: dict[int, Slot] = {}
         self._pidfds: dict[int, int] = {}
         self._lives: tuple[WorkerLife, ...] = ()
@@ -113,7 +117,7 @@ class Workers:
                 with contextlib.suppress(OSError):
                     context.last_words_path.unlink(missing_ok=True)
                 self._board.row(slot.worker_id).reset(incarnation, 0)
-                self.zygote.start(self._entry, context)
+                self.zygote.start(self._entry, context, self._collector.open(slot.worker_id, incarnation))
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
         """SIGKILL this life. Returns False if it does not run."""

@@ -3,7 +3,8 @@
 `python -m everstep.runtime.zygote --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor work,
 so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its launcher:
 
-    <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "log": path, "context": {...}}
+    <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "context": {...}}
+                                              with two descriptors, which become the worker's stdout and stderr
     <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
     <- {"op": "log", "path"}                                           where its own output goes from now on
     -> {"op": "ready", "seconds", "threads", "skipped": [...]}
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -30,6 +32,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +47,8 @@ from everstep.runtime.process import (
     outlives_workers,
     thread_count,
 )
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PRELOAD = (
     "torch",  # first: what is called meanwhile is forked from then on, and needs it
@@ -84,6 +89,7 @@ class Zygote:
         self._called: set[int] = set()
         self._over = False
         self._buffer = b""
+        self._outputs: deque[int] = deque()
         self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
@@ -128,7 +134,8 @@ class Zygote:
                 os.waitpid(-1, 0)
 
     def _requests(self) -> bool:
-        data = self._sock.recv(1 << 16)
+        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 64, socket.MSG_CMSG_CLOEXEC)
+        self._outputs.extend(fds)
         if not data:
             return False
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -149,9 +156,12 @@ class Zygote:
         self._called.add(pid)
 
     def _start(self, request: dict[str, Any]) -> None:
+        outputs = self._outputs.popleft(), self._outputs.popleft()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(request)
+            self._become_worker(request, outputs)
+        for fd in outputs:
+            os.close(fd)
         self._children[pid] = _Child(request["worker_id"], request["incarnation"])
         self.tell(op="started", worker_id=request["worker_id"], incarnation=request["incarnation"], pid=pid)
 
@@ -193,7 +203,8 @@ class Zygote:
         """In a child: call the entry point with the question, send back what it returns, and never return."""
         code = 1
         try:
-            _leave_server_behind(Path(os.devnull))
+            _leave_server_behind()
+            redirect_output(Path(os.devnull))
             module, _, function = request["entry"].partition(":")
             answer = getattr(importlib.import_module(module), function)(request["question"])
             self.tell(op="answer", answer=answer)
@@ -201,11 +212,15 @@ class Zygote:
         finally:
             os._exit(code)
 
-    def _become_worker(self, request: dict[str, Any]) -> None:
+    def _become_worker(self, request: dict[str, Any], outputs: tuple[int, int]) -> None:
         """In the child: leave everything of the server behind, run the entry point, and never return."""
         code = 1
         try:
-            _leave_server_behind(Path(request["log"]))
+            _leave_server_behind()
+            for number, fd in enumerate(outputs, 1):
+                os.dup2(fd, number)
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a print is one write
             close_descriptors({self._board_fd})
             context = WorkerContext(**request["context"])
             code = run_entry(request["entry"], context)
@@ -223,12 +238,11 @@ def die_with_parent_of_fork() -> None:
     die_with_parent(_SERVER_PID)
 
 
-def _leave_server_behind(log: Path) -> None:
+def _leave_server_behind() -> None:
     die_with_parent_of_fork()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    redirect_output(log)
 
 
 def redirect_output(path: Path) -> None:
@@ -252,7 +266,7 @@ def run_entry(entry: str, context: WorkerContext) -> int:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else (0 if error.code is None else 1)
     except BaseException as error:
-        traceback.print_exc()
+        log.critical("%s", describe(error), exc_info=True)
         write_last_words(context, error)
         code = 1
     _leave_in_order()
@@ -263,8 +277,12 @@ def write_last_words(context: WorkerContext, error: BaseException) -> None:
     """One line that says why, unless the worker has written a better one itself."""
     with contextlib.suppress(OSError):
         if not context.last_words_path.exists():
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            context.last_words_path.write_text(text[:2000] + "\n")
+            context.last_words_path.write_text(describe(error)[:2000] + "\n")
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _leave_in_order() -> None:

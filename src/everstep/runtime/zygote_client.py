@@ -56,18 +56,22 @@ class ZygoteClient:
     def fd(self) -> int:
         return self._sock.fileno()
 
-    def start(self, entry: str, context: WorkerContext) -> None:
-        """Ask for a worker. A fork server that is dead is noticed elsewhere."""
+    def start(self, entry: str, context: WorkerContext, outputs: tuple[int, int]) -> None:
+        """Ask for a worker. A fork server that is dead is noticed elsewhere.
+
+        outputs: descriptors that become its stdout and stderr; they are closed here.
+        """
         request = {
             "op": "start",
             "worker_id": context.worker_id,
             "incarnation": context.incarnation,
             "entry": entry,
-            "log": str(context.log_path),
             "context": asdict(context),
         }
         with contextlib.suppress(OSError):
-            self._sock.sendall(json.dumps(request).encode() + b"\n")
+            socket.send_fds(self._sock, [json.dumps(request).encode() + b"\n"], outputs)
+        for fd in outputs:
+            os.close(fd)
 
     def receive(self) -> list[dict[str, Any]]:
         """What it has said; call when `fd` is readable. Empty at the end of the stream."""

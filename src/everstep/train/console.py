@@ -17,11 +17,27 @@ _MOST_WAITING = 10_000  # characters of a script that prints before it joins
 OUTPUT_FILE = Path("logs") / "output.log"
 
 
-class LeaderConsole(io.TextIOBase):
-    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life."""
+def older(path: Path) -> Path:
+    """What a file is called once another one has begun in its place."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
 
-    def __init__(self, log: TextIO, run_dir: Path, leads: Callable[[], bool | None], first: bool = True) -> None:
+
+class LeaderConsole(io.TextIOBase):
+    """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life.
+
+    What is shown goes through a file that begins anew at `most_bytes`.
+    """
+
+    def __init__(
+        self,
+        log: TextIO,
+        run_dir: Path,
+        leads: Callable[[], bool | None],
+        first: bool = True,
+        most_bytes: int = 64 << 20,
+    ) -> None:
         self._log = log
+        self._most_bytes = most_bytes
         self._first = first
         self._path = run_dir / OUTPUT_FILE
         self._leads = leads
@@ -72,5 +88,7 @@ class LeaderConsole(io.TextIOBase):
                 fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 try:
                     os.write(fd, lines.encode(errors="replace"))
+                    if os.fstat(fd).st_size > self._most_bytes:
+                        os.replace(self._path, older(self._path))
                 finally:
                     os.close(fd)

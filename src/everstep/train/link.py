@@ -100,7 +100,7 @@ class LaunchedLink:
         self.row = Board.attach(context.board_fd).row(context.board_row)
         self.faults = faults
         self.fault_now: FaultNow = no_fault_now
-        self.log = set_up_worker_log(None, context.worker_id, context.incarnation)
+        self.log = set_up_worker_log(2, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
         facts = _job_facts(context)
         self.explicit = frozenset(facts.get("explicit", ()))  # keys that the user set: a script's own give way to them

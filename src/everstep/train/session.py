@@ -29,6 +29,7 @@ from everstep.train.final import Finisher
 from everstep.train.heal import Gradient
 from everstep.train.link import Link
 from everstep.train.pipeline import Pipeline
+from everstep.train.profiling import Profiling
 from everstep.train.published import Publisher
 from everstep.train.record import (
     AgreePayload,
@@ -99,6 +100,7 @@ class Session:
         self.transfers = Transfers(self)
         self.donor = self.transfers.donor
         self.finisher = Finisher(self)
+        self.profiling = Profiling(link, device, self.tell)
         self.outcome: Outcome | None = None
         self.learned: dict[str, Any] = {}
         self.standing: dict[type, wire.AnyMessage] = {}
@@ -172,6 +174,8 @@ class Session:
         elif isinstance(message, wire.InjectFault):
             pulse = self.link.row.read()
             self.link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, self.engine.plan)
+        elif isinstance(message, wire.ProfileNow):
+            self.profiling.ask(message)
         self.rendezvous.observe(message)
         self.engine.deliver(message)
 
@@ -180,6 +184,7 @@ class Session:
 
         Returns whether the job has ended; False: the state went back, and there are steps to be done again.
         """
+        self.profiling.end()
         try:
             self.link.row.set(step=self.engine.position.step, phase="finish")
             self.engine.gather(b"")  # proves that all have committed the last step, whatever generations follow
@@ -215,6 +220,7 @@ class Session:
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
         self.loader.close()
+        self.profiling.close()
         self.saver.close()
         self.transfers.close()
         self.transport.close()
@@ -237,6 +243,8 @@ class Session:
             self.donor.offer(self.transfers.offer)
         self._step_began_ns = time.monotonic_ns()
         number = self.asked = self.engine.position.step + 1
+        if self.profiling.wanted is not None:
+            self.profiling.begin_step(number)
         self.engine.ask_step()
         return number
 
@@ -532,8 +540,11 @@ class Session:
     def entered(self, plan: Plan, number: int, phases_ms: dict[str, float]) -> None:
         """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""
         me = self.link.me
+        stages, role = plan.stages_of(me.worker_id), plan.role_of(me.worker_id)
         self.link.row.set(generation=plan.generation, step=number)
-        self.link.log.generation, self.link.log.step = plan.generation, number
+        self.link.row.seat(stages[0] if stages else None, role)
+        log = self.link.log
+        log.generation, log.step, log.stage, log.role = plan.generation, number, stages[0] if stages else None, role
         self._entered_generation = self._told_entered = plan.generation
         if self.engine.top_stated > number:  # so that it is known how many steps are done again
             self._tell_progress(self.engine.top_stated, 0.0, plan.generation - 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import runpy
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from everstep.train.link import Faults, LaunchedLink
 from everstep.train.run import Run
 from everstep.train.task import Task
 from everstep.train.trainer import train
+
+log = logging.getLogger(__name__)
 
 EVICTED_EXIT_CODE = 75
 _FATAL = (ConfigError, DeterminismError)
@@ -64,7 +66,7 @@ def run_worker(
             _run_script(link, script, context)
         return 0
     except (JobFailed, Evicted) as end:
-        print(f"leaving: {end}", file=sys.stderr, flush=True)
+        log.info("leaving: %s", end)
         return EVICTED_EXIT_CODE if isinstance(end, Evicted) and not end.drained else 0
     except Exception as error:
         _last_words(link, context, error)
@@ -91,7 +93,8 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
     join.launched_with(link)
     sys.argv = [script, *context.argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    console = LeaderConsole(sys.stdout, context.run_path, join.leads, first=context.incarnation == 0)
+    most_bytes = int(link.config.logs.max_mb * (1 << 20))
+    console = LeaderConsole(sys.stdout, context.run_path, join.leads, context.incarnation == 0, most_bytes)
     with contextlib.redirect_stdout(console):
         try:
             runpy.run_path(script, run_name="__main__")
@@ -108,13 +111,12 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
 
 
 def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) -> None:
-    traceback.print_exc()
-    sys.stderr.flush()
     reason = describe(error)
+    log.critical("%s", reason, exc_info=error)
     try:
         context.last_words_path.write_text(reason + "\n")
     except OSError as problem:
-        print(f"last words not written: {problem}", file=sys.stderr)
+        log.warning("last words not written: %s", problem)
     link.announce(lambda: failure(link, context, error, reason))
 
 

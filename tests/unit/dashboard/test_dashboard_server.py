@@ -22,6 +22,7 @@ from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, is_loopback  # noqa: E402
 from everstep.dashboard.view import Cursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
+from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
 
 TOKEN = "a-token-of-many-characters"
@@ -54,7 +55,7 @@ class Server:
     def __init__(self, *run_dirs: Path, host: str = "127.0.0.1", make: Any = make_app, load: bool = True) -> None:
         self.feeds = Feeds(run_dirs)
         for feed in self.feeds.runs if load else ():
-            feed.history.load()
+            feed.load()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         app = make(self.feeds, host, TOKEN)
@@ -220,7 +221,7 @@ def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.Monke
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
     feed = RunFeed(make_run(tmp_path))
-    feed.history.load()
+    feed.load()
     cursor = Cursor()
     assert patch(feed, cursor)["reset"]
     assert patch(feed, cursor) == {}
@@ -235,6 +236,12 @@ def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
         "columns": changed["curves"]["steps"]["columns"],
     }
     assert "log" not in changed and "generations" not in changed
+    (feed.run_dir / "logs").mkdir(exist_ok=True)
+    said = WorkerLog(1, 0).line("critical", "mine", "it broke", exception="Traceback", time_ns=8)
+    (feed.run_dir / "logs" / "worker-1.jsonl").write_bytes(said)
+    feed.read()
+    (line,) = patch(feed, cursor)["log"]
+    assert line[2:] == ["error", "log", 1, 0, "worker 1: mine: it broke | Traceback"]
     (feed.run_dir / "events.jsonl").write_bytes(event("job_started", 100, workers=1))
     feed.read()
     again = patch(feed, cursor)
@@ -243,7 +250,7 @@ def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
 
 def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
     feed = RunFeed(make_run(tmp_path))
-    feed.history.load()
+    feed.load()
     seen = {
         "worker_id": 1,
         "incarnation": 1,

@@ -4,52 +4,64 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from everstep.cli.main import run_command
 from everstep.observe.events import format_event
+from everstep.observe.logs import WorkerLog
 from everstep.report.logfiles import LogFiles
 
-NOW = time.mktime((2026, 3, 4, 0, 10, 0, 0, 0, -1))  # ten past midnight
+NOW_S = 1_772_600_000
+
+
+def record(worker_id: int, second: float, level: str, message: str, source: str = "log", **more: str) -> bytes:
+    context = WorkerLog(worker_id, 0)
+    context.step, context.generation = int(second), 1
+    return context.line(level, "everstep", message, source, time_ns=int((NOW_S + second) * 1e9), **more)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     logs = tmp_path / "logs"
     logs.mkdir()
-    (logs / "worker-2.log").write_text(
-        "23:59:58.000 worker 2.0 gen 1 step 4 INFO everstep: before midnight\n"
-        "00:00:01.500 worker 2.0 gen 1 step 5 ERROR everstep: it broke\n"
-        "Traceback (most recent call last):\n"
-        "  \x1b[31mred\n"
-        "00:00:02.000 worker 2.0 gen 1 step 5 INFO everstep: torn"
-    )
-    said = {"timestamp": "2026-03-04T00:00:03.000", "level": "WARNING", "message": "from JSON", "worker": "1.0"}
-    (logs / "worker-1.log").write_text(json.dumps(said) + "\nprinted by the user\n")
+    (logs / "worker-2.1.jsonl").write_bytes(record(2, 1, "info", "rotated"))
+    os.utime(logs / "worker-2.1.jsonl", (NOW_S, NOW_S))
+    broken = record(2, 3, "error", "it broke", exception="Traceback\n  \x1b[31mred")
+    (logs / "worker-2.jsonl").write_bytes(record(2, 2, "info", "begun") + b"no record\n" + broken + b'{"torn": ')
+    (logs / "worker-12.jsonl").write_bytes(record(12, 2.5, "info", "printed \x1b[31mby the user", "stdout"))
+    (logs / "output.log").write_text("printed by the user\n")
     (logs / "coordinator.log").write_text("no time at all\n")
-    for path in logs.iterdir():
-        os.utime(path, (NOW, NOW))
-    at_ns = int((NOW - 599) * 1e9)
-    evicted = format_event("worker_evicted", at_ns + 10**9, {"worker_id": 2, "reason": "killed\nby"})
-    (tmp_path / "events.jsonl").write_bytes(format_event("step_committed", at_ns, {"step": 1}) + evicted)
+    os.utime(logs / "coordinator.log", (NOW_S + 9, NOW_S + 9))
+    evicted = format_event(
+        "worker_evicted", int((NOW_S + 4.5) * 1e9), {"worker_id": 2, "step": 4, "reason": "killed\nby"}
+    )
+    step = format_event("step_committed", int((NOW_S + 4) * 1e9), {"step": 4})
+    (tmp_path / "events.jsonl").write_bytes(step + evicted)
+    (tmp_path / "job.json").write_text(json.dumps({"config": {"workers": 3, "spares": 1}}))
     return tmp_path
 
 
 def test_all_sources_by_time(run_dir: Path) -> None:
     files = LogFiles(run_dir)
-    lines = files.read()
-    assert [line.text for line in lines[:2]] == ["everstep: before midnight", "everstep: it broke"]
-    assert lines[1].time_s - lines[0].time_s == pytest.approx(3.5)
-    assert {line.source for line in lines} == {"worker 1", "worker 2", "coordinator", "event"}
-    assert next(line for line in lines if "red" in line.text).level == "error"
-    assert all("\x1b" not in str(line) and "\n" not in str(line) for line in lines)
-    assert not any("torn" in line.text for line in lines)
-    with open(run_dir / "logs" / "worker-2.log", "a") as file:
-        file.write(" no more\n")
-    assert [line.text for line in files.read()] == ["everstep: torn no more"]
+    lines = list(files.read())
+    assert [line.text for line in lines] == [
+        "everstep: rotated",
+        "everstep: begun",
+        "printed \x1b[31mby the user",
+        "everstep: it broke",
+        "worker 2 was evicted: killed by",
+        "no time at all",
+    ]
+    assert {line.source for line in lines} == {"worker 2", "worker 12", "coordinator", "event"}
+    assert "red" in str(lines[3]) and str(lines[3]).count("\n") == 2
+    assert all("\x1b" not in str(line) for line in lines)
+    with open(run_dir / "logs" / "worker-2.jsonl", "ab") as file:
+        file.write(b"1}\n" + record(2, 7, "info", "more"))
+    (run_dir / "logs" / "worker-0.jsonl").write_bytes(record(0, 6, "info", "later"))
+    assert [line.text for line in files.read()][-2:] == ["everstep: later", "everstep: more"]
+    assert list(files.read()) == []
 
 
 def test_filters(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,11 +69,25 @@ def test_filters(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command(["logs", str(run_dir), *options]) == 0
         return capsys.readouterr().out
 
-    assert "before midnight" in shown("--worker", "2") and "from JSON" not in shown("--worker", "2")
-    assert shown("--worker", "1", "--level", "warning").splitlines()[0].endswith("warning from JSON")
-    assert "step 1" in shown("--steps") and "step 1" not in shown()
+    assert "begun" in shown("--worker", "2") and "by the user" not in shown("--worker", "2")
+    assert shown("--worker", "12", "--level", "warning") == ""
+    assert shown("--worker", "3") == "", "it exists, and has said nothing"
+    assert "step 4\n" in shown("--steps") and "step 4\n" not in shown()
     assert len(shown("-n", "2").splitlines()) == 2
     assert len(shown("--follow").splitlines()) == len(shown().splitlines())  # no job runs: it ends by itself
+    since = shown("--since-step", "4")
+    assert "evicted" in since and "no time at all" in since and "broke" not in since and "step 4," not in since
+    assert shown("--grep", "red").count("\n") == 3
+    records = [json.loads(line) for line in shown("--json").splitlines()]
+    assert [r["message"] for r in records][3:5] == ["it broke", "worker 2 was evicted: killed by"]
+    assert records[3]["exception"].endswith("red") and records[4]["kind"] == "worker_evicted"
+
+
+def test_bad_input(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, word in ((["--worker", "9"], "0, 1, 2, 3, 12"), (["--level", "loud"], "loud"), (["-n", "-1"], "-1")):
+        assert run_command(["logs", str(run_dir), *options]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and word in error, error
     assert run_command(["logs", str(run_dir / "nowhere")]) == 2
 
 

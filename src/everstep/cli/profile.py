@@ -1,0 +1,154 @@
+"""`everstep profile`: the next steps of a running job, recorded by its workers, as one trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.cli.scale import ask_running
+from everstep.report.history import History
+from everstep.report.traces import merge
+from everstep.report.words import size_text
+from everstep.runtime import commands
+from everstep.runtime.address import PROFILES_FOLDER
+
+_POLL_S = 0.2
+_PATIENCE_S = 2.0
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many steps to record.")
+@click.option("--out", type=click.Path(path_type=Path), help="The merged trace (DIR/profiles/TIME/trace.json.gz).")
+@click.option("--workers", "listed", metavar="ID,ID", help="Only of these workers (all that train).")
+@click.option("--memory", is_flag=True, help="Record allocations, too.")
+@click.option("--stacks", is_flag=True, help="Record Python's stacks, too; the traces become large.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait for it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; progress goes to stderr.")
+def command(
+    run_dir: Path,
+    steps: int,
+    out: Path | None,
+    listed: str | None,
+    memory: bool,
+    stacks: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Have the workers of the job that runs in DIR record their next steps, and merge that into one Chrome trace.
+
+    The job goes on; its bits stay the same. Look at the trace at https://ui.perfetto.dev or chrome://tracing.
+    """
+    name = time.strftime("%Y%m%d-%H%M%S")
+    folder = run_dir / PROFILES_FOLDER / name
+    if out is not None and not out.resolve().parent.is_dir():
+        raise ConfigError(f"--out: expected a file in a directory that exists, got {out}")
+    asked: dict[str, Any] = {"folder": name, "steps": steps, "memory": memory, "stacks": stacks}
+    if listed is not None:
+        asked["workers"] = _ids(listed)
+    told = ask_running(run_dir, "profile", asked)
+    watch = _Watch(run_dir, folder, told, sys.stderr if as_json else sys.stdout)
+    watch.wait(timeout_s)
+    out = out or folder / "trace.json.gz"
+    if not watch.written:
+        missing = "; ".join(f"worker {i}: {why}" for i, why in sorted(watch.missing.items()))
+        raise EverstepError(f"there is no profile: {missing}")
+    paths = [watch.path(i) for i in sorted(watch.written)]
+    count = merge(paths, History(run_dir).load().facts, out)
+    if as_json:
+        result = {"path": str(out), "folder": str(folder), "events": count, "workers": sorted(watch.written)}
+        result |= {"missing": {str(i): why for i, why in sorted(watch.missing.items())}}
+        print(json.dumps({**result, "first_step": told.get("first_step"), "steps": steps}))
+    else:
+        print(f"{count} events of {len(paths)} workers are in {out}")
+    return 0
+
+
+def _ids(listed: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in listed.split(",")})
+    except ValueError:
+        raise ConfigError(f"--workers: expected worker ids such as 0,2, got {listed!r}") from None
+
+
+@dataclass
+class _Watch:
+    """What has become of the recordings. missing: by worker, why it has none."""
+
+    run_dir: Path
+    folder: Path
+    told: dict[str, Any]
+    progress: Any
+    written: set[int] = field(default_factory=set)
+    missing: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def lives(self) -> dict[int, int]:
+        """Who records: worker_id -> incarnation."""
+        return {w["worker_id"]: w["incarnation"] for w in self.told["workers"]}
+
+    def path(self, worker_id: int) -> Path:
+        """Where this worker's trace appears once it is whole."""
+        return self.folder / f"worker-{worker_id}.json.gz"
+
+    def wait(self, timeout_s: float) -> None:
+        """Until each worker has a trace or will have none, and say so as it happens."""
+        first, last = self.told["first_step"], self.told["first_step"] + self.told["steps"] - 1
+        who = ", ".join(map(str, sorted(self.lives)))
+        self._say(f"recording steps {first} to {last} of workers {who}" if last > first else f"recording step {first}")
+        end_s = time.monotonic() + timeout_s
+        while True:
+            status, running = self._status()
+            self._look()
+            if len(self.written) + len(self.missing) == len(self.lives):
+                return
+            late = time.monotonic() > end_s
+            for worker_id in sorted(self.lives.keys() - self.written - self.missing.keys()):
+                why = f"not done after {timeout_s:g} s" if late else self._why_missing(worker_id, status, running)
+                if why:
+                    self.missing[worker_id] = why
+                    self._say(f"worker {worker_id} is missing: {why}")
+            time.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        for worker_id in sorted(self.lives.keys() - self.written - self.missing.keys()):
+            path = self.path(worker_id)
+            if path.exists():
+                self.written.add(worker_id)
+                self._say(f"worker {worker_id}: {size_text(path.stat().st_size)}")
+
+    def _status(self) -> tuple[dict[str, Any] | None, bool]:
+        """The coordinator's status, None while it is silent; and whether the job runs. Asked before files are looked
+        for, so that whoever is gone by then has written what he ever will."""
+        running = commands.is_locked(self.run_dir)
+        try:
+            return commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S), running
+        except EverstepError:
+            return None, running
+
+    def _why_missing(self, worker_id: int, status: dict[str, Any] | None, running: bool) -> str:
+        if not running:
+            return "the job ended before its trace was written"
+        if status is None:
+            return ""
+        profile = status.get("profile") or {}
+        known = profile.get("name") == self.folder.name
+        lives = {(w["worker_id"], w["incarnation"]) for w in status["workers"]}
+        if (worker_id, self.lives[worker_id]) not in lives:
+            return self._how_it_ended(worker_id)
+        return str(profile["failed"].get(str(worker_id), "")) if known else ""
+
+    def _how_it_ended(self, worker_id: int) -> str:
+        marks = History(self.run_dir).load().facts.marks
+        why = next((m.text for m in reversed(marks) if (m.kind, m.worker_id) == ("evicted", worker_id)), "it left")
+        return f"{why}, while it recorded"
+
+    def _say(self, text: str) -> None:
+        print(text, file=self.progress, flush=True)

@@ -1,0 +1,215 @@
+"""What workers print and log: logs/worker-<id>.jsonl, one record per line, of bounded size.
+
+Each worker's stdout and stderr are pipes that end here, in a thread of the launcher's. So every line is kept, of C
+libraries and of a worker that is killed too; files are written, and rotated, by one hand alone, whichever life of a
+worker goes on in them; and a full disk costs lines, which are counted, and never a worker's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.observe.logs import RECORD, WorkerLog
+from everstep.runtime.board import Board
+from everstep.runtime.sampler import rotate
+
+PRINTED_LEVEL = {"stdout": "info", "stderr": "warning"}
+_READ_BYTES = 1 << 16
+_MOST_LINE_BYTES = 1 << 16
+_MOST_RECORD_BYTES = 1 << 20
+_LAST_WAIT_S = 2.0
+
+
+class LineFile:
+    """A file of lines that is rotated: `x.jsonl`, then `x.1.jsonl` to `x.<keep>.jsonl`. Never raises for its sake.
+
+    dropped: lines that could not be written since the last that could.
+    """
+
+    def __init__(self, path: Path, most_bytes: int, keep: int) -> None:
+        self.dropped = 0
+        self._path = path
+        self._most_bytes = most_bytes
+        self._keep = keep
+        self._fd = -1
+        self._size = 0
+        self._torn = False
+
+    def write(self, lines: bytes) -> bool:
+        """Append whole lines. Returns whether they are all there."""
+        data, written = lines, 0
+        with contextlib.suppress(OSError):
+            self._make_room(len(lines))
+            data = b"\n" + lines if self._torn else lines  # ends the half line that a full disk left behind
+            written = os.write(self._fd, data)
+        self._size += written
+        if written == len(data):
+            self._torn = False
+            return True
+        self._torn = self._torn or written > 0
+        self.dropped += lines.count(b"\n")
+        self.close()  # the file may have been replaced, or the mount come back: open anew next time
+        return False
+
+    def close(self) -> None:
+        """Give the descriptor back; a later write opens the file again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _make_room(self, n_bytes: int) -> None:
+        if self._fd < 0:
+            self._open()
+        if self._size and self._size + n_bytes > self._most_bytes:
+            self.close()
+            if self._keep:
+                rotate(self._path, self._keep + 1)
+            else:
+                self._path.unlink(missing_ok=True)
+            self._open()
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+        self._torn = self._torn and self._size > 0
+
+
+@dataclass
+class _Pipe:
+    """One of the two of a life. rest: of a line whose end has not come."""
+
+    source: str
+    context: WorkerLog
+    file: LineFile
+    rest: bytes = b""
+
+
+class Collector:
+    """Reads until it is closed. folder: where the files go. `open` is called by one thread."""
+
+    def __init__(self, folder: Path, board: Board, most_bytes: int, keep: int) -> None:
+        self._folder = folder
+        self._board = board
+        self._most_bytes = most_bytes
+        self._keep = keep
+        self._files: dict[int, LineFile] = {}
+        self._pipes: dict[int, _Pipe] = {}
+        self._epoll = select.epoll()
+        self._closing_s: float | None = None
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC)
+        self._epoll.register(self._wake_r, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="everstep-collector", daemon=True)
+        self._thread.start()
+
+    def open(self, worker_id: int, incarnation: int) -> tuple[int, int]:
+        """What a new life of a worker is to have as stdout and stderr; the caller gives them away and closes them."""
+        file = self._files.get(worker_id)
+        if file is None:
+            path = self._folder / f"worker-{worker_id}.jsonl"
+            file = self._files[worker_id] = LineFile(path, self._most_bytes, self._keep)
+        context = WorkerLog(worker_id, incarnation)
+        context.pid = 0
+        ends = []
+        for source in ("stdout", "stderr"):
+            ours, theirs = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(ours, False)
+            self._pipes[ours] = _Pipe(source, context, file)
+            self._epoll.register(ours, select.EPOLLIN)
+            ends.append(theirs)
+        return ends[0], ends[1]
+
+    def close(self) -> None:
+        """Take in what is still in the pipes, and end; what keeps on writing is not waited for."""
+        if self._closing_s is None:
+            self._closing_s = time.monotonic() + _LAST_WAIT_S
+            os.close(self._wake_w)
+            self._thread.join(_LAST_WAIT_S + 1.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            closing_s = self._closing_s
+            ready = [fd for fd, _ in self._epoll.poll(None if closing_s is None else 0) if fd != self._wake_r]
+            for fd in ready:
+                self._read(fd)
+            if closing_s is not None and (not ready or time.monotonic() > closing_s):
+                break
+        for fd in list(self._pipes):
+            self._end(fd)
+        for file in self._files.values():
+            file.close()
+        self._epoll.close()
+        os.close(self._wake_r)
+
+    def _read(self, fd: int) -> None:
+        pipe = self._pipes[fd]
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(fd)
+            return
+        self._look(pipe.context)
+        *lines, rest = (pipe.rest + data).split(b"\n")
+        longest = _MOST_RECORD_BYTES if RECORD in rest else _MOST_LINE_BYTES
+        if len(rest) > longest:
+            lines.append(rest)
+            rest = b""
+        pipe.rest = rest
+        self._write(pipe, lines)
+
+    def _end(self, fd: int) -> None:
+        pipe = self._pipes.pop(fd)
+        self._write(pipe, [pipe.rest])
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        os.close(fd)
+
+    def _write(self, pipe: _Pipe, lines: list[bytes]) -> None:
+        now_ns = time.time_ns()
+        found = b"".join(
+            record for line in lines if line for record in records(line, pipe.source, pipe.context, now_ns)
+        )
+        if not found:
+            return
+        file = pipe.file
+        if file.dropped:
+            text = f"{file.dropped} lines could not be written here: the disk was full, or away"
+            found = pipe.context.line("warning", "everstep", text, time_ns=now_ns) + found
+            dropped, file.dropped = file.dropped, 0
+            if not file.write(found):
+                file.dropped += dropped - 1
+            return
+        file.write(found)
+
+    def _look(self, context: WorkerLog) -> None:
+        """Where the worker is now, as its row says; of a life that has been followed by another, what it said last."""
+        pulse = self._board.read(context.worker_id)
+        if pulse.incarnation == context.incarnation:
+            context.pid, context.generation, context.step = pulse.pid, pulse.generation, pulse.step
+            context.stage, context.role = pulse.stage, pulse.role
+
+
+def records(line: bytes, source: str, context: WorkerLog, now_ns: int) -> list[bytes]:
+    """What a line that a worker wrote becomes: what was printed, as a record; and a record as it is."""
+    printed, mark, record = line.partition(RECORD)
+    if mark and not (record.startswith(b'{"time_unix_ns":') and record.endswith(b"}")):
+        printed, record = line.replace(RECORD, b""), b""
+    found = []
+    text = printed.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    if text:
+        found.append(context.line(PRINTED_LEVEL[source], source, text, source, time_ns=now_ns))
+    if record:
+        found.append(record + b"\n")
+    return found

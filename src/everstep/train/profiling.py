@@ -1,0 +1,184 @@
+"""Steps of this worker recorded with torch's profiler, on request (`everstep profile`).
+
+Nothing is done, and nothing is asked per lane, while no profile is wanted. A recording draws no random numbers and
+changes no arithmetic, so the bits stay. Whatever goes wrong with it is told to who asked, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.protocol import messages as wire
+from everstep.runtime.address import PROFILES_FOLDER, TRACE_KEY
+from everstep.runtime.board import MarkedRow
+from everstep.train.link import Link
+
+log = logging.getLogger(__name__)
+
+_GZIP_LEVEL = 3
+
+
+class Profiling:
+    """A worker's recordings, one at a time. `ask` may be called by any thread; the others by the training loop's.
+
+    wanted: what is asked for and not yet done.
+    """
+
+    def __init__(self, link: Link, device: torch.device, tell: Callable[[wire.AnyMessage], None]) -> None:
+        self.wanted: wire.ProfileNow | None = None
+        self._link = link
+        self._device = device
+        self._tell = tell
+        self._recording: _Recording | None = None
+        self._done: dict[str, wire.Profiled] = {}
+        self._writing: threading.Thread | None = None
+
+    def ask(self, request: wire.ProfileNow) -> None:
+        """Record these steps; one that is done already is told again."""
+        if request.name in self._done:
+            self._tell(self._done[request.name])
+        elif self.wanted is None:
+            self.wanted = request
+        elif self.wanted.name != request.name:
+            self._say(request.name, f"it records another profile ({self.wanted.name})")
+
+    def begin_step(self, number: int) -> None:
+        """A step is about to begin, and something is wanted."""
+        request, recording = self.wanted, self._recording
+        if request is None or number < request.first_step or self._writing is not None or request.name in self._done:
+            return
+        if recording is None:
+            self._start(request)
+            recording = self._recording
+        elif len(recording.steps) >= request.steps:
+            self._stop(recording)
+            return
+        if recording is not None:
+            recording.steps.append((time.time_ns(), number))
+
+    def end(self) -> None:
+        """There is no further step: what there is has to do."""
+        recording, request = self._recording, self.wanted
+        if recording is not None:
+            self._stop(recording)
+        elif request is not None and self._writing is None and request.name not in self._done:
+            self._fail(request, f"the job was over before step {request.first_step} began")
+        self.close()
+
+    def close(self) -> None:
+        """Wait until what was recorded is written."""
+        writing = self._writing
+        if writing is not None:
+            writing.join()
+
+    # ---- one recording
+
+    def _start(self, request: wire.ProfileNow) -> None:
+        try:
+            self._recording = _Recording(request, self._link, self._device)
+        except Exception as error:
+            log.warning("no profile: %s", error, exc_info=True)
+            self._fail(request, f"the profiler does not start: {error}")
+
+    def _stop(self, recording: _Recording) -> None:
+        """Take the trace; it is made small in a thread of its own."""
+        self._recording = None
+        request = recording.request
+        try:
+            trace = recording.stop()
+        except Exception as error:
+            log.warning("no profile: %s", error, exc_info=True)
+            self._fail(request, f"its trace cannot be written: {error}")
+            return
+        self._writing = threading.Thread(target=self._compress, args=(request, trace), name="everstep-profile")
+        self._writing.start()
+
+    def _compress(self, request: wire.ProfileNow, trace: Path) -> None:
+        small = trace.with_suffix(".json.gz")
+        try:
+            with open(trace, "rb") as plain, gzip.open(small, "wb", _GZIP_LEVEL) as file:
+                shutil.copyfileobj(plain, file, 1 << 20)
+            trace.unlink()
+            small.rename(small.with_name(small.name.lstrip(".")))
+        except Exception as error:
+            for path in (trace, small):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+            self._fail(request, f"its trace cannot be written: {error}")
+            return
+        self._say(request.name, "")
+        self.wanted = self._writing = None
+
+    def _fail(self, request: wire.ProfileNow, reason: str) -> None:
+        self._say(request.name, reason)
+        self._recording = self.wanted = self._writing = None
+
+    def _say(self, name: str, reason: str) -> None:
+        me = self._link.me
+        told = wire.Profiled(
+            worker_id=me.worker_id,
+            incarnation=me.incarnation,
+            name=name,
+            ok=not reason,
+            reason=" ".join(reason.split()),
+        )
+        self._done[name] = told
+        self._tell(told)
+
+
+class _Recording:
+    """From its making to `stop`. steps: (unix time in ns, number) of those that have begun."""
+
+    def __init__(self, request: wire.ProfileNow, link: Link, device: torch.device) -> None:
+        if link.run_dir is None:
+            raise FileNotFoundError("there is no run directory")
+        self.request = request
+        self.steps: list[tuple[int, int]] = []
+        self._phases: list[tuple[int, str]] = []
+        self._link = link
+        self._path = link.run_dir / PROFILES_FOLDER / request.name / f".worker-{link.me.worker_id}.json"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities, profile_memory=request.memory, with_stack=request.stacks
+        )
+        link.row.tick()
+        self._profiler.start()
+        link.row.tick()
+        self._row = link.row = MarkedRow(link.row, self._phases)
+
+    def stop(self) -> Path:
+        """Returns where the trace is."""
+        end_ns = time.time_ns()
+        link, log_context = self._link, self._link.log
+        link.row = self._row.plain()
+        said: dict[str, Any] = {
+            "worker_id": link.me.worker_id,
+            "incarnation": link.me.incarnation,
+            "pid": log_context.pid,
+            "host": log_context.host,
+            "stage": log_context.stage,
+            "role": log_context.role,
+            "steps": self.steps,
+            "phases": self._phases,
+            "end_ns": end_ns,
+        }
+        self._profiler.add_metadata_json(TRACE_KEY, json.dumps(said))
+        self._profiler.stop()
+        link.row.tick()
+        self._profiler.export_chrome_trace(str(self._path))
+        link.row.tick()
+        return self._path
