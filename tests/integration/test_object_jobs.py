@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore
@@ -25,27 +29,30 @@ def uploaded(job: Job, after: int) -> int:
 
 
 def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
-    jobs: Jobs, object_server: ObjectServer
+    jobs: Jobs, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = object_server.bucket()
     url = f"s3://{bucket}/job"
     settings: dict[str, Any] = {"checkpoint.disk.every_steps": 2, "checkpoint.object.url": url}
     keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
     with Proxy(object_server.endpoint) as proxy:
         settings["checkpoint.object.endpoint"] = proxy.endpoint
         numerics = {"steps": 400}
         job = jobs.start("Pictures", workers=2, numerics=numerics, settings=settings, pace=ENDLESS, environment=keys)
         first = uploaded(job, 0)
         proxy.set("refuse")
-        failed = job.wait_for("checkpoint_failed", tier="object")
-        assert "s3://" in failed["reason"] and failed["step"] > first, job.account()
+        failed = job.wait_for("checkpoint_failed", lambda event: "cannot use s3://" in event["reason"], tier="object")
+        assert failed["step"] >= first, job.account()
         job.wait_for("step_committed", lambda event: event["step"] > failed["step"] + 8)  # nobody waits for it
         proxy.set("slow", bytes_per_s=200e3)
         second = uploaded(job, failed["step"])
-        job.close()
+        proxy.set("pass")
+        os.kill(job.launcher_pid(), signal.SIGTERM)
+        assert job.end() == 143
         there = steps_in(ObjectStore(url, ObjectOptions(object_server.endpoint, request_timeout_s=20.0)))
         assert there[-1] >= second
-        proxy.set("pass")
         resumed = {"checkpoint.object.endpoint": proxy.endpoint}
         numerics = {"steps": there[-1] + 6}
         again = jobs.start(
