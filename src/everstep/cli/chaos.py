@@ -29,15 +29,15 @@ def command() -> None:
     \b
     A specification is "FAULT; FAULT; ...", a fault KIND:KEY=VALUE,KEY=VALUE.
     kill        SIGKILL                  stop   SIGSTOP, with for=S until SIGCONT
-    raise       an exception in the worker
+    raise       an exception             flip   one bit of its state changes
     partition   for=S: cut off from the coordinator; from=peers: from all others
     disconnect  for=S: its connection to the coordinator breaks
     slow        by=S: each forward pass takes longer, for=S or until=EVENT*COUNT
-    random      p=P,seed=N,after_step=N: at each step, with probability P, any
+    random      p=P,seed=N,after_step=N: at each step, with probability P, one
 
     \b
-    target  worker:2, worker:1+worker:3, leader:1 and backups:1 (of stage 1),
-            coordinator, random
+    target  worker:2, worker:1+worker:3, leader:1, backups:1 and stage:1 (all of
+            stage 1), coordinator, random
     at      the step that is being computed, or the first later one that fits
     phase   load, forward, backward, reduce, agree, update: of a step;
             settle: while a new generation finds out where it stands (at: the
