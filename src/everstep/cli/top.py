@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _STATES = {"running": "bold green", "completed": "bold green", "failed": "bold red"}
 _ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "left")
+_WIDE = 100
 _SORTS = ("worker", "state", "speed", "memory")
 
 
@@ -35,10 +36,10 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     feed = RunFeed(run_dir, logs=False)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
     _read(feed)
     if once or not sys.stdout.isatty():
-        console.print(picture(feed, sort, 10_000))
+        console.print(picture(feed, sort, 10_000, console.width))
         return 0
     _watch(feed, sort, interval, console)
     return 0
@@ -49,7 +50,7 @@ def _watch(feed: RunFeed, sort: str, interval: float, console: Any) -> None:
 
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(picture(feed, sort, max(3, console.height - 12)), refresh=True)
+            live.update(picture(feed, sort, max(3, console.height - 12), console.width), refresh=True)
             time.sleep(interval)
             _read(feed)
 
@@ -59,8 +60,8 @@ def _read(feed: RunFeed) -> None:
     feed.ask()
 
 
-def picture(feed: RunFeed, sort: str, most: int) -> RenderableType:
-    """The state of the job, its workers (`most` of them), its last events."""
+def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
+    """The state of the job, its workers (`most` of them), its last events. width: in characters."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -84,7 +85,7 @@ def picture(feed: RunFeed, sort: str, most: int) -> RenderableType:
         parts.append(
             Text(f"last fault: {facts['incident']['text']}", style="yellow", overflow="ellipsis", no_wrap=True)
         )
-    parts.append(_table(rows, sort, most))
+    parts.append(_table(rows, sort, most, width >= _WIDE))
     for line in list(feed.history.facts.log)[-5:]:
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
         parts.append(Text(f"{clock} {line.text}", style="dim", overflow="ellipsis", no_wrap=True))
@@ -109,12 +110,13 @@ def _numbers(facts: dict[str, Any]) -> str:
     return "  ".join(found)
 
 
-def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> RenderableType:
+def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int, wide: bool) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host"):
+    names = ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host")
+    for name in names if wide else names[:-2]:
         table.add_column(name, justify="left" if name in ("state", "phase", "host") else "right", no_wrap=True)
     named = {i: dict(zip(FIELDS, row, strict=True)) for i, row in rows.items()}
     keys = {
@@ -126,7 +128,7 @@ def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> Renderable
     ordered = sorted(named, key=keys[sort])
     for i in ordered[:most]:
         row = named[i]
-        table.add_row(
+        cells: list[RenderableType] = [
             f"{i}.{row['life']}",
             row["state"],
             row["phase"] or "-",
@@ -138,8 +140,8 @@ def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int) -> Renderable
             f"{100 * row['cpu']:.0f} %" if row["cpu"] is not None else "-",
             str(row["pid"] or "-"),
             Text(row["host"] or "-"),
-            style=_STYLES.get(row["state"], ""),
-        )
+        ]
+        table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row["state"], ""))
     if len(ordered) > most:
         table.caption = f"and {len(ordered) - most} more; --sort state shows those in trouble first"
     return table
