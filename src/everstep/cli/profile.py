@@ -67,7 +67,7 @@ def command(
         result |= {"missing": {str(i): why for i, why in sorted(watch.missing.items())}}
         print(json.dumps({**result, "first_step": told.get("first_step"), "steps": steps}))
     else:
-        print(f"{count} events of {len(paths)} workers are in {out}")
+        print(f"{count} events of {len(paths)} worker{'s' * (len(paths) > 1)} are in {out}")
     return 0
 
 
@@ -101,8 +101,8 @@ class _Watch:
     def wait(self, timeout_s: float) -> None:
         """Until each worker has a trace or will have none, and say so as it happens."""
         first, last = self.told["first_step"], self.told["first_step"] + self.told["steps"] - 1
-        who = ", ".join(map(str, sorted(self.lives)))
-        self._say(f"recording steps {first} to {last} of workers {who}" if last > first else f"recording step {first}")
+        who = f"worker{'s' * (len(self.lives) > 1)} {', '.join(map(str, sorted(self.lives)))}"
+        self._say(f"recording step{f's {first} to {last}' if last > first else f' {first}'} of {who}")
         end_s = time.monotonic() + timeout_s
         while True:
             status, running = self._status()

@@ -41,9 +41,9 @@ def ask(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     ids = members if wanted is None else wanted
     if not isinstance(ids, list | tuple) or not ids or not set(ids) <= set(members):
         return f"expected some of the workers that train now ({listed(set(members))}), got {wanted}", {}
-    first = state.step + 1
+    first = state.step + 3  # a step is told of when the next one is decided, and by then another has begun
     if state.step_times_ms:
-        first += 1 + int(_LEAD_NS / MILLISECOND_NS / max(0.1, median(state.step_times_ms)))
+        first += int(_LEAD_NS / MILLISECOND_NS / max(0.1, median(state.step_times_ms)))
     flags = {what: bool(args.get(what)) for what in ("memory", "stacks")}
     request = ProfileNow(name=name, first_step=first, steps=steps, **flags)
     keys = {member.worker_id: member.key for member in plan.members if member.worker_id in ids}

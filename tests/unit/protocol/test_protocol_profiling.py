@@ -24,7 +24,7 @@ def asked(world: World) -> list[tuple[str, m.ProfileNow]]:
 
 
 def test_all_begin_with_the_same_step_once_all_have_heard_of_it() -> None:
-    for step_ms, first in ((50.0, 41 + 11), (5000.0, 42)):
+    for step_ms, first in ((50.0, 43 + 10), (5000.0, 43)):
         world = trained(step_ms)
         world.command("profile", folder="p", steps=3, memory=True)
         expected = m.ProfileNow(name="p", first_step=first, steps=3, memory=True)
