@@ -145,6 +145,8 @@ class Usage:
             bucket.cpu_s += cpu_s
         self.cpu_us += round(1e6 * cpu_s)
         recent = (bucket.seconds, bucket.sent_bytes) if before is not None else ({}, {})  # else: since who knows when
+        if old.get("phase") in _NOT_STEPPING:  # what a spare has waited for is no part of a step
+            recent = ({}, recent[1])
         _add(row.get("seconds"), old.get("seconds"), recent[0], self.total_s)
         _add(row.get("bytes"), old.get("bytes"), recent[1], self.total_bytes)
         self._steps(newest, before.step_row if before is not None and same_life else None)

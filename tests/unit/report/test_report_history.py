@@ -253,3 +253,15 @@ def test_an_eviction_is_marked_at_the_step_that_was_struck(tmp_path: Path) -> No
     lines = [*killed_run()[:10], event("fault_injected", 8.5, worker_id=0, step=7), *killed_run()[10:]]
     marks = {mark.kind: mark.step for mark in history(tmp_path, lines).facts.marks}
     assert (marks["fault"], marks["evicted"]) == (7, 7)
+
+
+def test_what_a_spare_has_waited_is_no_part_of_a_step() -> None:
+    usage = Usage()
+    for t, (phase, step, seconds) in enumerate(
+        [("idle", 0, {}), ("forward", 5, {"other": 60.0}), ("forward", 6, {"other": 60.0, "forward": 0.5})]
+    ):
+        row = {"worker_id": 0, "incarnation": 0, "step": step, "phase": phase, "seconds": seconds}
+        usage.take({"t": T0 + t * S, "host": "a", "workers": [row]})
+    columns = usage.columns()
+    assert columns["seconds"]["forward"] == [None, None, 0.5]
+    assert columns["seconds"]["other"] == [None, None, 0.0] and usage.total_s["other"] == 60.0
