@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from everstep.sim.__main__ import main
+from everstep.cli.main import main
 from everstep.sim.faults import PHASES
 from everstep.sim.scenario import set_up, simulate
 
@@ -18,7 +18,7 @@ CHUNK = 30
 @pytest.mark.parametrize("start", range(0, 300, CHUNK))
 def test_every_promise_holds(start):
     failed = [str(outcome) for outcome in map(simulate, range(start, start + CHUNK)) if not outcome.ok]
-    assert not failed, "\n".join(failed) + "\nreplay: python -m everstep.sim --seed N --trace"
+    assert not failed, "\n".join(failed) + "\nreplay: everstep sim --seed N --trace"
 
 
 def test_the_seeds_meet_what_they_are_meant_to_meet():
@@ -50,19 +50,19 @@ def test_a_seed_replays_exactly_in_another_process(seed):
     """Nothing depends on the hashes of strings or on addresses."""
     runs = []
     for hash_seed in ("1", "2"):
-        command = [sys.executable, "-m", "everstep.sim", "--seed", str(seed), "--trace"]
+        command = [sys.executable, "-m", "everstep", "sim", "--seed", str(seed), "--trace"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         runs.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
     assert runs[0] == runs[1]
 
 
 def test_the_command_says_what_failed_and_how_to_replay_it(capsys, monkeypatch):
-    assert main(["--seeds", "3", "--start", "5"]) == 0
+    assert main(["sim", "--seeds", "3", "--start", "5"]) == 0
     assert "3 seeds, 0 failed" in capsys.readouterr().out
     broken = simulate(5)
     object.__setattr__(broken, "problem", "P1: planted")
-    monkeypatch.setattr("everstep.sim.__main__.simulate", lambda seed, **_: broken)
-    assert main(["--seeds", "3", "--start", "5"]) == 1
+    monkeypatch.setattr("everstep.sim.seeds.simulate", lambda seed, **_: broken)
+    assert main(["sim", "--seeds", "3", "--start", "5"]) == 1
     said = capsys.readouterr().out
     assert "seed 5: FAILED: P1: planted" in said and "--seed 5 --trace" in said
 

@@ -61,7 +61,7 @@ SCENARIOS = {
 def test_every_promise_holds(start):
     outcomes = [simulate(seed, split=True) for seed in range(start, start + CHUNK)]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
-    assert not failed, "\n".join(failed) + "\nreplay: python -m everstep.sim --split --seed N --trace"
+    assert not failed, "\n".join(failed) + "\nreplay: everstep sim --split --seed N --trace"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

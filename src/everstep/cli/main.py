@@ -43,6 +43,7 @@ COMMANDS = {
     "profile": ("everstep.cli.profile", "Record the next steps of a running job's workers as one trace."),
     "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
     "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
+    "sim": ("everstep.cli.simulate", "Train under simulated faults, seed by seed, and check the promises."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
 }
 

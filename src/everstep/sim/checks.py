@@ -105,7 +105,8 @@ class Checks:
         plan = self.plans[made_in]
         needed = key.step if key.seq else key.step - 1
         positions = self.positions()
-        behind = [m.key for m in plan.members if positions.get(m.key, key).step < needed]
+        stale = made_in < self.newest  # members may have gone back since: their records show where they were
+        behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
         self.require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
         who = tuple(sorted(v.worker_id for v in votes))
         self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
@@ -199,9 +200,10 @@ class Checks:
         by_update = low.step + 1 == high.step and high.seq == 0
         self.require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
-    def evicted(self, who: WorkerKey, others: bool) -> None:
-        """A worker was given up; `others`: members are left, as far as the coordinator can know. Then it is no loss."""
-        if others:
+    def evicted(self, who: WorkerKey, excused: bool) -> None:
+        """A worker was given up; `excused`: members are left, as far as the coordinator can know, or its host has been
+        silent for so long that it must be taken for gone. Then it is no loss."""
+        if excused:
             self.given_up.add(who)
 
     # ---- the end

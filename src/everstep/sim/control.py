@@ -346,7 +346,8 @@ class Site:
         if kind == "worker_evicted":
             status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
-            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]), bool(believed))
+            silent = "is silent" in fields["reason"]
+            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]), bool(believed) or silent)
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed":
