@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from everstep.base.config import numerics
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, StoreError
+from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, Evicted, StoreError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.checkpointer import Checkpointer, Extent, Restored
 from everstep.checkpoint.interchange import NAMES, names_record
@@ -402,16 +402,19 @@ class Saver:
     def restore(self, plan: Plan, number: int, stages: Sequence[int]) -> Restored:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
 
-        Raises: CollectiveAborted then: the members settle anew, with what is left.
+        Raises: CollectiveAborted then: the members settle anew, with what is left. Evicted if an unsplit model has
+        been overwritten in part: this worker starts anew.
         """
         session, checkpointer = self._session, self._checkpointer
         trained = session.engine.position.step > 0
+        written: list[int] = []
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
             replicas = [session.stages[stage] for stage in stages]
 
             def ready() -> None:
+                written.extend(() if trained else stages)
                 for replica in replicas:  # before, for it puts the buffers of the step under way back
                     replica.abandon()
                     replica.update_proven = True
@@ -420,7 +423,10 @@ class Saver:
             restored = checkpointer.load(number, states, ready=ready, twice=trained)
         except (CheckpointCorrupt, StoreError) as error:
             self._refused.add(number)
-            for stage in () if trained else stages:  # it may have been written in part
+            if written and not session.stages.split:
+                reason = f"the checkpoint of step {number} cannot be used: {error}; this worker starts anew"
+                raise Evicted(reason) from error
+            for stage in written:
                 session.stages.rebuild(stage)
             me = session.link.me
             session.link.tell(
