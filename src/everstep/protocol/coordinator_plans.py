@@ -395,6 +395,7 @@ def _tell_fallback(state: State, plan: Plan, step: int) -> None:
     reached, lost = state.fell_from or state.step, state.lost_stages
     source = f"a copy of step {step}" if step else "step 0, for there is no copy"
     if state.fell_from:
+        source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
         what = f"every worker that held the training state was gone: all go on from {source}"
     elif state.doubt:
         what = f"{state.doubt}; all go back to {source}"
