@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from everstep.cli.main import main
+from everstep.cli.main import run_command
 from everstep.sim.faults import PHASES
 from everstep.sim.scenario import set_up, simulate
 
@@ -57,12 +57,12 @@ def test_a_seed_replays_exactly_in_another_process(seed):
 
 
 def test_the_command_says_what_failed_and_how_to_replay_it(capsys, monkeypatch):
-    assert main(["sim", "--seeds", "3", "--start", "5"]) == 0
+    assert run_command(["sim", "--seeds", "3", "--start", "5"]) == 0
     assert "3 seeds, 0 failed" in capsys.readouterr().out
     broken = simulate(5)
     object.__setattr__(broken, "problem", "P1: planted")
     monkeypatch.setattr("everstep.sim.seeds.simulate", lambda seed, **_: broken)
-    assert main(["sim", "--seeds", "3", "--start", "5"]) == 1
+    assert run_command(["sim", "--seeds", "3", "--start", "5"]) == 1
     said = capsys.readouterr().out
     assert "seed 5: FAILED: P1: planted" in said and "--seed 5 --trace" in said
 

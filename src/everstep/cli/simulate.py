@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from everstep.base.errors import ConfigError
@@ -18,9 +16,7 @@ from everstep.sim.seeds import run
 @click.option("--forever", is_flag=True, help="Go on until a seed fails or you interrupt.")
 @click.option("--split", is_flag=True, help="Models in several stages.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
-def command(
-    seed: int | None, trace: bool, seeds: int, start: int, forever: bool, split: bool, keep_going: bool
-) -> None:
+def command(seed: int | None, trace: bool, seeds: int, start: int, forever: bool, split: bool, keep_going: bool) -> int:
     """Train under simulated faults: the coordinator and the workers of real jobs, with a clock, a network and processes
     that are not. What fails is replayed exactly by its seed."""
     for name, value, least in (("--seeds", seeds, 1), ("--start", start, 0), ("--seed", seed or 0, 0)):
@@ -28,4 +24,4 @@ def command(
             raise ConfigError(f"{name}: expected a whole number, at least {least}, got {value}: choose another")
     if trace and seed is None:
         raise ConfigError("--trace prints one seed's events: name it with --seed")
-    sys.exit(run(seed, trace, seeds, start, forever, split, keep_going))
+    return run(seed, trace, seeds, start, forever, split, keep_going)

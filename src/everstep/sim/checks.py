@@ -201,8 +201,8 @@ class Checks:
         self.require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
     def evicted(self, who: WorkerKey, excused: bool) -> None:
-        """A worker was given up; `excused`: members are left, as far as the coordinator can know, or its host has been
-        silent for so long that it must be taken for gone. Then it is no loss."""
+        """A worker was given up; `excused`: members are left, as far as the coordinator can know, or its host alone has
+        been silent for so long that it must be taken for gone. Then it is no loss."""
         if excused:
             self.given_up.add(who)
 

@@ -346,12 +346,18 @@ class Site:
         if kind == "worker_evicted":
             status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
-            silent = "is silent" in fields["reason"]
-            self.checks.evicted(WorkerKey(fields["worker_id"], fields["incarnation"]), bool(believed) or silent)
+            who = WorkerKey(fields["worker_id"], fields["incarnation"])
+            self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["reason"]))
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed":
             self.failed = str(fields.get("reason"))
+
+    def _cut_off(self, who: WorkerKey, reason: str) -> bool:
+        """Whether it was given up for its host's silence, while another host was heard."""
+        life = self.lives.get(who)
+        heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, "control")}
+        return "is silent" in reason and life is not None and bool(heard - {life.host})
 
     def live_workers(self) -> list[SimWorker]:
         return [w for _, w in sorted(self.lives.items()) if w.alive]
