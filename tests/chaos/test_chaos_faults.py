@@ -72,7 +72,7 @@ def test_all_at_once_start_over(jobs: Jobs) -> None:
     job = jobs.run("Text", chaos=chaos, numerics=STEPS)
     fallback = job.of_kind("fallback")
     assert len(fallback) == 1 and "every worker that held the training state was gone" in fallback[0]["reason"]
-    assert fallback[0]["step"] == 0 and 4 <= fallback[0]["steps_redone"] <= 6, "as far as the coordinator had heard"
+    assert fallback[0]["step"] == 0 and fallback[0]["steps_redone"] == 6
 
 
 def test_a_coordinator_that_is_stopped_for_good(jobs: Jobs) -> None:

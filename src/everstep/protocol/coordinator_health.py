@@ -193,6 +193,8 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     state.dirty = True
     worker = state.alive(key)
     if worker is not None:
+        if state.plan is not None and state.plan.has(key):
+            state.step = max(state.step, message.step)  # so that it is known how many steps are done again
         evict(state, worker, message.reason, kill=False, died_unix_ns=message.died_unix_ns)
 
 

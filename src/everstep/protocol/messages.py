@@ -75,7 +75,7 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
 class WorkerExited(Message, frozen=True, kw_only=True):
     """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'.
 
-    in_order: the process said that its work was done, by its exit code.
+    in_order: the process said that its work was done, by its exit code. step: the last that it had applied.
     """
 
     agent_id: str
@@ -84,6 +84,7 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     reason: str
     died_unix_ns: int
     in_order: bool = False
+    step: int = 0
 
 
 class SlotLost(Message, frozen=True, kw_only=True):

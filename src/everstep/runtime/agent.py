@@ -181,6 +181,7 @@ class Agent:
         self, worker_id: int, incarnation: int, reason: str, died_unix_ns: int, in_order: bool = False
     ) -> None:
         """A process is dead."""
+        pulse = self._board.read(worker_id)
         self.client.send(
             WorkerExited(
                 agent_id=self.agent_id,
@@ -189,6 +190,7 @@ class Agent:
                 reason=reason,
                 died_unix_ns=died_unix_ns,
                 in_order=in_order,
+                step=pulse.step if pulse.incarnation == incarnation else 0,
             )
         )
 
