@@ -36,7 +36,19 @@ def both(tmp_path_factory: pytest.TempPathFactory, small_task: str) -> tuple[Pat
     """An undisturbed run, one with faults and a spare, and what the latter printed."""
     base = tmp_path_factory.mktemp("jobs")
     calm, harsh = base / "undisturbed", base / "disturbed"
-    options = ("--workers", "3", "--spares", "1", "--chaos", CHAOS, "--json", "--set", "sinks=[tensorboard]")
+    options = (
+        "--workers",
+        "3",
+        "--spares",
+        "1",
+        "--chaos",
+        CHAOS,
+        "--json",
+        "--set",
+        "sinks=[tensorboard]",
+        "--set",
+        "metrics.interval_s=0.1",
+    )
     variables = {"E2E_LANE_S": "0.5", "E2E_EVENTS": str(harsh / "events.jsonl")}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(everstep, "run", small_task, "--run-dir", calm)
