@@ -178,6 +178,11 @@ class BufferGuard:
         with torch.no_grad():
             self._restore()
 
+    def settle(self) -> None:
+        """Between lanes: the buffers are to be those of the state. Once the step is committed they are."""
+        if self._step is not None:
+            self.begin_lane()
+
     def begin_lane_apart(self) -> None:
         """As `begin_lane`, for a lane that stays in flight while others begin: the buffers that lanes change become
         tensors of this lane's own, so that neither values nor version counters in its graph change under it."""

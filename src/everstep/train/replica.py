@@ -408,9 +408,8 @@ class StageReplica:
 
     def settle_buffers(self) -> None:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""
-        if self._step:
-            for part in self._passes.values():
-                part.guard.begin_lane()
+        for part in self._passes.values():
+            part.guard.settle()
 
     def flip_bit(self) -> None:
         """A scripted fault: one bit of the first parameter changes, unseen by autograd, as in a damaged memory cell."""

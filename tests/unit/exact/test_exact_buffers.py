@@ -161,3 +161,19 @@ def test_running_statistics_are_isolated_but_not_reported() -> None:
         assert list(guard.end_lane()) == ["0.num_batches_tracked"]
     guard.commit([guard.report()])
     assert torch.equal(model[0].running_mean, torch.zeros(3)) and model[0].num_batches_tracked.item() == 1
+
+
+def test_what_a_step_has_committed_is_not_taken_back() -> None:
+    """Who only follows the others' decisions begins and commits a step without computing a lane of it."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    guard = BufferGuard(model)
+    guard.begin_step(1)
+    guard.begin_lane()
+    model(torch.randn(8, 3))
+    guard.end_lane()
+    guard.settle()
+    assert torch.equal(model[0].running_mean, torch.zeros(3)), "the lane's own statistics are not the state's"
+    guard.commit([guard.report()])
+    model[0].running_mean.fill_(2.0)  # the mean over all lanes
+    guard.settle()
+    assert torch.equal(model[0].running_mean, torch.full((3,), 2.0))
