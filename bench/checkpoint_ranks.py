@@ -25,6 +25,8 @@ from everstep.exact.state import ModelState
 WIDTH = 1024
 COMPUTE_S = 2.0
 """Between a snapshot and the update that follows: a step of two seconds."""
+REST_S = 0.5
+"""After a snapshot is complete: the next one does not follow at once, and an older one is deleted meanwhile."""
 
 
 def make_model(size_mb: float, frozen: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -159,6 +161,7 @@ def stalls_everstep(rank: Rank, size_mb: float, repeats: int) -> dict[str, Any]:
         update(model, optimizer)
         stalls.append(stall)
         rank.wait_saved()
+        compute(REST_S)
     quiet, extra_mb = [], 0.0
     for step in range(repeats + 1, repeats + 3):  # nothing beside it: how fast it is
         dist.barrier()
