@@ -414,6 +414,17 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(dotted(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
 def pool_wish(config: Config) -> PoolWish:
     """Who is wanted in which stage, and how many of each pool are active."""
     return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.base.config import Config, load_config, numerics, to_dict, with_batch_size
+from everstep.base.config import Config, dotted, load_config, numerics, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
@@ -39,7 +39,7 @@ class Request:
     @property
     def explicit(self) -> tuple[str, ...]:
         """The dotted keys that the user set himself."""
-        keys = {key for _, layer in self.layers for key in _dotted(layer)}
+        keys = {key for _, layer in self.layers for key in dotted(layer)}
         return tuple(sorted(keys | ({"micro_batch"} if self.batch_size is not None else set())))
 
 
@@ -182,7 +182,7 @@ def differences(old: Job, new: Job) -> list[str]:
         found.append(f"the task's arguments are {' '.join(old.argv)!r} there, {' '.join(new.argv)!r} here")
     if None not in (old.dataset_size, new.dataset_size) and old.dataset_size != new.dataset_size:
         found.append(f"the dataset has {old.dataset_size} samples there, {new.dataset_size} here")
-    then, now = _dotted(numerics(old.config)), _dotted(numerics(new.config))
+    then, now = dotted(numerics(old.config)), dotted(numerics(new.config))
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
             found.append(f"{key} is {then.get(key)} there, {now.get(key)} here")
@@ -258,13 +258,3 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
     return data
-
-
-def _dotted(layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in layer.items():
-        if isinstance(value, Mapping):
-            flat.update(_dotted(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -77,18 +77,27 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
     Raises: ConfigError if another process holds it, or if the directory cannot be made or written.
     """
+    held = f"a job is still running in {run_dir}: wait for it, stop it, or choose another --run-dir"
+    with sole_holder(run_dir / LOCK_FILE, held, f"the run directory {run_dir}"):
+        yield
+
+
+@contextlib.contextmanager
+def sole_holder(path: Path, held: str, folder: str) -> Iterator[None]:
+    """Hold a lock file, made with its folder if need be; the lock ends with this process at the latest.
+
+    Raises: ConfigError, saying `held`, if another process holds it; naming `folder`, if that cannot be made or written.
+    """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(f"cannot write to the run directory {run_dir}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"a job is still running in {run_dir}: wait for it, stop it, or choose another --run-dir"
-            ) from None
+            raise ConfigError(held) from None
         yield
     finally:
         os.close(fd)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
+from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import Run, dotted
+from everstep.sinks.sink import Run
 
 _EXPERIMENT = "everstep"
 _MOST_METRICS = 1000  # of one call of log_batch

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from everstep.base.errors import ConfigError
 from everstep.report.account import goodput
 from everstep.report.history import History
 from everstep.report.words import Event, number, one_line, sentence, whole_number
 from everstep.runtime.address import write_atomically
+from everstep.runtime.commands import sole_holder
 from everstep.sinks.sink import Run, Sink, SinkFailed
 
 CURSOR_FILE = "published.json"
@@ -256,22 +254,9 @@ def sole_publisher(run_dir: Path, name: str) -> Iterator[None]:
 
     Raises: ConfigError if somebody does, or the sink's folder cannot be written.
     """
-    folder = run_dir / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{run_dir} is being published to {name} by another process: a running job with it among its sinks?"
-            ) from None
+    held = f"{run_dir} is being published to {name} by another process: a running job with it among its sinks?"
+    with sole_holder(run_dir / name / _LOCK_FILE, held, str(run_dir / name)):
         yield
-    finally:
-        os.close(fd)
 
 
 def follow(

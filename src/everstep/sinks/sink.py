@@ -122,14 +122,3 @@ def _found(module: str) -> bool:
     except ImportError:
         return False
     return spec is not None and spec.origin is not None
-
-
-def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat.update(dotted(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

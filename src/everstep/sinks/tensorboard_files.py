@@ -15,8 +15,9 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import OVER, Run, dotted
+from everstep.sinks.sink import OVER, Run
 
 _MOST_HPARAM = 200
 
