@@ -360,19 +360,40 @@ def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     return values
 
 
-def _flatten(source: str, layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def known_of(source: str, layer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a layer that another version may have written: the values of the keys that are known here, and the rest (keys
+    that are unknown, or whose value is no longer one), both by dotted key."""
+    known: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    for name, value in _flatten(source, layer, unknown=unknown):
+        try:
+            known.update(read_layers([(source, {name: value})]))
+        except ConfigError:
+            unknown[name] = value
+    return known, unknown
+
+
+def _flatten(
+    source: str, layer: Any, prefix: str = "", unknown: dict[str, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Keys and values, in order. unknown: takes what is not known, which otherwise is an error."""
     if not isinstance(layer, Mapping):
         raise ConfigError(f"{source}: expected keys with values, got {shown(layer)}: write e.g. lanes: 8")
     for part, value in layer.items():
         name = f"{prefix}{part}"
         if name in _GROUPS:
+            if not isinstance(value, Mapping) and unknown is not None:
+                unknown[name] = value
+                continue
             if not isinstance(value, Mapping):
                 raise ConfigError(
                     f"{name}: expected keys below it, got {shown(value)} (from {source}): set e.g. {_below(name)}"
                 )
-            yield from _flatten(source, value, f"{name}.")
+            yield from _flatten(source, value, f"{name}.", unknown)
         elif name in _LEAVES or (name.startswith("task.") and name != "task."):
             yield name, value
+        elif unknown is not None:
+            unknown[name] = value
         else:
             raise ConfigError(f"unknown key {name!r} (from {source}): did you mean {_nearest(name)!r}?")
 

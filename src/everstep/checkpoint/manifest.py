@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from everstep.base.config import Config, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, check
 from everstep.checkpoint.sealed import seal, unseal
 from everstep.exact.digest import digest_bytes
@@ -211,7 +212,9 @@ def differences(manifest: Manifest, identity: Identity) -> tuple[list[str], list
     loose: list[str] = []
     if manifest.identity["task"] != identity.task:
         loose.append(f"task is {manifest.identity['task']} there, {identity.task} here")
-    there, here = manifest.identity["numerics"], json.loads(json.dumps(dict(identity.numerics)))
+    here = json.loads(json.dumps(dict(identity.numerics)))
+    later = {key: value for key, value in numerics(Config()).items() if key in here}  # keys that it may not know yet
+    there = {**later, **manifest.identity["numerics"]}
     loose += [
         f"{key} is {there.get(key)} there, {here.get(key)} here"
         for key in sorted({*there, *here})

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.base.config import Config, dotted, load_config, numerics, to_dict, with_batch_size
+from everstep.base.config import Config, dotted, known_of, load_config, numerics, to_dict, with_batch_size
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
@@ -49,7 +49,8 @@ class Job:
 
     dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
     it began with, 0 if none. unit_ms: the measured times of the units by which `cut` was chosen; empty if it was not.
-    split_checked: that the task can be split was seen before the start.
+    split_checked: that the task can be split was seen before the start. unknown: by dotted key, what was read but is
+    not known here, since another version wrote it; it has no effect.
     """
 
     task: str
@@ -62,6 +63,7 @@ class Job:
     begins_after: int = 0
     unit_ms: tuple[float, ...] = ()
     split_checked: bool = False
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
@@ -200,6 +202,8 @@ def write_job(run_dir: Path, job: Job) -> None:
 def read_job(run_dir: Path, *, joined: bool = True) -> Job:
     """The job of a run directory. joined: with what a script added when it joined, which nobody knows beforehand.
 
+    What this version does not know of a config that another one wrote is passed over (`Job.unknown`).
+
     Raises: ConfigError if there is none, or job.json cannot be read.
     """
     path = run_dir / JOB_FILE
@@ -207,10 +211,12 @@ def read_job(run_dir: Path, *, joined: bool = True) -> Job:
         data = json.loads(path.read_text())
         more = _joined(run_dir) if joined else {}
         size = more.pop("size", None)
+        known, unknown = known_of(JOB_FILE, data["config"])
+        known_more, unknown_more = known_of(DATASET_FILE, more)
         return Job(
             task=str(data["task"]),
             argv=tuple(str(a) for a in data["argv"]),
-            config=load_config([(JOB_FILE, data["config"]), (DATASET_FILE, more)]),
+            config=load_config([(JOB_FILE, known), (DATASET_FILE, known_more)]),
             dataset_size=data.get("dataset_size") or size,
             explicit=tuple(data.get("explicit", ())),
             versions=data.get("versions", {}),
@@ -218,6 +224,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> Job:
             begins_after=int(data.get("begins_after", 0)),
             unit_ms=tuple(float(ms) for ms in data.get("unit_ms", ())),
             split_checked=bool(data.get("split_checked", False)),
+            unknown={**unknown, **unknown_more},
         )
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None

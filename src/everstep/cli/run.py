@@ -40,7 +40,7 @@ from everstep.cli.story import Story, summary, tell
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
-from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
 from everstep.sinks.sink import check_installed as check_sinks
@@ -230,6 +230,9 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
 
 def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_script: bool) -> list[str]:
     lines = [f"run directory {run_dir}"]
+    if found.job is not None and found.job.unknown:
+        keys = ", ".join(f"{key}={value}" for key, value in found.job.unknown.items())
+        lines.append(f"warning: {run_dir / JOB_FILE} has what this version does not know, it has no effect: {keys}")
     if is_script:
         lines.append(
             f"what the leader prints is shown here; that of all workers goes to {run_dir / 'logs'}/worker-*.jsonl"

@@ -239,6 +239,9 @@ def test_another_model_or_seed_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} is {manifest.identity['numerics'][name]} there, {value} here"):
             refuse_foreign(manifest, foreign)
         refuse_foreign(manifest, foreign, allow_mismatch=True)
+    refuse_foreign(manifest, identity_of(state, meta_init=False))  # a key that it does not have, at its default
+    with pytest.raises(ConfigError, match="meta_init is False there, True here"):
+        refuse_foreign(manifest, identity_of(state, meta_init=True))
 
 
 def test_a_part_of_an_older_generation_does_not_count(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
+from everstep.cli.run import _opening
 from everstep.cli.run_dir import inspect, read_digest, set_aside
+from everstep.cli.start import Start
 from everstep.observe.events import EventLog
 
 
@@ -109,7 +111,27 @@ def test_dataset_size_of_a_script_comes_from_its_leader(tmp_path: Path) -> None:
     assert read_job(tmp_path).dataset_size == 77
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"task": "x", "argv": [], "config": {"nonsense": 1}}'])
+def test_a_job_file_of_another_version_is_read_and_what_is_unknown_is_told(tmp_path: Path) -> None:
+    job = make_job("a", [], effective_config({"steps": 3}, request()), 100, request())
+    data = job.to_dict()
+    gone = {"nonsense": {"deep": 1}, "schedule": "zigzag"}
+    data["config"] = {**data["config"], **gone, "loader": {"workers": 1, "magic": True}, "logs": 5}
+    del data["config"]["meta_init"]
+    (tmp_path / "job.json").write_text(json.dumps(data))
+    before = read_job(tmp_path)
+    assert dict(before.unknown) == {"nonsense": {"deep": 1}, "schedule": "zigzag", "loader.magic": True, "logs": 5}
+    assert (before.config.steps, before.config.loader.workers, before.config.schedule) == (3, 1, "1f1b")
+    found = inspect(tmp_path, job)
+    assert found.job is not None
+    said = [line for line in _opening(tmp_path, found, Start(), None, False) if "does not know" in line]
+    assert len(said) == 1 and "\n" not in said[0] and "loader.magic=True" in said[0]
+    data["config"]["lanes"] = 4
+    (tmp_path / "job.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="lanes is 4 there, 8 here"):
+        inspect(tmp_path, job)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"task": "x", "argv": [], "config": []}'])
 def test_a_job_file_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(ConfigError):
