@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import sys
 from types import FrameType
@@ -127,8 +128,17 @@ def run_command(argv: list[str] | None = None) -> int:
         complain("interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
+        if not any(_reader_gone(stream.fileno()) for stream in (sys.stdout, sys.stderr)):
+            raise  # of a pipe within: not for the reader to hide
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _reader_gone(fd: int) -> bool:
+    """Whether what is written there is read by nobody any more."""
+    poller = select.poll()
+    poller.register(fd, 0)  # POLLERR and POLLHUP are always told
+    return bool(poller.poll(0))
 
 
 if __name__ == "__main__":

@@ -164,10 +164,10 @@ class ControlClient:
                 self._disconnect(sock)
             if not self._closing:
                 self._pause(FIRST_BACKOFF_S)
-        os.close(self._wake_r)
-        with self._lock:
+        with self._lock:  # first the end that others write to: a pipe without a reader breaks whoever wakes
             os.close(self._wake_w)
             self._wake_w = -1
+        os.close(self._wake_r)
 
     def _connect(self) -> socket.socket:
         address = self._address

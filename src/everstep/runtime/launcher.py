@@ -403,20 +403,28 @@ class Launcher:
                 self._zygote.process.kill()
 
     def _tear_down(self) -> None:
+        """All of it is done, whatever a part of it raises, or a signal interrupts."""
         self._workers.stopping = True
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._agent is not None:
-            self._agent.close(0.0)
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._selector.close)
+            last_first.callback(self._forget_coordinator)
+            last_first.callback(self._coordinator.end)
+            last_first.callback(self._collector.close)
+            last_first.callback(self._end_workers)
+            if self._agent is not None:
+                last_first.callback(self._agent.close, 0.0)
+            if self._sampler is not None:
+                last_first.callback(self._sampler.close)
+
+    def _end_workers(self) -> None:
         if self._zygote is not None:
             self._workers.kill_all()
             self._zygote.close(timeout_s=5.0 if self._zygote.ready else 0.0)  # while it imports it hears nothing
             self._workers.zygote_died()
-        self._collector.close()
-        self._coordinator.end()
+
+    def _forget_coordinator(self) -> None:
         with contextlib.suppress(OSError):
             (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
-        self._selector.close()
 
     # ---- small things
 

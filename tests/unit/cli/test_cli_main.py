@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -72,6 +73,23 @@ def test_usage_errors_are_one_line(argv: list[str], words: str, capsys: pytest.C
 )
 def test_exit_codes(error: EverstepError, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(("command", "code"), [("print('x' * 99)", 1), ("raise BrokenPipeError('within')", None)])
+def test_only_a_reader_that_has_gone_ends_a_command_silently(command: str, code: int | None) -> None:
+    script = (
+        "import click, everstep.cli.main as main\n"
+        f"@click.command()\ndef command():\n    {command}\n    return 0\n"
+        "main.cli.add_command(command, 'x')\nmain.LazyGroup.resolve_command = click.Group.resolve_command\n"
+        "main.LazyGroup.get_command = click.Group.get_command\n"
+        "raise SystemExit(main.run_command(['x']))"
+    )
+    ours, theirs = os.pipe()
+    if code is not None:
+        os.close(ours)
+    done = subprocess.run([sys.executable, "-c", script], stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1:] == ([] if code is not None else ["BrokenPipeError: within"])
 
 
 PROBE = Probe({}, 100, [UnitSize("Block", 10), UnitSize("Head", 5)], "", [[0, 2]], [15])
