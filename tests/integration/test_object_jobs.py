@@ -1,4 +1,5 @@
-"""Jobs that upload their checkpoints: whatever the store does, training goes on; and another job begins with them."""
+"""Jobs that upload their checkpoints: whatever the store does, training goes on; another job begins with them; what is
+kept."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import pytest
 
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore
+from everstep.checkpoint.pointers import write_pins
+from everstep.checkpoint.policy import best_of
 from everstep.checkpoint.reader import steps_in
+from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.ledger import audit_run
 from job_harness import Event, Job, Jobs
 from object_server import KEY, SECRET, ObjectServer, Proxy
@@ -78,3 +82,36 @@ def test_a_bucket_that_is_not_there_is_said_before_the_start(
     said = job.run_dir.with_suffix(".err").read_text().splitlines()
     assert len(said) == 1 and "there is no bucket 'everstep-no-such-bucket'" in said[0], said
     assert not (job.run_dir / manifest_name(1)).exists()
+
+
+def test_what_each_tier_takes_and_keeps(jobs: Jobs, tmp_path: Path) -> None:
+    places = {"disk": tmp_path / "disk", "object": tmp_path / "object"}
+    for place, step in zip(places.values(), (3, 8), strict=True):
+        place.mkdir()
+        write_pins(DirectoryStore(place), {"early": step})
+    settings = {
+        "checkpoint.best_metric": "accuracy",
+        "checkpoint.disk.path": places["disk"],
+        "checkpoint.disk.every_steps": 3,
+        "checkpoint.disk.every_minutes": 1e-4,  # so after each step, once the one before is written
+        "checkpoint.disk.keep_last": 1,
+        "checkpoint.disk.keep_every": 12,
+        "checkpoint.disk.keep_best": 2,
+        "checkpoint.object.url": f"file://{places['object']}",
+        "checkpoint.object.every_steps": 8,
+        "checkpoint.object.keep_last": 1,
+        "eval_every": 4,
+        "verify_every": 0,
+    }
+    job = jobs.start("Pictures", workers=2, numerics={"steps": 24}, settings=settings, lane_s=0.01, pace=ENDLESS)
+    assert job.end() == 0, job.account()
+    done = job.of_kind("checkpoint_completed")
+    of_disk = {e["step"]: e["reason"] for e in done if e["tier"] == "disk"}
+    scores = {e["step"]: e["metrics"]["accuracy"] for e in job.of_kind("evaluated")}
+    judged = {step: scores[step] for step in of_disk if step in scores}
+    best = set(best_of(judged, judged, "max")[:2])
+    assert any("minutes" in reason for reason in of_disk.values()) and "the best so far" in of_disk.values(), of_disk
+    assert steps_in(DirectoryStore(places["disk"])) == sorted({3, 12, 24} & {*of_disk} | best), job.account()
+    uploaded = {e["step"] for e in done if e["tier"] == "object"}
+    assert steps_in(DirectoryStore(places["object"])) == sorted({8, 24} & uploaded), job.account()
+    assert 24 in of_disk and 24 in uploaded and len(of_disk) > 4, job.account()  # a slow disk skips some

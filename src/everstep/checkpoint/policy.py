@@ -131,8 +131,8 @@ class Schedule:
         if "disk" in reasons and rule.url and rule.every_steps is None and rule.every_minutes is None:
             reasons.setdefault("object", reasons["disk"])
         if "object" in reasons and "disk" not in reasons:
-            reasons["disk"] = f"{reasons['object']} (for the object store)"
-        return self._taken(now_s, tuple(t for t in TIERS if t in reasons), "; ".join(dict.fromkeys(reasons.values())))
+            reasons["disk"] = reasons["object"]
+        return self._taken(now_s, tuple(t for t in TIERS if t in reasons), _said(reasons))
 
     def _stored(self) -> tuple[Tier, ...]:
         return tuple(tier for tier in self.active() if tier != "memory")
@@ -141,6 +141,17 @@ class Schedule:
         for tier in tiers:
             self._last_s[tier] = now_s
         return Due(tiers, reason)
+
+
+def _said(reasons: Mapping[Tier, str]) -> str:
+    """The reasons of all tiers as one; each with its tiers, where they differ."""
+    tiers: dict[str, list[str]] = {}
+    for tier in TIERS:
+        if tier in reasons:
+            tiers.setdefault(reasons[tier], []).append(tier)
+    if len(tiers) == 1:
+        return next(iter(tiers))
+    return "; ".join(f"{reason} ({', '.join(who)})" for reason, who in tiers.items())
 
 
 def kept(

@@ -12,6 +12,7 @@ import click
 
 from everstep.base.config import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.report.words import size_text
 
 if TYPE_CHECKING:
     from everstep.checkpoint.manifest import Manifest
@@ -96,9 +97,10 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
     numerics = ", ".join(f"{key} {value}" for key, value in manifest.identity["numerics"].items())
     print(f"{found.name}: step {manifest.step} of {manifest.identity['task']}, {_when(manifest.created_unix_ns)}")
     print(f"reason: {manifest.reason or '-'}; generation {manifest.generation}; {numerics}")
-    print(f"state {_size(manifest.size_bytes)} in {manifest.n_blocks} blocks, {_size(manifest.written_bytes)} written")
+    size, written = size_text(manifest.size_bytes), size_text(manifest.written_bytes)
+    print(f"state {size} in {manifest.n_blocks} blocks, {written} written")
     for file in manifest.files:
-        print(f"  {file.name}  {_size(file.size)}")
+        print(f"  {file.name}  {size_text(file.size)}")
     for entry in manifest.entries:
         print(f"  {entry.name}  {entry.dtype}{list(entry.shape)}")
     return 0
@@ -155,7 +157,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
     if row["damaged"]:
         return (str(row["step"]), "-", "-", "-", "-", marks, f"damaged: {row['damaged']}")
     base = "-" if row["base"] is None else str(row["base"])
-    sizes = (_size(row["size_bytes"]), _size(row["written_bytes"]))
+    sizes = (size_text(row["size_bytes"]), size_text(row["written_bytes"]))
     return (str(row["step"]), _when(row["created_unix_ns"]), *sizes, base, marks, row["reason"])
 
 
@@ -356,14 +358,6 @@ def _place(text: str) -> Place:
     if isinstance(place.store, DirectoryStore) and not place.store.path.is_dir():
         raise ConfigError(f"there are no checkpoints at {text}: {place.store.path} does not exist")
     return place
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"
 
 
 def _when(unix_ns: int) -> str:

@@ -12,6 +12,7 @@ import click
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.cli.checkpoint_place import Place, choose, find_place, progress_bar
+from everstep.report.words import size_text
 
 if TYPE_CHECKING:
     from everstep.checkpoint.transfer import Transferred
@@ -65,7 +66,7 @@ def export_command(
         "files": [str(file) for file in files],
         "optimizer": weights.optimizer is not None,
     }
-    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}, {_shown(told['bytes'])}")
+    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}, {size_text(told['bytes'])}")
     return 0
 
 
@@ -122,8 +123,8 @@ def copy_command(source: str, target: str, which: str | None, everything: bool, 
         "skipped_bytes": sum(item.skipped_bytes for item in done),
     }
     steps = ", ".join(str(step) for step in told["steps"])
-    there = f", {_shown(told['skipped_bytes'])} were there already" if told["skipped_bytes"] else ""
-    _tell(told, as_json, f"{goal.store.url}: step {steps}; {_shown(told['bytes'])} copied{there}")
+    there = f", {size_text(told['skipped_bytes'])} were there already" if told["skipped_bytes"] else ""
+    _tell(told, as_json, f"{goal.store.url}: step {steps}; {size_text(told['bytes'])} copied{there}")
     return 0
 
 
@@ -158,15 +159,6 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise ConfigError(f"--shard-size: expected a size such as 500MB or 5GB, got {text!r}")
     return size
-
-
-def _shown(size: Any) -> str:
-    value = float(size)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def _tell(told: dict[str, Any], as_json: bool, line: str) -> None:

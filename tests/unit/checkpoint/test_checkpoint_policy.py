@@ -32,14 +32,14 @@ def test_every_so_many_steps_per_tier() -> None:
         10: ("memory",),
         12: ("memory", "disk", "object"),
     }
-    assert found[6].reason == "every 2 steps; every 6 steps"
+    assert found[6].reason == "every 2 steps (memory); every 6 steps (disk)"
 
 
 def test_an_object_store_takes_its_checkpoints_from_the_disk() -> None:
     config = CheckpointConfig(
         disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5, url="s3://bucket/x")
     )
-    assert due_steps(Schedule(config), 1.0, 9)[5].tiers == ("disk", "object")
+    assert due_steps(Schedule(config), 1.0, 9)[5] == Due(("disk", "object"), "every 5 steps")
     alike = CheckpointConfig(disk=DiskTierConfig(every_steps=3), object=ObjectTierConfig(url="s3://bucket/x"))
     assert due_steps(Schedule(alike), 1.0, 4) == {3: Due(("disk", "object"), "every 3 steps")}
     without = CheckpointConfig(disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5))
