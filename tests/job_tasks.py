@@ -136,6 +136,20 @@ class PicturesEpochs(PicturesOneCycle):
     defaults: ClassVar[Mapping[str, Any]] = {**_Task.defaults, "steps": None, "epochs": 5}
 
 
+class BreaksLater(PicturesOneCycle):
+    """While the file that `EVERSTEP_TEST_BREAK` names is there, the loss raises from step 7 on, in every lane."""
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        self.scheduler = super().build_scheduler(optimizer)
+        return self.scheduler
+
+    def lane_loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().lane_loss(model, batch)  # BatchNorm has moved its statistics by then
+        if self.scheduler.last_epoch >= 6 and Path(os.environ.get("EVERSTEP_TEST_BREAK", "/nowhere")).exists():
+            raise ValueError("the data of step 7 cannot be read")
+        return loss
+
+
 class PicturesAdafactor(Pictures):
     """State whose shapes are not those of the parameters."""
 

@@ -148,6 +148,23 @@ def test_a_loop_that_raises_leaves_its_state(jobs: Jobs) -> None:
     assert [e["step"] for e in job.of_kind("fallback") if e["step"] is not None] == [6], job.account()
 
 
+def test_all_loops_raise_at_once_and_leave_their_state(jobs: Jobs, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    environment = {"EVERSTEP_TEST_BREAK": str(broken)}
+    job = jobs.start("BreaksLater", workers=3, environment=environment)
+    assert job.end() == 1, job.account()
+    ended = job.of_kind("job_failed")[-1]["reason"]
+    assert "the data of step 7 cannot be read" in ended and "checkpoint of step 6 in" in ended, job.account()
+    saved = [e for e in job.of_kind("checkpoint_completed") if "before the end of worker" in e["reason"]]
+    assert [e["step"] for e in saved] == [6], job.account()  # once, at the first time
+    assert [e["step"] for e in job.of_kind("fallback") if e["step"] is not None] == [6], job.account()
+    broken.unlink()
+    resumed = again(jobs, job, "BreaksLater", workers=2, environment=environment)
+    jobs.check(resumed, "BreaksLater")
+    assert resumed.of_kind("job_started")[-1]["step"] == 6, resumed.account()
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir() or os.geteuid() != 0, reason="mounts a small file system")
 def test_training_goes_on_when_the_disk_is_full(jobs: Jobs, tmp_path: Path) -> None:
     small = tmp_path / "small"

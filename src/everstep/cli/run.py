@@ -329,5 +329,6 @@ def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int
     elif exit_code == 0:
         print_summary(result)
     if exit_code:
-        complain(f"{story.reason or 'the job failed'} (after step {story.step}; logs in {run_dir / 'logs'})")
+        reached = max(story.step, story.checkpoint_step)
+        complain(f"{story.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
     return exit_code

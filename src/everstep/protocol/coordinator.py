@@ -14,6 +14,7 @@ from typing import Any
 from everstep.base.errors import check
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_commands as commands
+from everstep.protocol import coordinator_failures as failures
 from everstep.protocol import coordinator_health as health
 from everstep.protocol import coordinator_joins as joins
 from everstep.protocol import coordinator_links as links
@@ -135,6 +136,8 @@ class Coordinator:
             plans.check_quorum(state)
         elif kind == saving.ALARM:
             saving.ring(state)
+        elif kind == failures.ALARM:
+            failures.let_go(state)
         else:
             state.dirty = True
 
@@ -199,7 +202,7 @@ class Coordinator:
         elif connection.agent_id is not None:
             self._from_agent(connection.agent_id, message)
         elif isinstance(message, m.WorkerFailed):
-            health.failed_early(state, message)
+            failures.failed_early(state, message)
         else:
             state.close(name, f"expected a hello before {type(message).__name__}")
 
@@ -342,9 +345,9 @@ _WORKER_ACTS: dict[type[Any], _WorkerAct] = {
     m.GenerationEntered: _entered,
     m.Progress: _progress,
     m.PeerFault: _peer_fault,
-    m.WorkerFailed: health.worker_failed,
+    m.WorkerFailed: failures.worker_failed,
     m.WorkerDone: _done,
     m.SettleAgain: saving.settle_again,
-    m.Saved: saving.saved,
+    m.Saved: failures.saved,
     m.Profiled: profiling.profiled,
 }

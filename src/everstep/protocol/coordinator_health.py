@@ -11,7 +11,6 @@ from statistics import median
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_recovery as recovery
-from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_state import (
     MILLISECOND_NS,
     SECOND_NS,
@@ -29,7 +28,6 @@ from everstep.protocol.messages import (
     Pong,
     SlotLost,
     WorkerExited,
-    WorkerFailed,
     WorkerLife,
     WorkerPulse,
     WorkerStarted,
@@ -68,6 +66,7 @@ def evict(
     state.entered.discard(key.worker_id)
     state.speeds.pop(key.worker_id, None)
     state.accusations.pop(key.worker_id, None)
+    state.failed.pop(key, None)
     state.fence(key, reason)
     state.dirty = True
     fields = {
@@ -215,31 +214,6 @@ def slot_lost(state: State, message: SlotLost) -> None:
         )
     else:
         state.report("warning", worker_id=message.worker_id, reason=f"its slot was given up: {message.reason}")
-
-
-def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
-    """A worker's last words. The same error at the same step is the user's code, not chance, if it comes in a later
-    generation: in another life, or at whom the work of the first went to. Several at once are no proof of that."""
-    who = describe(worker.key)
-    if message.fatal:
-        state.end("failed", f"{who}: {message.reason}", message.exit_code)
-        return
-    now = (worker.key, message.generation)
-    first, generation = state.failures.setdefault((message.step, message.signature), now)
-    if first != worker.key and not 0 < message.generation <= generation:
-        reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
-        if state.config.save_ns and len(state.survivors()) > 1:
-            evict(state, worker, message.reason, kill=False)  # the others hold the state
-        saving.end_after_saving(state, "failed", reason, 1, state.config.save_ns)
-        return
-    evict(state, worker, message.reason, kill=False)
-
-
-def failed_early(state: State, message: WorkerFailed) -> None:
-    """The last words of a worker that never said hello: its task cannot even be built."""
-    worker = state.alive(WorkerKey(message.worker_id, message.incarnation))
-    if worker is not None:
-        worker_failed(state, worker, message)
 
 
 # ---- heartbeats and hangs

@@ -209,7 +209,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         speeds=_speeds_of(state, members),
         joining=tuple(sorted(newcomers)),
         leaders=_leaders(state, seats),
-        save=state.ending.reason if state.ending is not None else "",
+        save=_save_reason(state),
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
@@ -224,6 +224,13 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     for member in plan.members:
         order(state, state.workers[member.worker_id], PlanNow(plan=plan))
     _announce(state, old)
+
+
+def _save_reason(state: State) -> str:
+    """Why the members of the next plan are to take a checkpoint at once; "": they are not."""
+    if state.ending is not None:
+        return state.ending.reason
+    return "; ".join(f"before the end of {describe(key)}: {why}" for key, why in sorted(state.failed.items()))
 
 
 def _speeds_of(state: State, members: Sequence[Worker]) -> tuple[tuple[int, float], ...]:

@@ -235,6 +235,7 @@ class State:
         self.grace_until_ns: int | None = None
         self.absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
         self.failures: dict[tuple[int, str], tuple[WorkerKey, int]] = {}  # the first like this, and its generation
+        self.failed: dict[WorkerKey, str] = {}  # whose loop has raised, and who stay until a checkpoint is taken
         self.tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
         self.doubt = ""  # why all go back: the states of the newest steps are tainted
         self.accusations: dict[int, set[int]] = {}

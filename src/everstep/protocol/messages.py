@@ -168,6 +168,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
     generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
     be done.
+    holds: its state is whole, and it stays until it is dismissed or the job ends.
     """
 
     worker_id: int
@@ -178,6 +179,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     fatal: bool
     generation: int = 0
     exit_code: int = 1
+    holds: bool = False
 
 
 class WorkerDone(Message, frozen=True, kw_only=True):

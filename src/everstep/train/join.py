@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
@@ -41,10 +42,10 @@ def was_called() -> bool:
     return _called
 
 
-def save_alone(why: str) -> None:
-    """The script has raised: leave a checkpoint, if no other worker is there to go on."""
+def hold(words: wire.WorkerFailed) -> None:
+    """The script has raised; what it holds may be needed."""
     if _run is not None:
-        _run.save_alone(why)
+        _run.hold(words)
 
 
 def close() -> None:

@@ -6,6 +6,7 @@ when the update has been applied. So the user's other lines run once per step.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
+from everstep.protocol import messages as wire
 from everstep.train.evaluation import evaluate, evaluate_split
 from everstep.train.session import Session
 
@@ -102,9 +104,10 @@ class Run:
         finally:
             session.close()
 
-    def save_alone(self, why: str) -> None:
-        """The user's loop has raised: leave a checkpoint, if no other worker is there to go on."""
-        self._session.saver.alone(why)
+    def hold(self, words: wire.WorkerFailed) -> None:
+        """The user's loop has raised; see `Saver.hold`. Nothing if the session is closed already."""
+        if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
+            self._session.saver.hold(words)
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""

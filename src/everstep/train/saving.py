@@ -347,19 +347,29 @@ class Saver:
             done = taken and (there or number in self._steps())
             why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
             self._answer(number, done, self.where(number) if done else "", why)
-        while not session.superseded():  # the end comes as an exception
+        deadline = time.monotonic() + self._config.grace_s
+        while not session.superseded() and time.monotonic() < deadline:  # the end comes as an exception
             session.tick()
             time.sleep(0.005)
 
-    def alone(self, why: str) -> None:
-        """This worker fails, and it is the only one: if its state is whole, it leaves a checkpoint of it first."""
-        session = self._session
-        plan = session.engine.plan
-        if plan is None or len(plan.members) > 1 or session.engine.machine.phase is Phase.UPDATING:
+    def hold(self, words: wire.WorkerFailed) -> None:
+        """The loop has raised, but the state is whole: say so, and stay a member, who computes nothing, until the
+        coordinator lets this worker go; others may need the state, or a checkpoint be wanted of it first.
+
+        Raises: what ends a member, such as Evicted.
+        """
+        session, engine = self._session, self._session.engine
+        whole = engine.machine.settled and engine.machine.phase is not Phase.UPDATING
+        if self._checkpointer is None or not whole or not engine.position.step:
             return
         self.before_update()
-        if self.here(f"before the end: {why}"):
-            self._wait(plan.generation, time.monotonic() + self._config.grace_s, uploads=True)
+        for replica in session.stages.values():
+            replica.drop_lanes()
+            replica.settle_buffers()
+        session.tell(words)
+        deadline = time.monotonic() + self._config.grace_s
+        while time.monotonic() < deadline:
+            engine.turn()
 
     def at_end(self) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everstep.base.config import Config
@@ -28,7 +28,6 @@ from everstep.train.assembly import assemble_task
 from everstep.train.calling import where
 from everstep.train.console import LeaderConsole
 from everstep.train.link import Faults, LaunchedLink
-from everstep.train.run import Run
 from everstep.train.task import Task
 from everstep.train.trainer import train
 
@@ -61,7 +60,8 @@ def run_worker(
         if load is not None:
             task = load(config)
             run, early_stop = assemble_task(link, task)
-            _training(run, lambda: train(task, run, early_stop))
+            with contextlib.closing(run), _held(link, context, run.hold):
+                train(task, run, early_stop)
         elif script is not None:
             _run_script(link, script, context)
         return 0
@@ -75,18 +75,17 @@ def run_worker(
         link.close()
 
 
-def _training(run: Run, loop: Callable[[], None]) -> None:
-    """Run the loop; if it raises, save what there is."""
+@contextlib.contextmanager
+def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.WorkerFailed], None]) -> Iterator[None]:
+    """If what is done meanwhile raises, this worker stays for as long as the state that it holds is needed."""
     try:
-        loop()
+        yield
     except _STATELESS:
         raise
     except Exception as error:
         with contextlib.suppress(Exception):  # the first error is the one to tell
-            run.save_alone(describe(error))
+            hold(failure(link, context, error, describe(error), holds=True))
         raise
-    finally:
-        run.close()
 
 
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
@@ -97,12 +96,8 @@ def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None
     console = LeaderConsole(sys.stdout, context.run_path, join.leads, context.incarnation == 0, most_bytes)
     with contextlib.redirect_stdout(console):
         try:
-            runpy.run_path(script, run_name="__main__")
-        except Exception as error:
-            if not isinstance(error, _STATELESS):
-                with contextlib.suppress(Exception):
-                    join.save_alone(describe(error))
-            raise
+            with _held(link, context, join.hold):
+                runpy.run_path(script, run_name="__main__")
         finally:
             join.close()
             console.finish()
@@ -120,7 +115,9 @@ def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) ->
     link.announce(lambda: failure(link, context, error, reason))
 
 
-def failure(link: LaunchedLink, context: WorkerContext, error: Exception, reason: str) -> wire.WorkerFailed:
+def failure(
+    link: LaunchedLink, context: WorkerContext, error: Exception, reason: str, *, holds: bool = False
+) -> wire.WorkerFailed:
     """The message that tells the coordinator."""
     signature = getattr(error, "signature", "") or hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()
     return wire.WorkerFailed(
@@ -132,6 +129,7 @@ def failure(link: LaunchedLink, context: WorkerContext, error: Exception, reason
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),
         generation=link.row.read().generation,
         exit_code=2 if isinstance(error, ConfigError) else 1,
+        holds=holds,
     )
 
 

@@ -209,6 +209,47 @@ def test_the_same_error_of_several_at_once_is_no_proof():
     assert world.last(m.JobEnded, "a1").state == "failed"
 
 
+WORDS = {"incarnation": 0, "step": 7, "reason": "ValueError: boom", "signature": "x", "fatal": False, "holds": True}
+
+
+def test_the_last_that_hold_the_state_save_it_before_they_are_let_go():
+    world = running(save_ns=30 * S)
+    for worker in (2, 1):
+        world.say(f"w{worker}.0", m.WorkerFailed(worker_id=worker, generation=1, **WORDS))
+    assert world.plan.worker_ids == (0,) and not world.plan.save, "who can go on has the state"
+    world.say("w0.0", m.WorkerFailed(worker_id=0, generation=1, **WORDS))
+    assert world.plan.worker_ids == (0,) and world.plan.save.startswith("before the end of worker 0")
+    assert world.last(m.Dismissed, "w0.0") is None
+    world.entered(0, world.plan.generation, 7)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=6, ok=True, where="x/step-6"))
+    assert world.last(m.Dismissed, "w0.0").reason == "ValueError: boom" and world.last(m.JobEnded) is None
+    for worker in (0, 1, 2):
+        world.exited(worker)
+        world.started(worker, 1)
+        world.hello(worker, 1)
+    assert world.plan.worker_ids == (0, 1, 2) and not world.plan.save
+    for worker in (0, 1, 2):
+        world.entered(worker, world.plan.generation, 7, incarnation=1)
+    again = {**WORDS, "incarnation": 1, "generation": world.plan.generation}
+    for worker in (1, 0):
+        world.say(f"w{worker}.1", m.WorkerFailed(worker_id=worker, **again))
+    assert world.last(m.JobEnded) is None and world.plan.worker_ids == (2,) and world.plan.save
+    world.say("w2.1", m.WorkerFailed(worker_id=2, **again))  # it holds the state: it stays until it is saved
+    assert world.last(m.Dismissed, "w2.1") is None
+    world.entered(2, world.plan.generation, 7, incarnation=1)
+    world.say("w2.1", m.Saved(worker_id=2, incarnation=1, step=6, ok=True, where="x/step-6"))
+    ended = world.last(m.JobEnded, "a1")
+    assert ended.state == "failed" and "boom" in ended.reason and "checkpoint of step 6 in x" in ended.reason
+
+
+def test_who_waits_for_a_checkpoint_in_vain_is_let_go():
+    world = running(1, save_ns=5 * S)
+    world.say("w0.0", m.WorkerFailed(worker_id=0, generation=1, **WORDS))
+    assert world.plan.generation == 2 and world.plan.save
+    world.wait(6 * S)
+    assert world.last(m.Dismissed, "w0.0").reason == "ValueError: boom" and world.last(m.JobEnded) is None
+
+
 def differ(world: World, worker: int, generation: int, decided_in: int) -> None:
     words = {"reason": "the state differs before step 20", "tainted": 20, "decided_in": decided_in}
     world.say(f"w{worker}.0", m.SettleAgain(worker_id=worker, incarnation=0, generation=generation, **words))
