@@ -7,6 +7,9 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest
 EVERSTEP := $(BIN)/python -m everstep
 
+# A job is many processes: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo check test fast split sim integration chaos e2e bench clean
 
 help:
@@ -71,14 +74,14 @@ $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
 integration: $(VENV)/.prometheus
 
 # Real processes wait for each other and for clocks most of the time: two files at a time.
-integration: $(STAMP)
+integration e2e: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@
 
 chaos: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)
 
-sim e2e: $(STAMP)
-	$(PYTEST) tests/$@
+sim: $(STAMP)
+	$(PYTEST) -n $(JOBS) tests/$@
 
 bench: $(STAMP)
 	mkdir -p bench/out

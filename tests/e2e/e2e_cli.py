@@ -19,7 +19,8 @@ COMMAND = [sys.executable, "-m", "everstep"]
 
 TASK_FILE = '''
 """A small task that gives tests time to interfere: a lane takes E2E_LANE_S seconds longer; with E2E_EVENTS (a file)
-only while a worker that was evicted has not been replaced, so that no two faults meet."""
+only while a worker that was evicted has not been replaced, so that no two faults meet; with E2E_HOLD (another) only
+while that is there."""
 import os
 import time
 import torch
@@ -59,6 +60,9 @@ class Small(everstep.Task):
         return nn.functional.mse_loss(model(batch[0])[:, 0], batch[1])
 
     def complete(self):
+        hold = os.environ.get("E2E_HOLD")
+        if hold is not None:
+            return not os.path.exists(hold)
         path = os.environ.get("E2E_EVENTS")
         if path is None:
             return False

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from e2e_cli import TASK_FILE, Running, digest_of, everstep, one_error, together
 
+from job_harness import Jobs
+
 REFUSED: list[tuple[list[str], list[str]]] = [
     (["--workers", "0"], ["workers", "0"]),
     (["--workers", "5"], ["workers", "4 lanes", "5"]),
@@ -40,11 +42,21 @@ FILES = {
 }
 
 
-def test_refused_before_anything_starts(small_task: str, tmp_path: Path) -> None:
+def at_once(jobs: Jobs, folder: Path, *commands: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """As `together`, each in a fork that has imported torch already."""
+    outputs = [folder / f"command-{number}" for number in range(len(commands))]
+    running = [jobs.command(argv, output) for argv, output in zip(commands, outputs, strict=True)]
+    codes = [job.end() for job in running]
+    texts = [[output.with_suffix(end).read_text() for end in (".out", ".err")] for output in outputs]
+    return [subprocess.CompletedProcess(*found, *text) for *found, text in zip(commands, codes, texts, strict=True)]
+
+
+def test_refused_before_anything_starts(jobs: Jobs, small_task: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     run = ["run", small_task, "--run-dir", str(tmp_path / "run")]
-    for (argv, words), done in zip(REFUSED, together(*(run + a for a, _ in REFUSED), cwd=tmp_path), strict=True):
+    commands = [run + [str(tmp_path / a) if a.endswith(".yaml") else a for a in argv] for argv, _ in REFUSED]
+    for (argv, words), done in zip(REFUSED, at_once(jobs, tmp_path, *commands), strict=True):
         assert done.returncode == 2, f"{argv}: {done.stderr}"
         message = one_error(done)
         assert [word for word in words if word not in message] == [], f"{argv}: {message}"
@@ -117,21 +129,19 @@ WORDS = {
 }
 
 
-def test_what_goes_wrong_in_the_task(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_the_task(jobs: Jobs, tmp_path: Path) -> None:
     for name, (old, new) in FAILURES.items():
         assert old in TASK_FILE
         (tmp_path / f"{name}.py").write_text(TASK_FILE.replace(old, new, 1))
-    names = [*FAILURES]
-    for some in (names[:4], names[4:]):
-        runs = [["run", f"{name}.py:Small", "--run-dir", name, "--workers", "2"] for name in some]
-        for name, done in zip(some, together(*runs, cwd=tmp_path), strict=True):
-            assert done.returncode == 1, f"{name}: {done.stderr}"
-            message = one_error(done)
-            assert [word for word in WORDS[name] if word not in message] == [], f"{name}: {message}"
-            logs = "".join(path.read_text() for path in (tmp_path / name / "logs").glob("worker-*.jsonl"))
-            assert "Traceback" in logs and WORDS[name][-1] in logs, f"{name}: {logs}"
-            if name in METHODS:
-                assert f"({name}.py:" in message, "the line is named"
+    runs = [["run", f"{tmp_path / n}.py:Small", "--run-dir", str(tmp_path / n), "--workers", "2"] for n in FAILURES]
+    for name, done in zip(FAILURES, at_once(jobs, tmp_path, *runs), strict=True):
+        assert done.returncode == 1, f"{name}: {done.stderr}"
+        message = one_error(done)
+        assert [word for word in WORDS[name] if word not in message] == [], f"{name}: {message}"
+        logs = "".join(path.read_text() for path in (tmp_path / name / "logs").glob("worker-*.jsonl"))
+        assert "Traceback" in logs and WORDS[name][-1] in logs, f"{name}: {logs}"
+        if name in METHODS:
+            assert f"({name}.py:" in message, "the line is named"
     for name in METHODS:
         assert json.loads(everstep("status", tmp_path / name, "--json").stdout)["state"] == "failed"
 
@@ -149,8 +159,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_does_not_stop_training(small_task: str, small_disk: Path) -> None:
-    run_dir = small_disk / "run"
-    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "40", E2E_LANE_S="0.1") as job:
+    run_dir, hold = small_disk / "run", small_disk.with_name("hold")
+    hold.touch()
+    pace = {"E2E_LANE_S": "0.1", "E2E_HOLD": str(hold)}
+    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "40", **pace) as job:
         job.wait_for_step(3)
         ballast = small_disk / "ballast"
         with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -160,6 +172,7 @@ def test_a_full_disk_does_not_stop_training(small_task: str, small_disk: Path) -
         while json.loads(everstep("status", run_dir, "--json").stdout)["step"] < reached + 3:
             assert job.process.poll() is None, job.end()
         ballast.unlink()
+        hold.unlink()
         code, events, errors = job.end()
     assert code == 0, errors
     assert (events[-1]["kind"], events[-1]["steps"]) == ("summary", 40)

@@ -76,14 +76,17 @@ class Page:
 def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any) -> Iterator[Path]:
     """A run of 3 workers whose leader is killed while the page looks on; then it is over."""
     run_dir = tmp_path_factory.mktemp("jobs") / "watched"
-    pace = {"E2E_LANE_S": "0.4"}
-    options = ("--workers", "3", "--steps", "16", "--set", "on_failure=shrink", "--dashboard")
+    hold = run_dir.with_name("hold")
+    hold.touch()
+    pace = {"E2E_LANE_S": "0.4", "E2E_HOLD": str(hold)}
+    options = ("--workers", "3", "--steps", "30", "--set", "on_failure=shrink", "--dashboard")
     with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)
         view = Page(browser, f"{dashboard.address}#token={TOKEN}")
         try:
             watch(view, job)
+            hold.unlink()
             code, _, errors = job.end()
             assert code == 0, errors
             sync_api.expect(view.page.locator("#state")).to_have_text("completed", timeout=CAUGHT)

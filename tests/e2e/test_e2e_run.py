@@ -182,9 +182,10 @@ def test_eval_and_dry_run(undisturbed: Path, run_dir: Path, small_task: str) -> 
 
 def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed: Path) -> None:
     """Status, a second run in its directory, strangers at its port, scale, drain."""
-    with Running(
-        small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", "--metrics", E2E_LANE_S="0.1"
-    ) as job:
+    hold = run_dir.with_name("hold")
+    hold.touch()
+    pace = {"E2E_LANE_S": "0.1", "E2E_HOLD": str(hold)}
+    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "60", "--metrics", **pace) as job:
         job.wait_for_step(1)
         assert {"everstep_running 1.0", "everstep_wanted_workers 2.0"} <= metrics_of(run_dir)
         live = json.loads(everstep("status", run_dir, "--json").stdout)
@@ -204,6 +205,7 @@ def test_a_live_job_as_others_see_it(run_dir: Path, small_task: str, undisturbed
         job.wait_for(lambda e: e["kind"] == "generation_started" and e["workers"] == [0, 2])
         again = everstep("run", small_task, "--run-dir", run_dir, "--steps", "60")
         assert (again.returncode, "still running" in one_error(again)) == (2, True)
+        hold.unlink()
         code, events, errors = job.end()
     assert code == 0, errors
     assert not (run_dir / "metrics.json").exists()

@@ -49,7 +49,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(VALUES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_round_trip(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     node = encode(value, "x", tensors)

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,12 +72,18 @@ class Source:
         parts = self.module.split(".")
         return parts[1] if len(parts) > 2 or (len(parts) == 2 and parts[1] in LAYERS) else ""
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree's."""
+        return list(ast.walk(self.tree))
+
 
 def source_of(module: str, text: str, path: str = "") -> Source:
     """A module from its text."""
     return Source(module, path or f"{module.replace('.', '/')}.py", text, ast.parse(text))
 
 
+@cache
 def all_sources(root: Path = SRC) -> list[Source]:
     """Every module of the package."""
     found = []
@@ -89,7 +96,7 @@ def all_sources(root: Path = SRC) -> list[Source]:
 
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that is imported, wherever in the file."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -135,14 +142,14 @@ def impurities(source: Source) -> Iterator[str]:
     for line, name in imports(source):
         if name.split(".")[0] in IMPURE_MODULES:
             yield f"{source.path}:{line}: {source.room} is pure, it may not import {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
             yield f"{source.path}:{node.lineno}: {source.room} is pure, it may not call {node.func.id}()"
 
 
 def long_functions(source: Source) -> Iterator[str]:
     """Functions of 70 lines or more."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines >= MAX_FUNCTION_LINES:
@@ -178,7 +185,7 @@ def _undocumented_methods(source: Source, owner: ast.ClassDef) -> Iterator[str]:
 
 def asserts(source: Source) -> Iterator[str]:
     """`assert` vanishes under -O."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Assert):
             yield f"{source.path}:{node.lineno}: use check() from everstep.base.errors instead of assert"
 
@@ -190,7 +197,7 @@ def pickles(source: Source) -> Iterator[str]:
     for line, name in imports(source):
         if name.split(".")[0] in PICKLES:
             yield f"{source.path}:{line}: imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLING_CALLS:
             yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
 
@@ -216,9 +223,9 @@ def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Itera
     alive = set(entries)
     for source in sources.values():
         names = {name for _, name in imports(source)}
-        words = {node.value for node in ast.walk(source.tree) if _is_text(node)}
+        words = {node.value for node in source.nodes if _is_text(node)}
         names |= {word.partition(":")[0] for word in words}
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.JoinedStr) and node.values and _is_text(node.values[0]):
                 names |= {node.values[0].value + word for word in words}  # type: ignore[attr-defined]
         alive |= {name for name in names if name != source.module}

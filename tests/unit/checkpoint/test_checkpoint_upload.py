@@ -236,7 +236,8 @@ def test_newest_wins_and_training_never_waits(source: DirectoryStore, tmp_path: 
     assert "slower than checkpoints come" in slow["reason"]
 
 
-def test_grace_is_kept(source: DirectoryStore, tmp_path: Path) -> None:
+def test_grace_is_kept(source: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.checkpoint.upload._STOP_PATIENCE_S", 0.05)
     write_step(source, 1)
     began, go = threading.Event(), threading.Event()
 

@@ -231,12 +231,15 @@ def test_loader_processes_come_up_beside_busy_threads() -> None:
             torch.rand(1000, generator=generator).sort()
 
     threads = [threading.Thread(target=busy) for _ in range(3)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(interval_s / 50)  # they take turns quickly, so that this thread is not kept waiting
     for thread in threads:
         thread.start()
     try:
         for _ in range(5):
             assert len(everything(loader(2), [0, 1], 2)) == 4
     finally:
+        sys.setswitchinterval(interval_s)
         stop.set()
         for thread in threads:
             thread.join()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load
-from sklearn.datasets import load_digits
 
 from everstep.base.errors import ConfigError, TaskError
 from everstep.data.batch import pack, to_device, unpack
@@ -26,6 +25,8 @@ Image = pytest.importorskip("PIL.Image")
 def test_digits_are_those_of_scikit_learn_split_once_and_for_all() -> None:
     train, test = Digits("train"), Digits("test")
     assert (len(train), len(test)) == (1437, 360)
+    from sklearn.datasets import load_digits  # takes seconds
+
     images, labels = load_digits(return_X_y=True)
     ours = torch.cat([train.images, test.images]).mul(DEVIATION).add(MEAN).mul(16).round().flatten(1).int().tolist()
     theirs = images.astype(int).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from everstep.placement.schedules import (
     inputs,
     peak_activations,
     peak_in_flight,
-    schedule,
+)
+from everstep.placement.schedules import (
+    schedule as compute_schedule,
 )
 from everstep.placement.timeline import Slot, Timeline, bubble_fraction, cells, timeline
 from everstep.placement.tree import cover
@@ -31,6 +34,7 @@ def combinations() -> list[tuple[str, int, int, int]]:
 
 
 COMBINATIONS = combinations()
+schedule = cache(compute_schedule)
 
 
 def words(ops: tuple[Op, ...], letters: str = "") -> str:
@@ -154,13 +158,20 @@ def test_every_pass_once_and_after_its_inputs(recompute: bool):
             assert all(one.end <= two.start for one, two in pairwise(row))
 
 
-def naive_inputs(op: Op, stages: int, chunks: int) -> set[Op]:
-    """The model as one line of parts, forward then backward; a pass needs the one before it in that line."""
+@cache
+def line_of_parts(stages: int, chunks: int) -> tuple[list[tuple[str, int, int]], dict[tuple[str, int, int], int]]:
+    """All parts, forward then backward, and the place of each in that line."""
     line = [("forward", s, c) for c in range(chunks) for s in range(stages)]
     line += [("backward", s, c) for _, s, c in reversed(line)]
+    return line, {part: at for at, part in enumerate(line)}
+
+
+def naive_inputs(op: Op, stages: int, chunks: int) -> set[Op]:
+    """The model as one line of parts, forward then backward; a pass needs the one before it in that line."""
     if op.kind == "recompute":
         return {op._replace(kind="forward")}
-    at = line.index((op.kind, op.stage, op.chunk))
+    line, places = line_of_parts(stages, chunks)
+    at = places[op.kind, op.stage, op.chunk]
     found = {Op(*line[at - 1], op.micro_batch)} if at else set()  # type: ignore[arg-type]
     return found | ({op._replace(kind="forward")} if op.kind == "backward" else set())
 

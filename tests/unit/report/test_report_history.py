@@ -224,15 +224,15 @@ def test_a_long_file_in_bounded_memory(tmp_path: Path) -> None:
             '{"time_unix_ns":%d,"kind":"step_committed","generation":1,"step":%d,"worker_id":0,"incarnation":0,'
             '"pid":77,"reason":null,"loss":1.5,"samples":8,"lr":[0.1]}'
         )
-        for base in range(0, 100_000, 10_000):
+        for base in range(0, 50_000, 10_000):
             steps = range(base, base + 9_900)
             file.write("".join(text % (T0 + 2 * S + s * S // 50, s) + "\n" for s in steps).encode())
             slow = [event("worker_suspected", 2 + base / 50 + i, worker_id=i % 4, reason="slow") for i in range(100)]
             file.write(b"".join(slow))
     known = History(tmp_path)
     known.load()
-    assert known.facts.counts["step_committed"] == 99_000
-    assert known.facts.counts["worker_suspected"] == 1_000
+    assert known.facts.counts["step_committed"] == 49_500
+    assert known.facts.counts["worker_suspected"] == 500
     assert len(known.facts.steps) <= 2048
     assert len(known.facts.log) <= 4000
 
