@@ -237,6 +237,10 @@ class Output:
     def lines(self) -> list[str]:
         """What is new."""
         found: list[str] = []
+        with contextlib.suppress(OSError):
+            now = os.stat(self._path)
+            if (now.st_ino, now.st_size) == (self._inode, self._position):
+                return found
         for path in (older(self._path), self._path):
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino

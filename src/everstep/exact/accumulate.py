@@ -6,8 +6,9 @@ writes straight into the memory that the transport shares, and no tensor is copi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from everstep.exact.lending import Loan, Watch
 from everstep.exact.memory import keep_freed_memory
 from everstep.placement.tree import children
 
-_CACHED_VIEWS = 32
+_IDLE_STEPS = 4
+"""For how long the views into a buffer are kept that is not asked for any more."""
 
 Leaf = list[Tensor | None]
 """One sum: a tensor per parameter entry, then one per unit with running statistics; None where absent."""
@@ -59,7 +61,7 @@ class LaneAccumulator:
         self._pending: dict[Node, Leaf] = {}
         self._node_of_lane: dict[int, Node] = {}
         self._buffer: Callable[[Node], Tensor] | None = None
-        self._views: OrderedDict[tuple[int, int], list[Tensor]] = OrderedDict()
+        self._views: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def begin(self, step: int, nodes: Sequence[Node], buffer: Callable[[Node], Tensor]) -> None:
         """Starts a step, or takes on further nodes of the same one (lanes that another worker lost).
@@ -84,6 +86,7 @@ class LaneAccumulator:
             self._open, self._pending, self._node_of_lane = [], {}, {}
             self.presence = {}
             self._captured = {}
+            self._views = {at: v for at, v in self._views.items() if step - _IDLE_STEPS <= v[0] <= step}
             self._statistics.begin_step()
         if self._loan is not None:  # its lane was left in the middle
             del self._pending[self._loan.sibling]
@@ -115,7 +118,9 @@ class LaneAccumulator:
         sibling = children(path[-2])[0] if len(path) > 1 else path[0]
         if sibling in self._pending:
             leaf = self._pending[sibling]
-            lent = [None if i in self._apart else leaf[i] for i in range(len(self._params))]
+            lent = leaf[: len(self._params)]
+            for i in self._apart:
+                lent[i] = None
             self._loan = Loan.make(sibling, path[-2], leaf, lent)
             for parameter, gradient in zip(self._params, lent, strict=True):
                 parameter.grad = gradient
@@ -135,7 +140,7 @@ class LaneAccumulator:
         if self._watch is not None:
             self._apart |= self._watch.end()
             self._watch = None
-        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
+        self._check_missing(lane)
         with torch.no_grad():
             captured = self._captured.pop(lane, None)
             statistics = self._statistics.take() if captured is None else captured
@@ -149,7 +154,7 @@ class LaneAccumulator:
 
     def add_empty(self, lane: int) -> None:
         """The lane has no samples: it is the identity of the sum."""
-        check(lane in self.missing, f"lane {lane} is not expected, or was added before, in step {self._step}")
+        self._check_missing(lane)
         with torch.no_grad():
             self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
 
@@ -176,12 +181,21 @@ class LaneAccumulator:
         done = {lane for node in (*self._pending, *self.presence) for lane in range(*node)}
         return tuple(sorted(lane for lane in self._node_of_lane if lane not in done))
 
+    def is_missing(self, lane: int) -> bool:
+        """Whether it is one of `missing`."""
+        if lane not in self._node_of_lane:
+            return False
+        return not any(lo <= lane < hi for held in (self._pending, self.presence) for lo, hi in held)
+
+    def _check_missing(self, lane: int) -> None:
+        if not self.is_missing(lane):
+            check(False, f"lane {lane} is not expected, or was added before, in step {self._step}")
+
     def forget(self) -> None:
-        """Lets go of the step and of all shared memory (call it before that is unmapped)."""
+        """Lets go of the step."""
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
         self._step, self._buffer, self._loan = 0, None, None
         self._captured = {}
-        self._views.clear()
 
     # ---- leaves
 
@@ -197,6 +211,9 @@ class LaneAccumulator:
         for parameter in self._params:
             parameter.grad = None
         loan.check_returned(gradients, lambda i: self._entries[i].name)
+        if _whole(loan.lent):
+            n = len(gradients)
+            return [*loan.leaf[:n], *_add_in_place(loan.leaf[n:], [*statistics])] if statistics else loan.leaf
         fresh = self._own([g if lent is None else None for g, lent in zip(gradients, loan.lent, strict=True)])
         return _add_in_place(loan.leaf, [*fresh, *statistics])
 
@@ -245,9 +262,8 @@ class LaneAccumulator:
     def _fold(self, node: Node, leaf: Leaf) -> None:
         """Takes in the sum of a node, and climbs as far as siblings are there."""
         path = _path(self._node_of_lane[node.lo], node.lo)
-        del path[path.index(node) :]
-        while path:
-            parent = path.pop()
+        for at in range(path.index(node) - 1, -1, -1):
+            parent = path[at]
             left, right = children(parent)
             sibling = right if node == left else left
             if sibling not in self._pending:
@@ -255,7 +271,7 @@ class LaneAccumulator:
                 return
             other = self._pending.pop(sibling)
             pair = (leaf, other) if node == left else (other, leaf)
-            if not path:
+            if at == 0:
                 self._finish(parent, *pair)
                 return
             leaf = _add_in_place(*pair)
@@ -274,6 +290,8 @@ class LaneAccumulator:
         self.presence[node] = self._presence(left, right)
 
     def _presence(self, left: Leaf, right: Leaf | None) -> bytes:
+        if _whole(left):
+            return self._all
         present = [g is not None for g in left]
         if right is not None:
             present = [a or b is not None for a, b in zip(present, right, strict=True)]
@@ -291,18 +309,14 @@ class LaneAccumulator:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         key = (flat.data_ptr(), flat.numel())
-        views = self._views.get(key)
+        _, views = self._views.get(key, (0, None))
         if views is None:
             check(flat.numel() == self.layout.numel, f"a node has {self.layout.numel} elements, not {flat.numel()}")
             views = [entry.view(flat) for entry in self._entries]
             views += [flat[region.start : region.stop] for region in self._statistics.regions]
             for start, stop in self.layout.gaps:
                 flat[start:stop].zero_()
-            self._views[key] = views
-            while len(self._views) > _CACHED_VIEWS:
-                self._views.popitem(last=False)
-        else:
-            self._views.move_to_end(key)
+        self._views[key] = self._step, views
         return views
 
 
@@ -378,13 +392,14 @@ def _dense(gradient: Tensor, entry: Entry) -> Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-def _path(top: Node, lane: int) -> list[Node]:
+@lru_cache(maxsize=65536)
+def _path(top: Node, lane: int) -> tuple[Node, ...]:
     """The nodes from `top` down to the lane."""
     path = [top]
     while path[-1].hi - path[-1].lo > 1:
         left, right = children(path[-1])
         path.append(left if lane < left.hi else right)
-    return path
+    return tuple(path)
 
 
 def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
@@ -400,7 +415,7 @@ def _add_in_place(left: Leaf, right: Leaf) -> Leaf:
 
 def _whole(leaf: Leaf) -> bool:
     """Whether nothing is absent. Not `None in leaf`: that asks each tensor for equality, about 50 us apiece."""
-    return all(gradient is not None for gradient in leaf)
+    return NoneType not in map(type, leaf)
 
 
 def _add_into(views: list[Tensor], left: Leaf, right: Leaf) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import msgspec
+
 from everstep.order.cursor import SampleOrder
 
 _START = b'{"step":'
@@ -73,7 +75,7 @@ def encode_row(row: LedgerRow) -> bytes:
     """One line of text, its line feed included."""
     lanes = [[use.lane, use.worker_id, use.count, f"{use.digest:016x}"] for use in row.lanes]
     body = {"step": row.step, "generation": row.generation, "lanes": lanes}
-    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    return msgspec.json.encode(body) + b"\n"
 
 
 def decode_rows(data: bytes) -> list[LedgerRow]:

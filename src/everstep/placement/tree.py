@@ -33,6 +33,7 @@ def root(n_lanes: int) -> Node:
     return Node(0, n_lanes)
 
 
+@lru_cache(maxsize=65536)
 def children(node: Node) -> tuple[Node, Node]:
     """The two parts of an inner node: the left has the largest power of two of lanes that leaves some for the right."""
     size = node.hi - node.lo

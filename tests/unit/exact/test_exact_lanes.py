@@ -324,11 +324,12 @@ def test_views_are_made_once_per_memory() -> None:
     worker = Worker("resnet")
     worker.compute(1, [0, 1])
     memory = dict(worker.memory)
-    made = worker.accumulator._views[(memory[Node(0, 2)].data_ptr(), worker.layout.numel)]
+    made = worker.accumulator._views_of(memory[Node(0, 2)])
+    worker.accumulator.forget()  # the step is over
     worker.memory = memory
     worker.accumulator.begin(2, [Node(0, 2)], worker.buffer)
     worker.lane(1, 0)
     worker.lane(1, 1)
     assert worker.accumulator._views_of(memory[Node(0, 2)]) is made
-    worker.accumulator.forget()
+    worker.accumulator.begin(12, [Node(0, 1)], worker.buffer)
     assert not worker.accumulator._views
