@@ -21,13 +21,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _MASK = (1 << 64) - 1
+_FORMATS = [f"<{count}Q" for count in range(16)]
 _LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
 """The first number of a derivation, so that seeds for different purposes never coincide by construction."""
 
 
 def derive(*numbers: int) -> int:
     """A 64-bit seed that depends on all numbers (each taken modulo 2**64), their order and how many there are."""
-    data = struct.pack(f"<{len(numbers)}Q", *(n & _MASK for n in numbers))
+    try:
+        data = struct.pack(_FORMATS[len(numbers)], *numbers)
+    except struct.error:  # some are beyond 64 bits, or negative
+        data = struct.pack(_FORMATS[len(numbers)], *(n & _MASK for n in numbers))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -39,7 +43,7 @@ def seed_all(value: int) -> None:
     value &= _MASK
     seed_devices(value)
     _numpy_seed((value ^ (value >> 32)) & 0xFFFFFFFF)
-    random.seed(value)
+    _python_seed(value)
 
 
 def seed_devices(value: int) -> None:
@@ -195,6 +199,13 @@ def _cuda_in_use() -> bool:
 @lru_cache(maxsize=1)
 def _legacy_generator() -> Any:
     return np.random.mtrand._rand  # type: ignore[attr-defined]
+
+
+def _python_seed(value: int) -> None:
+    """`random.seed(value)`, without looking what kind of value it is, which takes as long as seeding."""
+    generator = random._inst  # type: ignore[attr-defined]
+    super(random.Random, generator).seed(value)
+    generator.gauss_next = None  # type: ignore[attr-defined]
 
 
 def _numpy_seed(value: int) -> None:

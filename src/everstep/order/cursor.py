@@ -18,6 +18,10 @@ SampleId = tuple[int, int]
 """One use of one sample: (epoch, index); epochs count from 0, the index is the dataset's."""
 
 
+_MOST_FOUND = 256
+"""Lanes whose samples are remembered: several ask for the same ones, one after the other."""
+
+
 @dataclass(frozen=True)
 class LaneSamples:
     """What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none.
@@ -89,9 +93,18 @@ class SampleOrder:
             limits.append(-(-self.total_samples // self.global_batch))
         self.total_steps = min(limits)
         """The last step."""
+        self._found: dict[tuple[int, int], LaneSamples] = {}
 
     def samples(self, step: int, lane: int) -> LaneSamples:
         """The samples of a lane in a step; steps count from 1."""
+        found = self._found.get((step, lane))
+        if found is None:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            found = self._found[step, lane] = self._find(step, lane)
+        return found
+
+    def _find(self, step: int, lane: int) -> LaneSamples:
         check(1 <= step <= self.total_steps, f"step {step} is not in 1..{self.total_steps}")
         check(0 <= lane < self.lanes, f"lane {lane} is not in 0..{self.lanes - 1}")
         at = (step - 1) * self.global_batch + lane * self.micro_batch
