@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_ranks import work
-from measure import BENCH, EverstepJob, descendants, environment, machine, spread, step_times, write_report
+from measure import BENCH, EverstepJob, descendants, environment, free_port, machine, spread, step_times, write_report
 
 PARTS = ("stall", "sizes", "restore", "incremental", "lost", "restart")
 TASK = f"{BENCH / 'checkpoint_task.py'}:Wide"
@@ -43,9 +42,7 @@ TARGETS = {
 
 def on_ranks(duty: str, workers: int, folder: Path, *args: Any) -> list[dict[str, Any]]:
     """What every rank found, by rank."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     reports, results = context.Queue(), context.Queue()
     ranks = [

@@ -1,15 +1,15 @@
 """The peer of `overhead.py`: DistributedDataParallel on gloo, same model, same global batch, one thread per worker.
 
 Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--passes P`: P micro-batches per worker
-and step, all but the last under `no_sync`; 1 is one big pass. Rank 0 prints JSON: `steps_s`, from the end of each step
-to the end of the next, and `cpu_s`, processor time of all ranks per step, both without the warm-up.
+and step, all but the last under `no_sync`; 1 is one big pass. It trains until it is killed; rank 0 appends to `--ends`
+when each step ended (unix, ns).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import time
 from typing import Any
 
@@ -26,8 +26,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True)
+    parser.add_argument("--ends", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -38,8 +37,7 @@ def main() -> None:
     optimizer = task.build_optimizer(model.parameters())
     dataset: Any = task.build_dataset("train")
     size = options.global_batch // world // options.passes
-    ends, cpu = [], []
-    for step in range(options.steps):
+    for step in itertools.count():
         for k in range(options.passes):
             first = (step * options.global_batch + (rank * options.passes + k) * size) % (len(dataset) - size)
             batch = default_collate([dataset[i] for i in range(first, first + size)])
@@ -47,15 +45,9 @@ def main() -> None:
                 (task.loss(model, batch) / options.passes).backward()
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(time.perf_counter())
-        cpu.append(time.process_time())
-    first = options.warm_up - 1
-    total = torch.tensor((cpu[-1] - cpu[first]) / (len(cpu) - 1 - first), dtype=torch.float64)
-    dist.all_reduce(total)
-    if rank == 0:
-        steps = [b - a for a, b in zip(ends[first:], ends[first + 1 :], strict=False)]
-        print(json.dumps({"steps_s": steps, "cpu_s": float(total)}))
-    dist.destroy_process_group()
+        if rank == 0:
+            with open(options.ends, "a") as file:
+                file.write(f"{time.time_ns()}\n")
 
 
 if __name__ == "__main__":

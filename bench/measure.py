@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def step_times(events: Iterable[Event], after_step: int = 0) -> list[float]:
     """Seconds from each committed step after `after_step` to the next."""
     times = [t for step, t in committed(events) if step >= after_step]
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
+
+
+def free_port() -> int:
+    """One of loopback that nobody uses now."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,10 +1,10 @@
 """What splitting a model costs, and what a failure costs a split model.
 
-    python bench/pipeline.py [--only peer,bubble,backups,death,recovery] [--pairs 5] [--seconds 6] [--jobs 4]
+    python bench/pipeline.py [--only peer,bubble,backups,death,recovery] [--rounds 15] [--seconds 2] [--jobs 4]
                              [--out FILE]
 
 - peer: throughput against torch.distributed.pipelining on gloo, same model, cut, micro-batches and schedule, one thread
-  per worker, in alternating pairs of short runs. The ratio of a pair is that of the two medians of step times.
+  per worker; the two jobs take turns on the machine. The ratio of a round is that of its medians of step times.
 - bubble: compute is a timed wait (`emulate_compute_ms`), so that few cores stand for many devices. The bubble is the
   part of a step's time in which a stage does not wait on purpose, against (K - 1) / (M + K - 1).
 - backups: the same with pools of 2, active against standby.
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import BENCH, Event, EverstepJob, committed, environment, machine, spread, step_times, write_report
+from measure import BENCH, Event, EverstepJob, committed, free_port, machine, spread, step_times, write_report
 from models import MODELS
+from turns import columns, everstep_job, ranks_job, take_turns
 
 WARM_UP = 4
 RATIO, BUBBLE_ERROR, ACTIVE_GAIN, DEATH_MARGIN = 0.95, 0.05, 1.8, 0.10
@@ -68,58 +66,36 @@ def run_ours(
 # ---- against torch.distributed.pipelining
 
 
-def run_peer(model: str, stages: int, schedule: str, cut: Sequence[tuple[int, int]], steps: int) -> list[float]:
-    """Step times of their job."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    defaults = MODELS[model].defaults
-    command = [sys.executable, str(BENCH / "pipeline_peer.py"), "--model", model, "--schedule", schedule]
-    command += ["--cut", ",".join(f"{a}:{b}" for a, b in cut), "--steps", str(steps), "--warm-up", str(WARM_UP)]
-    command += ["--lanes", str(defaults["lanes"]), "--micro-batch", str(defaults["micro_batch"])]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
-    ranks = [
-        subprocess.Popen(command, env=environment(**shared, RANK=str(rank)), stdout=subprocess.PIPE)
-        for rank in range(stages)
-    ]
-    said, _ = ranks[-1].communicate(timeout=600)
-    if any(rank.wait(60) for rank in ranks):
-        raise SystemExit(f"a rank of the pipelining peer failed: {[rank.returncode for rank in ranks]}")
-    found: list[float] = json.loads(said)["steps_s"]
-    return found
-
-
 def peer_case(model: str, stages: int, schedule: str, chunks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Alternating pairs of one case."""
+    """One case: both jobs, turn by turn."""
     task = MODELS[model]()
+    defaults = task.defaults
     cut = even_cut(len(task.units(task.build_model())), stages * chunks)
     parts = [[cut[p] for p in range(len(cut)) if p % stages == s] for s in range(stages)]
     structured = {"map": [{"units": [[a, b - 1] for a, b in own]} for own in parts]}
-    settings = {"stages": stages, "workers": stages, "schedule": schedule, "chunks": chunks}
-    trial = run_peer(model, stages, schedule, cut, WARM_UP + 4)
-    steps = WARM_UP + max(8, min(400, round(options.seconds / statistics.median(trial))))
-    pairs = []
-    for number in range(options.pairs):
-        found = {}
-        for who in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
-            if who == "theirs":
-                found[who] = statistics.median(run_peer(model, stages, schedule, cut, steps))
-                continue
-            with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-                job = run_ours(Path(folder), "run", model, steps, settings, structured)
-                found[who] = statistics.median(step_times(job.events(), WARM_UP))
-        pairs.append({**{f"{k}_ms": round(1e3 * v, 3) for k, v in found.items()}})
-        pairs[-1]["throughput_ratio"] = round(found["theirs"] / found["ours"], 4)
-        print(f"{model} {stages} stages {schedule}: {pairs[-1]}", file=sys.stderr, flush=True)
-    ratios = [p["throughput_ratio"] for p in pairs]
-    case = {"model": model, "stages": stages, "schedule": schedule, "chunks": chunks, "cut": cut}
-    figures = {key: spread([p[key] for p in pairs]) for key in pairs[0]}
+    settings = {"stages": stages, "workers": stages, "schedule": schedule, "chunks": chunks, "verify_every": 0}
+    peer = [str(BENCH / "pipeline_peer.py"), "--model", model, "--schedule", schedule]
+    peer += ["--cut", ",".join(f"{a}:{b}" for a, b in cut)]
+    peer += ["--lanes", str(defaults["lanes"]), "--micro-batch", str(defaults["micro_batch"])]
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        folder = Path(name)
+        (folder / "map.yaml").write_text(json.dumps(structured))
+        name = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
+        ours = everstep_job("ours", name, folder / "run", "--config", str(folder / "map.yaml"), settings=settings)
+        theirs = ranks_job("theirs", peer, stages, free_port(), folder / "ends")
+        print(f"{model}, {stages} stages, {schedule}", file=sys.stderr, flush=True)
+        rounds = take_turns(ours, theirs, warm_up=WARM_UP, rounds=options.rounds, turn_s=options.seconds)
+    ratios = [1 / one["ratio"] for one in rounds]
     return {
-        **case,
-        "steps_per_run": steps - WARM_UP,
+        "model": model,
+        "stages": stages,
+        "schedule": schedule,
+        "chunks": chunks,
+        "cut": cut,
         "target": RATIO,
         "met": statistics.median(ratios) >= RATIO,
-        **figures,
+        "throughput_ratio": spread(ratios),
+        **columns(rounds),
     }
 
 
@@ -254,8 +230,8 @@ def next_step_s(events: list[Event], fault: Event) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="peer,bubble,backups,death,recovery")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps per run")
+    parser.add_argument("--rounds", type=int, default=15, help="against the peer")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, at least")
     parser.add_argument("--steps", type=int, default=6, help="of each emulated run")
     parser.add_argument("--wait-ms", type=int, default=50, help="of an emulated forward pass")
     parser.add_argument("--schedules", default="1f1b,gpipe", help="of the emulated runs")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from everstep.runtime.board import Board
 
 _LAST_EVENTS = 6
+_POLL_S = 0.2
 _LAUNCHER_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
@@ -193,7 +194,7 @@ class Watcher:
             self._notes.append(words.format_map(known))
 
     def _stopped(self) -> bool:
-        """Asked by `follow` about 10 times a second, and before its last read: a good moment to redraw."""
+        """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
         ended = self._ended.is_set()
         self._tell_output()
         self._tell_notes()
@@ -214,7 +215,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            for event in follow(self._path, poll_s=0.1, stop=self._stopped):
+            for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
                 if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
                     self.story.take(event)
                     self._display.event(event, self.story)

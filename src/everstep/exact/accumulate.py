@@ -127,8 +127,9 @@ class LaneAccumulator:
 
     def capture(self, lane: int) -> None:
         """Takes the running statistics as the lane's forward pass has left them, before anything changes them."""
-        with torch.no_grad():
-            self._captured[lane] = self._statistics.take()
+        if self._statistics.regions:
+            with torch.no_grad():
+                self._captured[lane] = self._statistics.take()
 
     def add(self, lane: int) -> None:
         """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics:

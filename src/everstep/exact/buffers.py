@@ -175,8 +175,9 @@ class BufferGuard:
 
     def begin_lane(self) -> None:
         """Puts the step's buffers back, whatever the lane before (or an interrupted one) left."""
-        with torch.no_grad():
-            self._restore()
+        if self._all:
+            with torch.no_grad():
+                self._restore()
 
     def settle(self) -> None:
         """Between lanes: the buffers are to be those of the state. Once the step is committed they are."""
@@ -215,6 +216,9 @@ class BufferGuard:
 
         Raises: ConfigError naming a buffer that lanes leave different.
         """
+        if not self._others:
+            self._lanes += 1
+            return {}
         thorough = self._steps_seen <= _WATCHED_STEPS
         outcome: dict[int, str] = {}
         with torch.no_grad():
