@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what is started here must hear it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+hypothesis.settings.register_profile("everstep", deadline=None)  # a slow machine is no failure
+hypothesis.settings.load_profile("everstep")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
