@@ -114,7 +114,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
         stage = "-" if w["stage"] is None else str(w["stage"])
         name = f"{w['worker_id']}.{w['incarnation']}"
-        speed = f"{w['samples_per_s'] or 0:.1f}"
+        speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ def figures(history: History) -> dict[str, str]:
         "recoveries": recoveries_chart(facts),
         "goodput": goodput_chart(history.seconds(False)),
     }
-    if facts.evaluations:
-        found["evaluations"] = evaluations_chart(facts)
+    for name in facts.evaluations:
+        found["evaluation-" + re.sub(r"\W+", "-", name)] = evaluation_chart(facts, name)
     if history.usage.total_s:
         found["steptime"] = step_time_chart(history)
         found["busy"] = busy_chart(history)
@@ -84,13 +85,10 @@ def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
     return x, y
 
 
-def evaluations_chart(facts: Facts) -> str:
-    """Metrics on the test split by step."""
-    curves = [
-        Curve(name, series.x, series.columns[1], i % COLOURS)
-        for i, (name, series) in enumerate(facts.evaluations.items())
-    ]
-    return line_chart("Evaluations", curves, "step")
+def evaluation_chart(facts: Facts, name: str) -> str:
+    """A metric on the test split by step."""
+    series = facts.evaluations[name]
+    return line_chart(f"Evaluated: {name}", [Curve(name, series.x, series.columns[1], 4)], "step")
 
 
 def workers_chart(facts: Facts) -> str:

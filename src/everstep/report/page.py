@@ -50,7 +50,9 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
         f"{escape(_headline(history, facts.reason))}</span></p>",
         _tiles(history, seconds),
         _section("What happened", *_story(history), *_said(history)),
-        _section("Loss", _panel(drawn["loss"]), _panel(drawn.get("evaluations", ""))),
+        _section(
+            "Loss", _panel(drawn["loss"]), *(_panel(drawn[name]) for name in drawn if name.startswith("evaluation"))
+        ),
         _section("Throughput", _panel(drawn["throughput"]), _panel(drawn.get("scaling", "")), _efficiency(history)),
         _section("Step time", _panel(drawn.get("steptime", "")), _panel(drawn.get("busy", ""))),
         _section("Communication", _panel(drawn.get("communication", "")), _communication(history)),
@@ -82,13 +84,16 @@ def compare_page(histories: Sequence[History]) -> str:
         ["digest of model", *(str(h.digest.get("model", "none")) for h in histories)],
         ["digest of state", *(str(h.digest.get("state", "none")) for h in histories)],
     ]
-    digests = {str(h.digest.get("state") or h.digest.get("model") or id(h)) for h in histories}
-    verdict = "The final states are bitwise equal." if len(digests) == 1 else "The final states are not all equal."
+    digests = [h.digest.get("state") or h.digest.get("model") for h in histories]
+    verdict = "The final states are bitwise equal." if len(set(digests)) == 1 else "The final states are not all equal."
+    if None in digests:
+        missing = ", ".join(h.name for h, digest in zip(histories, digests, strict=True) if digest is None)
+        verdict = f"Of {missing} there is no final state to compare: not finished."
     body = [
         f"<h1>{escape(' · '.join(h.name for h in histories))}</h1>",
         f'<p class="soft">{len(histories)} runs over each other</p>',
         _section("Side by side", _table(header, rows)),
-        _section("Exactness", f"<p>{verdict}</p>"),
+        _section("Exactness", f"<p>{escape(verdict)}</p>"),
         _section("Loss", _panel(figures.loss_chart(first, others))),
         _section("Throughput", _panel(figures.throughput_chart(first, others))),
         _section(
@@ -332,7 +337,8 @@ def _differences(histories: Sequence[History]) -> str:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     if not isinstance(value, dict):
-        return {prefix.rstrip("."): one_line(value)} if prefix else {}
+        said = "none" if value in (None, "", [], ()) else one_line(str(value))
+        return {prefix.rstrip("."): said} if prefix else {}
     found: dict[str, str] = {}
     for key, inner in value.items():
         found |= _flat(inner, f"{prefix}{key}.")

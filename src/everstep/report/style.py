@@ -94,10 +94,11 @@ p { margin: 6px 0; max-width: 75ch; }
   overflow-x: auto; }
 .chart { display: block; width: 100%; height: auto; min-width: 520px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th, td { text-align: left; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
 td.n, th.n { text-align: right; }
-td { overflow-wrap: normal; } td:last-child { overflow-wrap: anywhere; } td.n { white-space: nowrap; }
+th:last-child, td:last-child { padding-right: 0; }
+td:last-child:not(.n) { overflow-wrap: anywhere; min-width: 11em; } td.n, th.n { white-space: nowrap; }
 code { font: 0.88em ui-monospace, 'DejaVu Sans Mono', monospace; overflow-wrap: anywhere; }
 details summary { cursor: pointer; color: var(--soft); }
 pre { overflow: auto; max-height: 420px; font: 12px/1.45 ui-monospace, 'DejaVu Sans Mono', monospace; }

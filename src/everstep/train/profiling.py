@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -152,6 +153,7 @@ class _Recording:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells its begin and its end on stderr
         self._profiler = torch.profiler.profile(
             activities=activities, profile_memory=request.memory, with_stack=request.stacks
         )

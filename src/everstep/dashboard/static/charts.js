@@ -46,7 +46,7 @@ export class Chart {
         width: Math.max(200, this.box.clientWidth),
         height: HEIGHT,
         scales: { x: { time }, y: this.options.range ? { range: this.options.range } : {} },
-        axes: [{ ...axis, space: time ? 80 : 60, size: 30, ...(time ? { values: moments } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
+        axes: [{ ...axis, space: time ? 80 : 60, size: 30, ...(time ? { values: moments } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: this.options.width ?? 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
         legend: { show: series.length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
@@ -160,9 +160,9 @@ export class Training {
     this.each = new Chart(root, "Samples per second and worker", (v) => number(v), { range: zero });
     this.seconds = new Chart(root, "Step time", (v) => (v ? duration(v) : "0"), { range: zero });
     this.phases = new Chart(root, "Step time by phase, per worker", (v) => (v ? duration(v) : "0"), { range: zero, stacked: true });
-    this.bytes = new Chart(root, "Sent per second, by operation", (v) => (v ? bytes(Math.round(v)) : "0"), { range: zero, stacked: true });
+    this.bytes = new Chart(root, "Sent per second, by operation", (v) => (v ? `${bytes(Math.round(v))}/s` : "0"), { range: zero, stacked: true, width: 74 });
     this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true });
-    this.tests = new Chart(root, "Evaluations");
+    this.tests = new Map(); // by metric: one axis does not suit an accuracy and a loss
   }
 
   update(run) {
@@ -189,9 +189,13 @@ export class Training {
     const each = scaled.length ? scaled[0].samples_per_s / scaled[0].workers : 0;
     const lines = [{ name: "measured", y: scaled.map((e) => e.samples_per_s), colour: "c2" }, { name: "in proportion", y: scaled.map((e) => each * e.workers), colour: "c7" }];
     this.scaling.update(scaled.map((e) => e.workers), scaled.length ? lines : [], false, []);
-    const names = Object.keys(run.curves).filter((name) => name.startsWith("eval:"));
-    const table = names.length ? uPlot.join(names.map((n) => [run.curves[n].x, run.curves[n].columns[1]])) : [[]];
-    this.tests.update(table[0], names.map((n, i) => ({ name: n.slice(5), y: table[i + 1], colour: `c${i % 9}` })), false, run.marks.map(([, step, kind, , text]) => ({ x: step, kind, text })));
+    const judged = run.marks.map(([, step, kind, , text]) => ({ x: step, kind, text }));
+    const tests = Object.keys(run.curves).filter((name) => name.startsWith("eval:"));
+    for (const name of tests) if (!this.tests.has(name)) this.tests.set(name, new Chart($("charts"), `Evaluated: ${name.slice(5)}`, (v) => number(v, 4), { points: true }));
+    for (const [name, chart] of this.tests) {
+      const curve = run.curves[name];
+      chart.update(curve?.x ?? [], curve ? [{ name: name.slice(5), y: curve.columns[1], colour: "c4" }] : [], false, judged);
+    }
   }
 }
 

@@ -162,7 +162,7 @@ export function cards(runs, selected, choose) {
         { type: "button", className: "card", "aria-current": String(i === selected), onclick: () => choose(i) },
         el("b", {}, `${i + 1} ${h.name ?? "…"}`),
         el("span", {}, `${h.state ?? ""}, step ${h.step ?? 0}${h.total ? ` of ${h.total}` : ""}`),
-        el("span", {}, `loss ${number(h.loss, 4)}, ${number(h.rate)} samples/s`),
+        el("span", {}, `loss ${number(h.loss, 4)}, ${number(h.rate ?? h.mean_rate)} samples/s`),
         el("span", {}, `${plural(h.members ?? 0, "worker")}, goodput ${percent(h.goodput)}, ${plural(h.faults ?? 0, "fault")}`),
       );
     }),

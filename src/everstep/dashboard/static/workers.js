@@ -93,14 +93,14 @@ export class Workers {
 
   paint(tile, id, row, compact) {
     const facts = [`step ${row.step}`, row.lanes.length ? plural(row.lanes.length, "lane") : "no lanes"];
-    const speed = [row.rate ? `${number(row.rate)} samples/s` : null, row.rss ? bytes(row.rss) : null].filter(Boolean);
-    const doing = row.phase || "";
+    const speed = row.rate ? `${number(row.rate)} samples/s` : row.state === "dead" ? `life ${row.life} is over` : "";
+    const doing = [row.rss ? bytes(row.rss) : null, row.phase].filter(Boolean).join(" · ");
     const key = `${compact}|${row.state}|${facts}|${speed}|${doing}|${row.reason}`;
     if (tile.painted === key) return;
     tile.painted = key;
     attribute(tile, "data-state", row.state);
     const trouble = row.state === "dead" || row.state === "suspect" ? row.reason : "";
-    attribute(tile, "aria-label", [`worker ${id}`, row.state, ...(trouble ? [trouble] : facts), ...speed, doing].filter(Boolean).join(", "));
+    attribute(tile, "aria-label", [`worker ${id}`, row.state, ...(trouble ? [trouble] : facts), speed, doing].filter(Boolean).join(", "));
     if (compact) {
       if (tile.textContent !== GLYPH[row.state]) tile.replaceChildren(GLYPH[row.state] ?? row.state[0]);
       tile.title = `worker ${id}: ${row.state}`;
@@ -112,7 +112,7 @@ export class Workers {
     }
     write(tile.children[1], row.state);
     write(tile.children[2], trouble || facts.join(" · "));
-    write(tile.children[3], speed.join(" · ") || (row.state === "dead" ? `life ${row.life} is over` : "–"));
+    write(tile.children[3], speed);
     write(tile.children[4], doing);
   }
 
