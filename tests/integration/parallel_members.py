@@ -119,7 +119,10 @@ class Hand:
         return torch.cat([piece.data for piece in self.held.pieces]).numpy().tobytes()
 
     def reduce_often(self, first: int, last: int) -> int:
-        """Reduces cheap gradients until told to leave; returns the last step whose result was complete and right."""
+        """Reduces cheap gradients until told to leave; returns the last step whose result was complete and right.
+
+        A result counts once all have said that they have theirs: who has been stopped may find another one there.
+        """
         done = first - 1
         for step in range(first, last):
             presence = {}
@@ -127,9 +130,10 @@ class Hand:
                 self.transport.node(step, node).fill_(float((node.hi - node.lo) * step))
                 presence[node] = b"\x01"
             reduced = self.transport.reduce(step, presence)
-            if not all(bool((piece.data == LANES * step).all()) for piece in reduced.pieces):
-                raise AssertionError(f"step {step}: wrong result")
+            right = all(bool((piece.data == LANES * step).all()) for piece in reduced.pieces)
             self.transport.exchange(Tag("decide", step, 0), b"")
+            if not right:
+                raise AssertionError(f"step {step}: wrong result")
             done = step
         return done
 
