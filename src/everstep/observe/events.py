@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 KINDS = frozenset(
     {
         "job_started",
@@ -118,10 +120,18 @@ def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) ->
         if name not in event:
             event[name] = value
     try:
-        text = json.dumps(event, separators=(",", ":"), default=str, allow_nan=False)
-    except ValueError:  # NaN and infinity are no JSON: a strict reader would refuse the line
-        text = json.dumps(_finite(event), separators=(",", ":"), default=str)
-    return text.encode() + b"\n"
+        line = _encode(event)  # NaN and infinity are no JSON: they become null
+    except (ValueError, TypeError):  # text that is no UTF-8, say
+        line = json.dumps(_finite(event), separators=(",", ":"), default=str).encode()
+    return line + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """What the encoder does not know: numpy's numbers are numbers, everything else is text."""
+    return float(value) if isinstance(value, float) else int(value) if isinstance(value, int) else str(value)
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def _finite(value: Any) -> Any:
