@@ -1,14 +1,14 @@
-"""What looking on costs: everything that observes a job switched on, against everything off, in alternating pairs.
+"""What looking on costs: everything that observes a job switched on, against everything off, turn by turn.
 
-    python bench/observe.py [--workers 2] [--steps 600] [--step-ms 20] [--pairs 5] [--out FILE]
+    python bench/observe.py [--workers 2] [--step-ms 20] [--rounds 30] [--seconds 2] [--out FILE]
 
 A step is a timed wait, so that what a worker's processor does is Everstep's own work and little else. On: samples of
 time, bytes and memory, events and the log; a dashboard beside the job with a page open; every sink that is installed.
 Off: no samples, dashboard or sinks; and what workers count and tell for others to look at is replaced by nothing.
-Workers measure themselves: processor time of the whole process, all threads, over the steps after the warm-up; and the
-leader the time between steps. Reported: what "on" takes more per step, as median and spread over the pairs; and, since
-the noise of a machine may be larger than that, `told_us`: how long the calls themselves take by which a worker counts
-and tells, per step of the busiest one, clock reading included (an upper bound, from jobs of their own).
+Workers note their processor time (the whole process, all threads) at each step. The jobs take turns on the machine;
+reported is what "on" takes more per step, as median and spread over the rounds; and, since the noise of a machine may
+be larger than that, `told_us`: how long the calls themselves take by which a worker counts and tells, per step of the
+busiest one, reading the clock included (an upper bound, from a third job).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
+import itertools
 import os
 import statistics
+import struct
 import sys
 import tempfile
 import threading
@@ -34,21 +35,21 @@ from torch.utils.data import TensorDataset
 
 import everstep
 from measure import EverstepJob, machine, spread, write_report
+from turns import PATIENT, Job, Turn, turns
 
 WARM_UP = 60
-LAST = 10
 TARGET_US = 50.0
-_FOLDER, _STEP_MS, _STEPS, _HOW = "BENCH_FOLDER", "BENCH_STEP_MS", "BENCH_STEPS", "BENCH_HOW"
+_FOLDER, _STEP_MS, _HOW = "BENCH_FOLDER", "BENCH_STEP_MS", "BENCH_HOW"
+_NOTE = struct.Struct("<QQQ")
 ON, OFF, TIMED = "on", "off", "timed"
 _spent_ns = [0]
 
 
 class Waiting(everstep.Task):
-    """One lane per worker and step: a wait, and next to nothing to compute. Writes down what the worker took."""
+    """One lane per worker and step: a wait, and next to nothing to compute. Writes down what the worker has taken."""
 
     def __init__(self) -> None:
-        self._times_ns: list[int] = []
-        self._cpu_ns = 0
+        self._file = -1
 
     def build_model(self) -> nn.Module:
         return nn.Linear(8, 1)
@@ -60,24 +61,13 @@ class Waiting(everstep.Task):
         return torch.optim.SGD(params, lr=0.01)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        self._note()
+        if self._file < 0:
+            self._file = os.open(
+                Path(os.environ[_FOLDER]) / f"worker-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            )
+        os.write(self._file, _NOTE.pack(time.time_ns(), time.process_time_ns(), _spent_ns[0]))
         time.sleep(float(os.environ[_STEP_MS]) / 1e3)
         return model(batch[0]).square().mean()
-
-    def _note(self) -> None:
-        self._times_ns.append(time.monotonic_ns())
-        passes = len(self._times_ns)
-        if passes == WARM_UP:
-            self._cpu_ns = time.process_time_ns()
-            _spent_ns[0] = 0
-        elif passes == int(os.environ[_STEPS]) - LAST:
-            cpu_us = (time.process_time_ns() - self._cpu_ns) / 1e3 / (passes - WARM_UP)
-            steps_ms = [
-                (b - a) / 1e6 for a, b in zip(self._times_ns[WARM_UP:], self._times_ns[WARM_UP + 1 :], strict=False)
-            ]
-            told_us = _spent_ns[0] / 1e3 / (passes - WARM_UP)
-            found = {"cpu_us": cpu_us, "told_us": told_us, "step_ms": statistics.median(steps_ms), "pid": os.getpid()}
-            (Path(os.environ[_FOLDER]) / f"worker-{os.getpid()}.json").write_text(json.dumps(found))
 
 
 def observe_nothing() -> None:
@@ -135,30 +125,45 @@ elif os.environ.get(_HOW) == TIMED:
     time_what_observes()
 
 
-def run(options: argparse.Namespace, how: str) -> dict[str, Any]:
-    """One job, everything on or off, or on and timed; what its workers wrote down."""
-    on = how != OFF
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        os.environ.update({_FOLDER: folder, _STEP_MS: str(options.step_ms), _STEPS: str(options.steps)})
-        os.environ[_HOW] = how
-        run_dir = Path(folder) / "run"
-        settings = {"lanes": options.workers, "micro_batch": 1, "checkpoint.enabled": "false", "verify_every": 0}
-        settings |= switched_on() if on else {"metrics.interval_s": 0}
-        arguments = ["--workers", str(options.workers), "--steps", str(options.steps)]
-        job = EverstepJob(
-            f"{__file__}:Waiting", run_dir, *arguments, *(["--dashboard"] if on else []), settings=settings
-        )
-        with page_open(job) if on else contextlib.nullcontext():
-            job.wait()
-        found = [json.loads(path.read_text()) for path in Path(folder).glob("worker-*.json")]
-        if len(found) != options.workers:
-            raise SystemExit(f"expected the figures of {options.workers} workers, got those of {len(found)}")
-        return {
-            "cpu_us": statistics.mean(one["cpu_us"] for one in found),
-            "busiest_us": max(one["cpu_us"] for one in found),
-            **({"told_us": max(one["told_us"] for one in found)} if how == TIMED else {}),
-            "step_ms": statistics.median(one["step_ms"] for one in found),
-        }
+def start(options: argparse.Namespace, how: str, folder: Path) -> tuple[Job, EverstepJob]:
+    """A job without an end, everything on or off, or on and timed; its workers write into `folder`."""
+    folder.mkdir()
+    os.environ.update({_FOLDER: str(folder), _STEP_MS: str(options.step_ms), _HOW: how})
+    settings = {"lanes": options.workers, "micro_batch": 1, "checkpoint.enabled": "false", "verify_every": 0, **PATIENT}
+    settings |= {"metrics.interval_s": 0} if how == OFF else switched_on()
+    arguments = ["--workers", str(options.workers), "--steps", "1000000", *([] if how == OFF else ["--dashboard"])]
+    job = EverstepJob(f"{__file__}:Waiting", folder / "run", *arguments, settings=settings)
+
+    def ends_ns() -> list[int]:
+        notes = workers(folder)
+        return [note[0] for note in notes[0]] if len(notes) == options.workers else []
+
+    return Job(how, [job.process], ends_ns), job
+
+
+def workers(folder: Path) -> list[list[tuple[int, int, int]]]:
+    """For each worker of a job: (unix ns, processor time ns, told ns) at each step so far."""
+    found = []
+    for path in sorted(folder.glob("worker-*")):
+        data = path.read_bytes()
+        found.append(list(_NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size])))
+    return found
+
+
+def per_step(folder: Path, turn: Turn) -> dict[str, float]:
+    """Medians over the steps of a turn, means over the workers; of the busiest one where it says so."""
+    cpu_us, told_us, step_ms = [], [], []
+    for notes in workers(folder):
+        pairs = list(itertools.pairwise(note for note in notes if turn.begin_ns < note[0] < turn.end_ns))
+        step_ms.append(statistics.median(b[0] - a[0] for a, b in pairs) / 1e6)
+        cpu_us.append(statistics.median(b[1] - a[1] for a, b in pairs) / 1e3)
+        told_us.append(statistics.median(b[2] - a[2] for a, b in pairs) / 1e3)
+    return {
+        "cpu_us": statistics.mean(cpu_us),
+        "busiest_us": max(cpu_us),
+        "told_us": max(told_us),
+        "step_ms": statistics.median(step_ms),
+    }
 
 
 def switched_on() -> dict[str, Any]:
@@ -195,31 +200,36 @@ def main() -> None:
     """Parse, measure, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     parser.add_argument("--out", help="also write the JSON here")
     options = parser.parse_args()
-    pairs = []
-    for number in range(options.pairs):
-        found = {how: run(options, how) for how in ((ON, OFF) if number % 2 == 0 else (OFF, ON))}
-        pair = {f"{key}_{how}": found[how][key] for key in found[ON] for how in (ON, OFF)}
-        pair |= {f"{key}_more": found[ON][key] - found[OFF][key] for key in found[ON]}
-        pairs.append({key: round(value, 3) for key, value in pair.items()})
-        print(pairs[-1], file=sys.stderr, flush=True)
-    told_us = [run(options, TIMED)["told_us"] for _ in range((options.pairs + 1) // 2)]
-    columns = {key: spread([pair[key] for pair in pairs], digits=3) for key in pairs[0]}
+    hows = (ON, OFF, TIMED)
+    rounds = []
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name, contextlib.ExitStack() as pages:
+        folders = {how: Path(name) / how for how in hows}
+        started = {how: start(options, how, folders[how]) for how in hows}
+        for how in (ON, TIMED):
+            pages.enter_context(page_open(started[how][1]))
+        jobs = [started[how][0] for how in hows]
+        for had in turns(jobs, warm_up=WARM_UP, rounds=options.rounds, turn_s=options.seconds):
+            found = {how: per_step(folders[how], had[how]) for how in hows}
+            one = {f"{key}_{how}": found[how][key] for key in ("cpu_us", "busiest_us", "step_ms") for how in (ON, OFF)}
+            one |= {f"{key}_more": found[ON][key] - found[OFF][key] for key in ("cpu_us", "busiest_us", "step_ms")}
+            one["told_us"] = found[TIMED]["told_us"]
+            rounds.append({key: round(value, 3) for key, value in one.items()})
+            print(rounds[-1], file=sys.stderr, flush=True)
+    figures = {key: spread([one[key] for one in rounds], digits=3) for key in rounds[0]}
     report = {
         "bench": "observe",
         **machine(),
         "workers": options.workers,
-        "steps": options.steps - WARM_UP - LAST,
         "switched_on": switched_on(),
         "target_us": TARGET_US,
-        "met": columns["cpu_us_more"]["median"] <= TARGET_US,
-        "told_us": spread(told_us, digits=3),
-        **columns,
-        "pairs": pairs,
+        "met": figures["cpu_us_more"]["median"] <= TARGET_US,
+        **figures,
+        "rounds": rounds,
     }
     write_report(report, options.out)
 

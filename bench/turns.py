@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,34 +71,63 @@ def ranks_job(name: str, command: Sequence[str], workers: int, port: int, ends: 
     return Job(name, ranks, lambda: [int(t) for t in ends.read_text().split("\n")[:-1]] if ends.exists() else [])
 
 
-def take_turns(ours: Job, theirs: Job, *, warm_up: int, rounds: int, turn_s: float) -> list[dict[str, float]]:
-    """What each round gave: `ours_ms`, `theirs_ms` (median steps), processor time likewise, and the ratios.
+@dataclass(frozen=True)
+class Turn:
+    """One job has had the machine from `begin_ns` to `end_ns` (unix); cpu_s: processor time of all its processes."""
 
-    Both jobs have just been started; they are ended here. turn_s: at least; a turn has time for five steps.
+    begin_ns: int
+    end_ns: int
+    cpu_s: float
+
+    def steps_s(self, job: Job) -> list[float]:
+        """Of the steps that began and ended in it. Raises: SystemExit if there is none."""
+        inside = [t for t in job.ends_ns() if self.begin_ns < t < self.end_ns]
+        if len(inside) < 2:
+            raise SystemExit(f"{job.name}: {len(inside)} steps in a turn of {self.seconds:.1f} s")
+        return [(b - a) / 1e9 for a, b in itertools.pairwise(inside)]
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+def turns(jobs: Sequence[Job], *, warm_up: int, rounds: int, turn_s: float) -> Iterator[dict[str, Turn]]:
+    """One turn of each job per round, by name; who begins changes from round to round.
+
+    The jobs have just been started; they are killed in the end. turn_s: at least; a turn has time for five steps.
 
     Raises: SystemExit if one of them ends by itself or does nothing for five minutes.
     """
     try:
-        theirs.signal(signal.SIGSTOP)
-        longest_s = _warm(ours, warm_up)
-        theirs.signal(signal.SIGCONT)
-        longest_s = max(longest_s, _warm(theirs, warm_up))
-        found = []
+        longest_s = 0.0
+        for job in jobs:
+            for other in jobs:
+                other.signal(signal.SIGCONT if other is job else signal.SIGSTOP)
+            longest_s = max(longest_s, _warm(job, warm_up))
         for number in range(rounds):
-            figures: dict[str, float] = {}
-            for job in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                step_s, cpu_s = _turn(job, max(turn_s, 5 * longest_s))
-                figures |= {f"{job.name}_ms": 1e3 * step_s, f"{job.name}_cpu_ms": 1e3 * cpu_s}
-            figures["ratio"] = figures[f"{ours.name}_ms"] / figures[f"{theirs.name}_ms"]
-            figures["cpu_ratio"] = figures[f"{ours.name}_cpu_ms"] / figures[f"{theirs.name}_cpu_ms"]
-            found.append({key: round(value, 4) for key, value in figures.items()})
-            print(f"{ours.name} and {theirs.name}: {found[-1]}", file=sys.stderr, flush=True)
-        return found
+            order = jobs if number % 2 == 0 else [*reversed(jobs)]
+            yield {job.name: _turn(job, max(turn_s, 5 * longest_s)) for job in order}
     finally:
-        for job in (ours, theirs):
+        for job in jobs:
             job.signal(signal.SIGKILL)
             for root in job.roots:
                 root.wait()
+
+
+def take_turns(ours: Job, theirs: Job, *, warm_up: int, rounds: int, turn_s: float) -> list[dict[str, float]]:
+    """What each round gave: `ours_ms`, `theirs_ms` (median steps), processor time per step likewise, and the ratios."""
+    found = []
+    for had in turns((ours, theirs), warm_up=warm_up, rounds=rounds, turn_s=turn_s):
+        figures: dict[str, float] = {}
+        for job in (ours, theirs):
+            turn, steps_s = had[job.name], had[job.name].steps_s(job)
+            figures[f"{job.name}_ms"] = 1e3 * statistics.median(steps_s)
+            figures[f"{job.name}_cpu_ms"] = 1e3 * turn.cpu_s / turn.seconds * statistics.mean(steps_s)
+        figures["ratio"] = figures[f"{ours.name}_ms"] / figures[f"{theirs.name}_ms"]
+        figures["cpu_ratio"] = figures[f"{ours.name}_cpu_ms"] / figures[f"{theirs.name}_cpu_ms"]
+        found.append({key: round(value, 4) for key, value in figures.items()})
+        print(f"{ours.name} and {theirs.name}: {found[-1]}", file=sys.stderr, flush=True)
+    return found
 
 
 def columns(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -118,17 +147,11 @@ def _warm(job: Job, steps: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(ends)) / 1e9
 
 
-def _turn(job: Job, seconds: float) -> tuple[float, float]:
-    """Median time, and processor time of all its processes, of the steps that begin and end within a turn."""
+def _turn(job: Job, seconds: float) -> Turn:
     pids = job.pids()
     before_s, begin_ns = cpu_seconds(pids), time.time_ns()
     job.signal(signal.SIGCONT)
     time.sleep(seconds)
     job.check()
     job.signal(signal.SIGSTOP)
-    end_ns, after_s = time.time_ns(), cpu_seconds(pids)
-    inside = [t for t in job.ends_ns() if begin_ns < t < end_ns]
-    if len(inside) < 2:
-        raise SystemExit(f"{job.name}: {len(inside)} steps in a turn of {seconds:.1f} s")
-    steps_s = [(b - a) / 1e9 for a, b in itertools.pairwise(inside)]
-    return statistics.median(steps_s), (after_s - before_s) / seconds * statistics.mean(steps_s)
+    return Turn(begin_ns, time.time_ns(), cpu_seconds(pids) - before_s)
