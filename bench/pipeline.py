@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="against the peer")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, at least")
     parser.add_argument("--steps", type=int, default=6, help="of each emulated run")
-    parser.add_argument("--wait-ms", type=int, default=50, help="of an emulated forward pass")
+    parser.add_argument("--wait-ms", type=int, default=100, help="of an emulated forward pass")
     parser.add_argument("--schedules", default="1f1b,gpipe", help="of the emulated runs")
     parser.add_argument("--jobs", type=int, default=4, help="with 3 kills each")
     parser.add_argument("--cases", default="", help="numbers of the peer's cases, from 0; all by default")
