@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.ready
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest
@@ -22,14 +23,19 @@ help:
 
 setup: $(STAMP)
 
-# torch first and by itself: it decides which build the rest sees.
-$(STAMP): pyproject.toml
+# What a job needs. torch first and by itself: it decides which build the rest sees.
+$(RUNS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet -e .
+	touch $(RUNS)
+
+# And what tests need.
+$(STAMP): $(RUNS)
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(RUNS)
 	$(EVERSTEP) demo
 
 check: $(STAMP)
