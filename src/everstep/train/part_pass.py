@@ -131,11 +131,14 @@ class PartPass:
         """The forward pass once more, from what was kept: same seeds, same buffers, same bits."""
         self._pass(step, number, self._flights[number])
 
-    def backward(self, number: int, back: Bundle | None, scale: float) -> Bundle | None:
+    def backward(
+        self, number: int, back: Bundle | None, scale: float, give: Callable[[Bundle], None] | None = None
+    ) -> Bundle | None:
         """The backward pass; returns the gradients of what came in, None at the first part.
 
-        back: from the part behind, None at the last one. scale: of the loss. A lane that had been added before gives
-        the same gradients, and is not counted again.
+        back: from the part behind, None at the last one. scale: of the loss. give: called with what is returned before
+        the lane's own gradients are added up. A lane that had been added before gives the same gradients, and is not
+        counted again.
         """
         flight = self._flights.pop(number)
         fresh = number in self.accumulator.missing
@@ -144,13 +147,18 @@ class PartPass:
         if fresh:
             self.accumulator.enter(number)
         self._backward_of(number, flight, back, scale)
-        if fresh:
-            if flight.probe is not None:
-                flight.probe.compare_backward(self.units, _found(flight))
-            self.accumulator.add(number)
-        else:
-            self.accumulator.dismiss()
-        return None if flight.entry is None else gradients(_spread(flight))
+        if fresh and flight.probe is not None:
+            flight.probe.compare_backward(self.units, _found(flight))
+        result = None if flight.entry is None else gradients(_spread(flight))
+        try:
+            if result is not None and give is not None:
+                give(result)
+        finally:  # what was computed counts, whether or not it could be sent
+            if fresh:
+                self.accumulator.add(number)
+            else:
+                self.accumulator.dismiss()
+        return result
 
     def _try(self, probe: LaneProbe, number: int, flight: _Flight, back: Bundle | None, scale: float) -> _Flight:
         """The first backward pass of a lane that is computed twice, and its second forward pass; returns that."""

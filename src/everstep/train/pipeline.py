@@ -123,14 +123,14 @@ class _Passes:
     def _compute(self, k: int, op: PipeOp) -> None:
         replica = self.stages[op.stage]
         if op.kind == "forward":
-            inputs = self._take("act", op.part, op.lane, op.part - 1) if op.part else None
-            keep = not self.config.recompute or self._backward_follows(k)
             given: dict[str, Any] = {}
-            if op.part == 0 or op.part == self.parts - 1:
+            if op.part == 0 or op.part == self.parts - 1:  # loaded before waiting for the part before
                 batch, samples = self._batch(op)
                 given["batch"] = batch
                 if op.part == self.parts - 1:
                     given |= {"share": len(samples) / self.full, "count": len(samples), "use": use_digest(samples)}
+            inputs = self._take("act", op.part, op.lane, op.part - 1) if op.part else None
+            keep = not self.config.recompute or self._backward_follows(k)
             self.host.phase("forward", self.step, self.plan)
             result = replica.forward(self.step, op.part, op.lane, inputs, keep=keep, **given)
             if result is not None:
@@ -140,9 +140,9 @@ class _Passes:
         else:
             back = self._take("grad", op.part, op.lane, op.part + 1) if op.part + 1 < self.parts else None
             self.host.phase("backward", self.step, self.plan)
-            result = replica.backward_part(self.step, op.part, op.lane, back)
-            if result is not None:
-                self._give("grad", op.part - 1, op.lane, result)
+            replica.backward_part(
+                self.step, op.part, op.lane, back, lambda found: self._give("grad", op.part - 1, op.lane, found)
+            )
             self._after_backward(op)
 
     def _emulate(self, k: int, op: PipeOp) -> None:

@@ -261,13 +261,21 @@ class StageReplica:
         """The forward pass again, directly before its backward pass: same bits, and nothing is counted twice."""
         self._passes[part].recompute(step, lane)
 
-    def backward_part(self, step: int, part: int, lane: int, back: Bundle | None = None) -> Bundle | None:
+    def backward_part(
+        self,
+        step: int,
+        part: int,
+        lane: int,
+        back: Bundle | None = None,
+        give: Callable[[Bundle], None] | None = None,
+    ) -> Bundle | None:
         """A lane's backward pass through one part: the gradients for the part before, None at the first one.
 
-        back: what the part behind returned, None at the last one. The lane's gradients are taken, once.
+        back: what the part behind returned, None at the last one. The lane's gradients are taken, once; `give` is
+        called with what is returned before that, since somebody waits for it.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self._passes[part].backward(lane, back, self.scaler.scale if self.scaler.enabled else 1.0)
+        return self._passes[part].backward(lane, back, self.scaler.scale if self.scaler.enabled else 1.0, give)
 
     def drop_lanes(self) -> None:
         """Forget lanes between their passes (a generation has ended); what has been added stays."""
