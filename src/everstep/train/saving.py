@@ -338,11 +338,9 @@ class Saver:
         session, checkpointer = self._session, self._checkpointer
         if checkpointer is None:
             return
-        deadline = time.monotonic() + self._config.grace_s
         number = session.engine.position.step
         there = number in self._steps()
-        taken = self.here(plan.save)
-        self._wait(plan.generation, deadline, uploads=True)
+        taken = self._finally(plan.save, uploads=True)
         if plan.leader(0) == session.link.me.worker_id:
             done = taken and (there or number in self._steps())
             why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
@@ -373,9 +371,18 @@ class Saver:
 
     def at_end(self) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
-        if self.here("the end of the job"):
-            generation = self._session.engine.machine.generation
-            self._wait(generation, time.monotonic() + self._config.grace_s, uploads=self._session.is_main)
+        self._finally("the end of the job", uploads=self._session.is_main)
+
+    def _finally(self, reason: str, *, uploads: bool) -> bool:
+        """`here`, once those that began before are on disk, as nobody writes parts of two at a time; returns when it is
+        durable, or its time is over."""
+        generation = self._session.engine.machine.generation
+        now_s, grace_s = time.monotonic(), self._config.grace_s
+        self._wait(generation, now_s + grace_s / 2, uploads=False)
+        taken = self.here(reason)
+        if taken:
+            self._wait(generation, now_s + grace_s, uploads=uploads)
+        return taken
 
     def _wait(self, generation: int, deadline: float, *, uploads: bool) -> None:
         """Until what began is durable; not longer than the generation."""
