@@ -1,8 +1,9 @@
 """The peer of `pipeline.py`: torch.distributed.pipelining on gloo, same model, cut, micro-batches and schedule.
 
 Started once per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. `--cut 0:2,2:4`: units of each part; part
-p is on rank `p % WORLD_SIZE`. It trains until it is killed; the last rank appends to `--ends` when each step ended
-(unix, ns).
+p is on rank `p % WORLD_SIZE`. The gradients of a parameter that parts on several ranks use (the tied embedding) are
+added up between those, or it would be another model. It trains until it is killed; the last rank appends to `--ends`
+when each step ended (unix, ns).
 """
 
 from __future__ import annotations
@@ -43,17 +44,33 @@ def main() -> None:
     stages = [PipelineStage(part, p, len(cut), torch.device("cpu")) for p, part in own]
     optimizer = task.build_optimizer([p for _, part in own for p in part.parameters()])
     schedule = make_schedule(options.schedule, stages, options.lanes)
+    tied = shared_parameters(units, cut, rank, world)
     dataset: Any = task.build_dataset("train")
     size = options.lanes * options.micro_batch
     for step in itertools.count():
         inputs, targets = pair(dataset, step * size % (len(dataset) - size), size) if rank in (0, world - 1) else (0, 0)
         given = (inputs,) if rank == 0 else ()
         schedule.step(*given, **({"target": targets} if rank == world - 1 else {}))
+        for parameter, group in tied:
+            dist.all_reduce(parameter.grad, group=group)
         optimizer.step()
         optimizer.zero_grad()
         if rank == world - 1:
             with open(options.ends, "a") as file:
                 file.write(f"{time.time_ns()}\n")
+
+
+def shared_parameters(
+    units: list[nn.Module], cut: list[tuple[int, ...]], rank: int, world: int
+) -> list[tuple[nn.Parameter, Any]]:
+    """The parameters that this rank and others use, each with the group of those ranks. Collective."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for p, (first, last) in enumerate(cut):
+        for unit in units[first:last]:
+            for parameter in unit.parameters():
+                ranks.setdefault(parameter, set()).add(p % world)
+    groups = [(k, used, dist.new_group(sorted(used))) for k, used in ranks.items() if len(used) > 1]
+    return [(parameter, group) for parameter, used, group in groups if rank in used]
 
 
 def make_schedule(kind: str, stages: list[PipelineStage], lanes: int) -> Any:

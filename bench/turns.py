@@ -80,10 +80,8 @@ class Turn:
     cpu_s: float
 
     def steps_s(self, job: Job) -> list[float]:
-        """Of the steps that began and ended in it. Raises: SystemExit if there is none."""
+        """Of the steps that began and ended in it."""
         inside = [t for t in job.ends_ns() if self.begin_ns < t < self.end_ns]
-        if len(inside) < 2:
-            raise SystemExit(f"{job.name}: {len(inside)} steps in a turn of {self.seconds:.1f} s")
         return [(b - a) / 1e9 for a, b in itertools.pairwise(inside)]
 
     @property
@@ -115,12 +113,19 @@ def turns(jobs: Sequence[Job], *, warm_up: int, rounds: int, turn_s: float) -> I
 
 
 def take_turns(ours: Job, theirs: Job, *, warm_up: int, rounds: int, turn_s: float) -> list[dict[str, float]]:
-    """What each round gave: `ours_ms`, `theirs_ms` (median steps), processor time per step likewise, and the ratios."""
+    """What each round gave: `ours_ms`, `theirs_ms` (median steps), processor time per step likewise, and the ratios.
+
+    A round in which the machine stood still, so that a job had no whole step, does not count; it is told.
+    """
     found = []
     for had in turns((ours, theirs), warm_up=warm_up, rounds=rounds, turn_s=turn_s):
+        took = {job.name: had[job.name].steps_s(job) for job in (ours, theirs)}
+        if not all(took.values()):
+            print(f"a round does not count: {[f'{name}: {len(s)} steps' for name, s in took.items()]}", file=sys.stderr)
+            continue
         figures: dict[str, float] = {}
         for job in (ours, theirs):
-            turn, steps_s = had[job.name], had[job.name].steps_s(job)
+            turn, steps_s = had[job.name], took[job.name]
             figures[f"{job.name}_ms"] = 1e3 * statistics.median(steps_s)
             figures[f"{job.name}_cpu_ms"] = 1e3 * turn.cpu_s / turn.seconds * statistics.mean(steps_s)
         figures["ratio"] = figures[f"{ours.name}_ms"] / figures[f"{theirs.name}_ms"]
