@@ -381,19 +381,16 @@ def _flatten(
         raise ConfigError(f"{source}: expected keys with values, got {shown(layer)}: write e.g. lanes: 8")
     for part, value in layer.items():
         name = f"{prefix}{part}"
-        if name in _GROUPS:
-            if not isinstance(value, Mapping) and unknown is not None:
-                unknown[name] = value
-                continue
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{name}: expected keys below it, got {shown(value)} (from {source}): set e.g. {_below(name)}"
-                )
+        if name in _GROUPS and isinstance(value, Mapping):
             yield from _flatten(source, value, f"{name}.", unknown)
         elif name in _LEAVES or (name.startswith("task.") and name != "task."):
             yield name, value
         elif unknown is not None:
             unknown[name] = value
+        elif name in _GROUPS:
+            raise ConfigError(
+                f"{name}: expected keys below it, got {shown(value)} (from {source}): set e.g. {_below(name)}"
+            )
         else:
             raise ConfigError(f"unknown key {name!r} (from {source}): did you mean {_nearest(name)!r}?")
 

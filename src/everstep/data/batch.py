@@ -58,10 +58,8 @@ def _aligned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0 or tensor.requires_grad:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous() and tensor.data_ptr() % ALIGN_BYTES == 0:
-        return tensor
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+    if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.contiguous()
     if tensor.data_ptr() % ALIGN_BYTES == 0:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
@@ -69,7 +67,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
     """The tree with all tensors on the device; from pinned memory the copies do not block."""
-    device = torch.device(device)
     return map_tensors(lambda t: t.to(device, non_blocking=True), tree)
 
 

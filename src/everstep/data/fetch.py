@@ -29,24 +29,21 @@ class Recipe:
 
 
 def fetch(recipe: Recipe, step: int, lane: int, *, preserve: bool = True) -> tuple[Any, tuple[SampleId, ...]]:
-    """(batch, its samples) of a lane, as `fetch_samples` gives it; (None, ()) for a lane without samples."""
-    samples = recipe.order.samples(step, lane).samples
-    return (fetch_samples(recipe, step, lane, samples, preserve=preserve) if samples else None), samples
-
-
-def fetch_samples(recipe: Recipe, step: int, lane: int, samples: tuple[SampleId, ...], *, preserve: bool = True) -> Any:
-    """The batch of a lane that has these samples, at least one.
+    """(batch, its samples); (None, ()) for a lane without samples.
 
     Each sample is fetched, and the batch collated, with all generators seeded for it, and one intra-op thread. The
     caller's generators stay as they were, unless `preserve` is off (saves 0.1 ms where they are seeded next anyway).
 
     Raises: TaskError naming the sample that cannot be read, or saying that collate raised.
     """
+    samples = recipe.order.samples(step, lane).samples
+    if not samples:
+        return None, ()
     with preserve_rng() if preserve else nullcontext(), _one_thread():
         items = [_sample(recipe, epoch, index) for epoch, index in samples]
         seed_all(derive(_COLLATE, recipe.seed, step, lane))
         try:
-            return aligned(recipe.collate(items))
+            return aligned(recipe.collate(items)), samples
         except Exception as error:
             indices = ", ".join(str(index) for _, index in samples)
             raise TaskError(

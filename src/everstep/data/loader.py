@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from everstep.base.errors import TaskError
 from everstep.data.batch import pinned, to_device
-from everstep.data.fetch import Recipe, fetch, fetch_samples
+from everstep.data.fetch import Recipe, fetch
 from everstep.data.process import Failure, LoaderDied, LoaderProcess
 from everstep.order.cursor import Order, SampleId
 
@@ -105,7 +105,7 @@ class LaneLoader:
         self._taken.add(key)
         batch = self._prepared(key)
         if batch is None:
-            batch = fetch_samples(self._recipe, step, lane, samples, preserve=self._preserve)
+            batch = fetch(self._recipe, step, lane, preserve=self._preserve)[0]
         self._ask()
         if isinstance(batch, Failure):
             raise batch.error()

@@ -179,8 +179,7 @@ class LaneAccumulator:
     @property
     def missing(self) -> tuple[int, ...]:
         """Lanes of the step's nodes that have not been added yet, ascending."""
-        done = {lane for node in (*self._pending, *self.presence) for lane in range(*node)}
-        return tuple(sorted(lane for lane in self._node_of_lane if lane not in done))
+        return tuple(sorted(filter(self.is_missing, self._node_of_lane)))
 
     def is_missing(self, lane: int) -> bool:
         """Whether it is one of `missing`."""
@@ -189,8 +188,7 @@ class LaneAccumulator:
         return not any(lo <= lane < hi for held in (self._pending, self.presence) for lo, hi in held)
 
     def _check_missing(self, lane: int) -> None:
-        if not self.is_missing(lane):
-            check(False, f"lane {lane} is not expected, or was added before, in step {self._step}")
+        check(self.is_missing(lane), f"lane {lane} is not expected, or was added before, in step {self._step}")
 
     def forget(self) -> None:
         """Lets go of the step."""

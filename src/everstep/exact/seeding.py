@@ -21,17 +21,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _MASK = (1 << 64) - 1
-_FORMATS = [f"<{count}Q" for count in range(16)]
 _LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
 """The first number of a derivation, so that seeds for different purposes never coincide by construction."""
 
 
 def derive(*numbers: int) -> int:
     """A 64-bit seed that depends on all numbers (each taken modulo 2**64), their order and how many there are."""
+    layout = f"<{len(numbers)}Q"
     try:
-        data = struct.pack(_FORMATS[len(numbers)], *numbers)
+        data = struct.pack(layout, *numbers)
     except struct.error:  # some are beyond 64 bits, or negative
-        data = struct.pack(_FORMATS[len(numbers)], *(n & _MASK for n in numbers))
+        data = struct.pack(layout, *(n & _MASK for n in numbers))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

@@ -78,7 +78,7 @@ class StageSums:
     def add_empty(self, lane: int) -> None:
         """The lane has no samples: it is the identity of the sum, in every part."""
         for part in self.parts:
-            if lane in part.missing:
+            if part.is_missing(lane):
                 part.add_empty(lane)
 
     def forget(self) -> None:

@@ -127,7 +127,7 @@ def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) ->
 
 
 def _plain(value: Any) -> Any:
-    """What the encoder does not know: numpy's numbers are numbers, everything else is text."""
+    """What the encoder does not know: kinds of float and int (numpy's float64, say) are numbers, all else is text."""
     return float(value) if isinstance(value, float) else int(value) if isinstance(value, int) else str(value)
 
 

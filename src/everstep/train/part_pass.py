@@ -106,7 +106,7 @@ class PartPass:
         """
         flight = _Flight(lane)
         self._flights.pop(number, None)
-        fresh = number in self.accumulator.missing
+        fresh = self.accumulator.is_missing(number)
         if lane.probe and fresh and not self._probed:
             self._probed = True
             flight.probe = LaneProbe(self._where, step, number, lane.inputs)
@@ -141,7 +141,7 @@ class PartPass:
         counted again.
         """
         flight = self._flights.pop(number)
-        fresh = number in self.accumulator.missing
+        fresh = self.accumulator.is_missing(number)
         if fresh and flight.probe is not None:
             flight = self._try(flight.probe, number, flight, back, scale)
         if fresh:
