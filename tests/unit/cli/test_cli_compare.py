@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from everstep.cli.weights import find_weights, read_weights
 from everstep.observe.events import EventLog
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row, use_digest
+from everstep.runtime.commands import run_lock
 
 BASE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, 2], dtype=np.int64)}
 
@@ -172,8 +172,7 @@ def test_status_of_a_job_that_no_coordinator_answers_for(tmp_path: Path) -> None
     assert (status["workers"], status["coordinator"]) == ([], {"pid": None})
     log.write("job_failed", state="failed", reason="a worker crashed", exit_code=1)
     assert (read_status(run_dir)["state"], read_status(run_dir)["reason"]) == ("failed", "a worker crashed")
-    with open(run_dir / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with run_lock(run_dir):
         log.write("job_started", step=0)
         assert read_status(run_dir)["state"] == "starting"
         log.write("step_committed", step=1)
