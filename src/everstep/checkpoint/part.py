@@ -232,7 +232,7 @@ class PartWriter:
             name = part_name(job.step, job.stage, job.worker_id, job.generation)
             temporary = self._store.temporary(name)
             temporary.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 report = self._write(fd, base)
             finally:

@@ -130,7 +130,7 @@ class DirectoryStore:
         temporary = self.temporary(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 at = 0
                 for chunk in chunks:

@@ -13,7 +13,7 @@ import click
 
 from everstep.base.errors import ConfigError, JobFailed
 from everstep.cli.display import duration
-from everstep.cli.run_dir import RUNS, read_digest
+from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.status import last_run
 from everstep.cli.story import Event, Story, sentence, tell
 from everstep.cli.verify import compare
@@ -32,7 +32,7 @@ _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where both runs are kept (runs/demo-<time>).")
 def command(steps: int, workers: int, run_dir: Path | None) -> int:
     """Train on real data with several workers, kill some of them with SIGKILL, and end with the same bits."""
-    base = run_dir or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    base = run_dir or in_runs("demo")
     undisturbed, disturbed = base / "one-worker-undisturbed", base / f"{workers}-workers-with-faults"
     chaos = faults(steps)
     print(f"1. {TASK}, {steps} steps, one worker, undisturbed: {undisturbed}", flush=True)

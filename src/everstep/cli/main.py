@@ -23,6 +23,7 @@ from everstep.base.errors import (
     QuorumLost,
     StoreError,
 )
+from everstep.runtime.private import write_privately
 
 COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),
@@ -97,7 +98,8 @@ def complain(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: runs a command, turns what it raises into a line and an exit code."""
+    """Entry point: runs a command, turns what it raises into a line and an exit code. What it writes is its owner's."""
+    write_privately()
     signal.signal(signal.SIGTERM, _terminated)
     sys.exit(run_command(argv))
 

@@ -33,7 +33,7 @@ from everstep.cli.job import (
 )
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
-from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
+from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.sinks_beside import sinks_beside
 from everstep.cli.start import Start, ask_object_store, find_start
 from everstep.cli.story import Story, summary, tell
@@ -211,6 +211,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     """With the directory locked."""
     run_dir = invocation.run_dir
     job = make_job(canonical(invocation.spec), invocation.argv, config, probe.dataset_size, invocation.request)
+    open_still = close_to_others(run_dir, config)
     aside = set_aside(run_dir) if invocation.fresh else None
     found = inspect(run_dir, job)
     if found.state == "finished":
@@ -224,7 +225,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
     opening = _opening(run_dir, found, start, aside, invocation.spec.kind == "script")
-    opening += [warning] if warning else []
+    opening += [text for text in (warning, open_still) if text]
     return _launch(invocation, job, opening, start.step)
 
 

@@ -87,7 +87,7 @@ class EventLog:
 
     def _append(self, line: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if self._torn:  # end the half line that a full disk left behind, so that it spoils no other
             line = b"\n" + line
         written = os.write(self._fd, line)

@@ -249,7 +249,7 @@ def redirect_output(path: Path) -> None:
     """Append stdout and stderr to a file; with a disk that refuses, to nowhere."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:
         fd = os.open(os.devnull, os.O_WRONLY)
     os.dup2(fd, 1)

@@ -46,7 +46,7 @@ class Publisher:
                 run_dir / EVENTS_FILE, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
             )
             path = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
-            self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self.failed_writes = 0
 
     def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
