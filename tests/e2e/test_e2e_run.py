@@ -219,7 +219,11 @@ def metrics_of(run_dir: Path) -> set[str]:
     """What a scraper that finds the job by its directory is told."""
     (found,) = json.loads((run_dir / "metrics.json").read_text())
     assert found["labels"] == {"run": run_dir.name}
-    with urllib.request.urlopen(f"http://{found['targets'][0]}/metrics", timeout=60) as answer:
+    token = (run_dir / "metrics-token").read_text()
+    scrape = urllib.request.Request(
+        f"http://{found['targets'][0]}/metrics", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(scrape, timeout=60) as answer:
         return set(answer.read().decode().splitlines())
 
 

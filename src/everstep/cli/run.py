@@ -16,7 +16,7 @@ import click
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
-from everstep.cli.beside import ANY_PORT, check_installed, check_metrics, dashboard_beside, metrics_beside
+from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics, dashboard_beside, metrics_beside
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
     Job,
@@ -72,6 +72,7 @@ class Invocation:
     as_json: bool = False
     server: EarlyZygote | None = None
     dashboard: bool = False
+    public: bool = False
 
 
 class _Run(click.Command):
@@ -107,6 +108,7 @@ class _Run(click.Command):
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
+@click.option("--public", is_flag=True, help=f"Of --dashboard and --metrics: {PUBLIC_HELP.lower()}")
 @click.option(
     "--metrics",
     metavar="[HOST:PORT]",
@@ -126,6 +128,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     dashboard: bool,
+    public: bool,
     metrics: str | None,
     **options: Any,
 ) -> int:
@@ -139,11 +142,13 @@ def command(
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
     request = _request(config_file, settings, options, batch_size, simulate_failure)
-    invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard)
+    invocation = Invocation(
+        spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard, public=public
+    )
     if dashboard:
         check_installed("--dashboard")
     given = read_layers(request.layers)
-    check_metrics(given.get("metrics.listen"))
+    check_metrics(given.get("metrics.listen"), public)
     threads = given.get("threads")
     preload = ("torch",) if dry_run else PRELOAD
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
@@ -191,7 +196,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
-    check_metrics(config.metrics.listen)
+    check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
     check_hosts(config)
     if probe.dataset_size is not None:
@@ -291,8 +296,8 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     try:
         with sinks_beside(run_dir, config.sinks, display.note):
             with (
-                dashboard_beside(run_dir, invocation.dashboard) as page,
-                metrics_beside(run_dir, config.metrics.listen) as metrics,
+                dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
+                metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
             ):
                 if page:
                     display.note(f"dashboard {page}")

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from everstep.dashboard.actions import act
 from everstep.dashboard.feed import Feeds, RunFeed
-from everstep.dashboard.guard import METRICS, Guard
+from everstep.dashboard.guard import KNOWN, METRICS, UNLOCK, Guard
 from everstep.dashboard.view import Cursor, now_ms, patch
 from everstep.report.prometheus import device_families, expose, families
 
@@ -45,8 +45,8 @@ _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 
 
-def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
-    """The application over these runs; `host` and `token` decide who may ask."""
+def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
+    """The application over these runs; `host`, `token` and `public` decide who may ask."""
     files = {name: (resources.files(__package__) / "static" / name).read_bytes() for name in _FILES}
     streams = threading.BoundedSemaphore(_MOST_STREAMS)
 
@@ -73,27 +73,27 @@ def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
         return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
 
     async def me(request: Request) -> Response:
-        """Whether the token is right: the guard has answered already if it is not."""
-        return JSONResponse({"ok": True})
+        """Whether whoever asks has the token. The guard has answered already to who posts another."""
+        return JSONResponse({"ok": request.scope[KNOWN]})
 
     routes = [
         Route("/", page),
         Route("/static/{name}", static),
         Route("/api/stream", stream),
-        Route("/api/token", me, methods=["POST"]),
+        Route(UNLOCK, me, methods=["GET", "POST"]),
         Route("/api/runs/{run:int}/{name}", action, methods=["POST"]),
         metrics_route(feeds),
     ]
-    return _guarded(routes, host, token)
+    return _guarded(routes, host, token, public)
 
 
-def make_metrics_app(feeds: Feeds, host: str, token: str) -> Starlette:
+def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
     """Only the metrics, for a job that needs no page."""
 
     async def hint(request: Request) -> Response:
         return PlainTextResponse(f"the metrics are at {METRICS}\n")
 
-    return _guarded([Route("/", hint), metrics_route(feeds)], host, token)
+    return _guarded([Route("/", hint), metrics_route(feeds)], host, token, public)
 
 
 def metrics_route(feeds: Feeds) -> Route:
@@ -121,8 +121,8 @@ def _scrape(run: RunFeed, accept: str) -> tuple[bytes, str]:
     return expose([*found, *device_families()], accept)
 
 
-def _guarded(routes: list[Route], host: str, token: str) -> Starlette:
-    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token)])
+def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starlette:
+    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
 def _file(files: dict[str, bytes], name: str) -> Response:
