@@ -300,7 +300,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     digest = summary["digest"] or {}
     recovery = summary["recovery_s"]
     rows = [
-        ("state", f"{summary['state']}" + (f" ({summary['reason']})" if summary["reason"] else "")),
+        ("state", summary["state"]),
         ("steps", str(summary["steps"])),
         ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
     ]
@@ -320,6 +320,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         failed = f", {taken['failed']} failed" if taken["failed"] else ""
         rows.append(("checkpoints", f"{taken['completed']}, the newest of step {taken['newest']}{failed}"))
     rows += [
+        ("ledger", "complete" if summary["ledger_complete"] else "incomplete"),
         ("digest of model", str(digest.get("model", "none"))),
         ("digest of state", str(digest.get("state", "none"))),
         ("wall time", duration(summary["wall_s"])),

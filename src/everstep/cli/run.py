@@ -31,6 +31,7 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
+from everstep.cli.ledger import missing_rows
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
@@ -258,14 +259,19 @@ def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_s
 
 
 def _already_finished(invocation: Invocation, found: Found) -> int:
+    from everstep.cli.main import complain
+
     run_dir = invocation.run_dir
+    lacking = _missing_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
     if not invocation.as_json:
         print(text)
-        return 0
-    story = tell(read_events(run_dir / EVENTS_FILE))
-    print(json.dumps({**summary(story, 0, str(run_dir), found.digest), "reason": text}))
-    return 0
+    else:
+        story = tell(read_events(run_dir / EVENTS_FILE))
+        print(json.dumps({**summary(story, 0, str(run_dir), found.digest, lacking), "reason": text}))
+    if lacking:
+        complain(lacking)
+    return int(bool(lacking))
 
 
 def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> int:
@@ -308,7 +314,10 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     finally:
         watcher.stop()
         events.close()
-    return _conclude(invocation, watcher.story, launcher.outcome, exit_code)
+    board = launcher.board
+    reached = max(board.read(row).step for row in range(board.rows))
+    lacking = _missing_rows(run_dir, reached - 1)  # when a step was applied, the one before it was released
+    return _conclude(invocation, watcher.story, launcher.outcome, exit_code, lacking)
 
 
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, exit_code: int) -> None:
@@ -322,19 +331,33 @@ def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, e
     events.write(kind, reason=outcome.reason, state=outcome.state, exit_code=exit_code)
 
 
-def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int) -> int:
+def _missing_rows(run_dir: Path, reached: int = 0) -> str:
+    """What the ledger lacks; "" if it is complete."""
+    try:
+        return missing_rows(run_dir, reached)
+    except ConfigError as error:
+        return f"it is not known whether the ledger is complete: {error}"
+
+
+def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int, lacking: str) -> int:
+    """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
     from everstep.cli.main import complain
 
     run_dir = invocation.run_dir
     digest = read_digest(run_dir) if exit_code == 0 else None
     if outcome is not None:
         story.reason = outcome.reason if exit_code else ""
-    result = summary(story, exit_code, str(run_dir), digest)
+    result = summary(story, exit_code, str(run_dir), digest, lacking)
     if invocation.as_json:
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
     if exit_code:
         reached = max(story.step, story.checkpoint_step)
-        complain(f"{story.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
-    return exit_code
+        complain(
+            f"{story.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+            + (f"; {lacking}" if lacking else "")
+        )
+    elif lacking:
+        complain(lacking)
+    return int(result["exit_code"])

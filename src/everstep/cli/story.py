@@ -176,15 +176,20 @@ def tell(events: Iterable[Event], total_steps: int | None = None) -> Story:
     return story
 
 
-def summary(story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The object that `run --json` ends with."""
+def summary(
+    story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any] | None, missing_rows: str = ""
+) -> dict[str, Any]:
+    """The object that `run --json` ends with.
+
+    missing_rows: what the ledger lacks. A job that was done in order is completed, but without the proof not in order.
+    """
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}
     times = sorted(story.recoveries_s)
     return {
         "kind": "summary",
         "state": states.get(exit_code, "failed"),
-        "exit_code": exit_code,
-        "reason": story.reason or None,
+        "exit_code": exit_code or int(bool(missing_rows)),
+        "reason": "; ".join(text for text in (story.reason, missing_rows) if text) or None,
         "steps": int(digest["step"]) if digest is not None else story.step,
         "faults_survived": story.faults_survived,
         "steps_lost": story.steps_lost,
@@ -196,6 +201,7 @@ def summary(story: Story, exit_code: int, run_dir: str, digest: Mapping[str, Any
             "failed": story.checkpoints_failed,
             "newest": story.checkpoint_step or None,
         },
+        "ledger_complete": not missing_rows,
         "digest": dict(digest) if digest is not None else None,
         "loss": story.loss,
         "metrics": story.metrics or None,

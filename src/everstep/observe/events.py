@@ -1,7 +1,9 @@
 """events.jsonl: one JSON object per line, appended by several processes, read while it grows.
 
 Each line is a single `os.write` on an O_APPEND descriptor, so lines of different processes never mix. Events inform;
-they never stop training: what cannot be written (full disk) is dropped and counted, and tried anew with the next one.
+they never stop training: what cannot be written (full disk) is dropped and counted, and the next one that can be is
+followed by a warning that says how many were lost. Of a disk that is just full half a line may stay, to which another
+process appends: readers find the event that was begun last on a line.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ KINDS = frozenset(
 )
 COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "reason")
 _TAIL_BYTES = 1 << 16
+_START = b'{"time_unix_ns":'
 
 
 class EventLog:
@@ -58,7 +61,7 @@ class EventLog:
         self.dropped = 0
         self._defaults = dict(defaults)
         self._fd: int | None = None
-        self._warned = False
+        self._unsaid = 0
         self._torn = False
         self._lock = threading.Lock()
 
@@ -71,11 +74,11 @@ class EventLog:
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
         with self._lock:
             try:
-                self._append(line)
+                self._append(line + self._said_of_lost())
             except OSError as error:
                 self._drop(error)
                 return False
-        self._warned = False
+            self._unsaid = 0
         return True
 
     def close(self) -> None:
@@ -96,13 +99,19 @@ class EventLog:
             raise OSError(errno.ENOSPC, "only part of the line fitted")
         self._torn = False
 
+    def _said_of_lost(self) -> bytes:
+        if not self._unsaid:
+            return b""
+        reason = f"{self._unsaid} events of this process were lost: {self.path} could not be written"
+        return format_event("warning", None, {**self._defaults, "reason": reason})
+
     def _drop(self, error: OSError) -> None:
         self.dropped += 1
+        self._unsaid += 1
         if self._fd is not None:
             os.close(self._fd)  # the file may have been replaced or the mount come back: open anew next time
             self._fd = None
-        if not self._warned:
-            self._warned = True
+        if self._unsaid == 1:
             print(
                 f"everstep: cannot write {self.path}: {error.strerror or error}; events are dropped until it works"
                 " again, training goes on",
@@ -152,9 +161,17 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue
+            try:
+                event = json.loads(begun_last(line))
+            except ValueError:
+                continue
         if isinstance(event, dict) and "kind" in event:
             yield event
+
+
+def begun_last(line: bytes) -> bytes:
+    """The event that follows half a one on a line that is no event; within text its beginning would be escaped."""
+    return line[max(0, line.rfind(_START)) :]
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

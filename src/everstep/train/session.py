@@ -219,6 +219,7 @@ class Session:
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
+        self.publisher.close()
         self.loader.close()
         self.profiling.close()
         self.saver.close()

@@ -83,6 +83,7 @@ def test_the_summary_at_the_end() -> None:
         "recovery_s": {"median": 0.25, "max": 0.4},
         "generations": 2,
         "checkpoints": {"completed": 0, "failed": 0, "newest": None},
+        "ledger_complete": True,
         "digest": digest,
         "loss": 1.0,
         "metrics": {"accuracy": 0.5},
@@ -93,6 +94,16 @@ def test_the_summary_at_the_end() -> None:
     assert rows["faults survived"] == "2"
     assert rows["recoveries"] == "2, median 250 ms, worst 400 ms to the next step"
     assert rows["test accuracy"] == "0.5000"
+    assert rows["ledger"] == "complete"
+
+
+@pytest.mark.parametrize(("code", "after"), [(0, 1), (130, 130), (3, 3)])
+def test_a_ledger_that_lacks_rows_is_not_in_order(code: int, after: int) -> None:
+    state = summary(tell(JOB), code, "x", None)["state"]
+    result = summary(tell(JOB), code, "x", None, "step 2 has no row")
+    assert (result["state"], result["exit_code"], result["ledger_complete"]) == (state, after, False)
+    assert result["reason"] == "step 2 has no row"
+    assert dict(summary_lines(result))["ledger"] == "incomplete"
 
 
 def test_a_fallback_loses_steps_and_says_so() -> None:
