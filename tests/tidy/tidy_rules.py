@@ -202,6 +202,14 @@ def pickles(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
 
 
+def own_processes(source: Source) -> Iterator[str]:
+    """Processes of our own are started by one function, which keeps the working directory off their path."""
+    if source.module != "everstep.runtime.process":
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
+
+
 def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
     """A room is named for what lives there."""
     for module in modules:
