@@ -47,6 +47,7 @@ PICKLING_ALLOWED = {
     "everstep.data.batch",  # samples, from a worker's own loader processes
     "everstep.data.process",
     "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
+    "everstep.checkpoint.interchange_dcp",  # an index that knows few classes
 }
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
