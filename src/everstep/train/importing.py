@@ -6,9 +6,10 @@ its path: whoever can write there would run code in it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,15 +25,16 @@ def importing_from(folder: Path) -> Iterator[None]:
         if not known and path in sys.path:
             sys.path.remove(path)
             sys.path.append(path)
-        _last(str(Path.cwd()))
+        _working_directory_last()
 
 
 def import_from_script(script: Path) -> None:
     """A script's own folder comes first, as where Python runs it by itself."""
     sys.path.insert(0, str(script.resolve().parent))
-    _last(str(Path.cwd()))
+    _working_directory_last()
 
 
-def _last(path: str) -> None:
-    if path not in sys.path:
-        sys.path.append(path)
+def _working_directory_last() -> None:
+    with suppress(OSError):  # it may be gone
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
