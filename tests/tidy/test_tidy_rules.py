@@ -36,6 +36,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.asserts, "everstep.base.x", "assert True"),
     (rules.pickles, "everstep.base.x", "import pickle"),
     (rules.pickles, "everstep.exact.x", "torch.load('x')"),
+    (rules.own_processes, "everstep.cli.x", "import sys\ncommand = [sys.executable, '-m', 'everstep']"),
     (rules.unfinished, "everstep.base.x", "raise NotImplementedError"),
 ]
 

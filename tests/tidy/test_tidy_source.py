@@ -15,6 +15,7 @@ EACH = [
     rules.missing_docstrings,
     rules.asserts,
     rules.pickles,
+    rules.own_processes,
     rules.unfinished,
 ]
 

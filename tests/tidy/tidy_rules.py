@@ -47,6 +47,7 @@ PICKLING_ALLOWED = {
     "everstep.data.batch",  # samples, from a worker's own loader processes
     "everstep.data.process",
     "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
+    "everstep.checkpoint.interchange_dcp",  # an index that knows few classes
 }
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
@@ -200,6 +201,14 @@ def pickles(source: Source) -> Iterator[str]:
     for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLING_CALLS:
             yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
+
+
+def own_processes(source: Source) -> Iterator[str]:
+    """Processes of our own are started by one function, which keeps the working directory off their path."""
+    if source.module != "everstep.runtime.process":
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
 
 
 def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:

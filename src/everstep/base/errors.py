@@ -14,7 +14,8 @@ EverstepError
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        it has nothing under that name
-│   └── BlobExists         it has something under a name that was to be new
+│   ├── BlobExists         it has something under a name that was to be new
+│   └── BlobForeign        it has something there that is no file of ours; a CheckpointCorrupt, too
 └── JobFailed              the job cannot go on; the message says why
 InvariantViolation         (not an EverstepError) a bug in Everstep
 """
@@ -101,6 +102,10 @@ class BlobMissing(StoreError):
 
 class BlobExists(StoreError):
     """A store has something under a name that was to be new."""
+
+
+class BlobForeign(StoreError, CheckpointCorrupt):
+    """What a store has under that name, or on the way to it, is a link, a pipe or the like, or the name is none."""
 
 
 class JobFailed(EverstepError):

@@ -15,7 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
-from everstep.checkpoint.store import Bytes
+from everstep.checkpoint.names import is_plain
+from everstep.checkpoint.store import Bytes, room_for, words_of
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload, and of a range when a long read is split."""
@@ -120,17 +121,20 @@ class ObjectStore:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Name -> size in bytes of what begins with the prefix; one request per 1,000 names."""
         folder = prefix.rpartition("/")[0]
+        if folder and not is_plain(folder):
+            return {}
         where = self._key(folder) if folder else self._prefix
-        cut = len(self._prefix) + 1 if self._prefix else 0
+        top = f"{self._prefix}/" if self._prefix else ""
         try:
             found = {
-                meta["path"][cut:]: int(meta["size"])
+                meta["path"].removeprefix(top): int(meta["size"])
                 for chunk in self._obstore.list(self._store, where or None)
                 for meta in chunk
+                if meta["path"].startswith(top)
             }
         except Exception as error:
             raise self._told(error, prefix) from None
-        return {name: size for name, size in found.items() if name.startswith(prefix)}
+        return {name: size for name, size in found.items() if name.startswith(prefix) and is_plain(name)}
 
     def ask(self) -> None:
         """Whether the bucket is there and may be read. Raises: StoreRefused, StoreError."""
@@ -173,7 +177,7 @@ class ObjectStore:
             return memoryview(b"")
         if length <= PART_BYTES:
             return memoryview(self._range(name, start, length))
-        out = bytearray(length)
+        out = room_for(length, f"{self.url}/{name}")
         jobs = [(at, min(PART_BYTES, length - at)) for at in range(0, length, PART_BYTES)]
 
         def fetch(job: tuple[int, int]) -> int:
@@ -196,7 +200,7 @@ class ObjectStore:
 
     def _range(self, name: str, start: int, length: int) -> bytes:
         try:
-            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))
+            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))[:length]
         except Exception as error:
             if "InvalidRange" in str(error):
                 return b""
@@ -268,7 +272,7 @@ class ObjectStore:
     # ---- words
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return "/".join([*([self._prefix] if self._prefix else []), *words_of(name)])
 
     def _told(self, error: Exception, name: str) -> Exception:
         """What went wrong, in one line: expected, came, what to do."""

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +24,7 @@ from everstep.base.errors import EverstepError, StoreError, check
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
-from everstep.checkpoint.store import DirectoryStore, write_all
+from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, StateEntry
 
@@ -225,20 +224,13 @@ class PartWriter:
 
     def _run(self) -> None:
         job, cpu_s = self._job, time.thread_time()
-        temporary = None
         report = None
         try:
             base = self._find_base()
-            name = part_name(job.step, job.stage, job.worker_id, job.generation)
-            temporary = self._store.temporary(name)
-            temporary.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                report = self._write(fd, base)
-            finally:
-                os.close(fd)
-            if report.file is not None:
-                report = self._publish(temporary, report)
+            with self._store.draft(part_name(job.step, job.stage, job.worker_id, job.generation)) as draft:
+                report = self._write(draft.fd, base)
+                if report.file is not None:
+                    report = self._publish(draft, report)
         except (EverstepError, OSError, MemoryError, RuntimeError) as error:  # CUDA errors are RuntimeErrors
             reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__) + (
                 f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
@@ -247,9 +239,6 @@ class PartWriter:
                 self._stop = self._stop or reason
             report = self._failed(self._stop)
         finally:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
             with self._changed:
                 self._saved.clear()
                 self._live.release()
@@ -350,7 +339,7 @@ class PartWriter:
                 self._changed.notify_all()
         return buffer
 
-    def _publish(self, temporary: Any, report: PartReport) -> PartReport:
+    def _publish(self, draft: Draft, report: PartReport) -> PartReport:
         """Gives the file a name that no file has."""
         job = self._job
         check(report.file is not None, "only a part with a file is published")
@@ -358,7 +347,7 @@ class PartWriter:
         for attempt in range(_ATTEMPTS):
             name = part_name(job.step, job.stage, job.worker_id, job.generation, attempt)
             try:
-                self._store.publish(temporary, name, if_absent=True)
+                draft.publish(name, if_absent=True)
             except FileExistsError:
                 continue
             return msgspec.structs.replace(report, file=(name, *file[1:]))

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 from everstep.base.errors import ConfigError
 from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE, write_atomically
-from everstep.runtime.process import die_with_parent
+from everstep.runtime.process import die_with_parent, own_command
 
 ANY_PORT = "127.0.0.1:0"
 _PUBLIC = {True: ["--public"], False: []}
@@ -110,7 +109,7 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
     parent = os.getpid()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "everstep", *argv],
+            own_command("everstep", *argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from everstep.cli.run_dir import read_digest
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.process import own_command
 
 UNDISTURBED = "undisturbed"
 LIMIT_S = 120.0
@@ -144,7 +144,7 @@ def run_everstep(argv: list[str], run_dir: Path) -> int:
     """As a process of its own; its output goes to RUN_DIR.log. A job that does not end in time is ended."""
     with open(run_dir.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "everstep", *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             return process.wait(LIMIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from everstep.cli.story import Event, Story, sentence, tell
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.process import own_command
 
 TASK = "resnet18-digits"
 _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_restarted", "worker_healed")
@@ -65,7 +65,7 @@ def faults(steps: int) -> str:
 
 
 def _run(run_dir: Path, steps: int, workers: int, chaos: str) -> list[str]:
-    command = [sys.executable, "-m", "everstep", "run", TASK, "--steps", str(steps), "--workers", str(workers)]
+    command = own_command("everstep", "run", TASK, "--steps", str(steps), "--workers", str(workers))
     command += ["--run-dir", str(run_dir), "--set", "log_every=4", "--fresh"]
     return [*command, "--chaos", chaos] if chaos else command
 

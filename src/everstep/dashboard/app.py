@@ -62,7 +62,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         return StreamingResponse(_events(feeds, streams), media_type="text/event-stream")
 
     async def action(request: Request) -> Response:
-        run = _run_of(feeds, request)
+        run = _numbered(feeds, request.path_params["run"])
         body = await _body(request)
         if run is None or body is None:
             error = "there is no such run" if run is None else "expected a JSON object of at most 4 kB"
@@ -81,7 +81,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         Route("/static/{name}", static),
         Route("/api/stream", stream),
         Route(UNLOCK, me, methods=["GET", "POST"]),
-        Route("/api/runs/{run:int}/{name}", action, methods=["POST"]),
+        Route("/api/runs/{run}/{name}", action, methods=["POST"]),
         metrics_route(feeds),
     ]
     return _guarded(routes, host, token, public)
@@ -100,12 +100,13 @@ def metrics_route(feeds: Feeds) -> Route:
     """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
 
     async def metrics(request: Request) -> Response:
-        given, last = request.query_params.get("run", "0"), len(feeds.runs) - 1
-        if len(given) > 4 or not given.isdecimal() or int(given) > last or (last and "run" not in request.query_params):
+        last = len(feeds.runs) - 1
+        run = _numbered(feeds, request.query_params.get("run", "" if last else "0"))
+        if run is None:
             text = f"there are {last + 1} runs: expected {METRICS}?run=0 to {last}\n"
             return PlainTextResponse(text, status_code=404)
         accept = request.headers.get("accept", "")
-        content, media_type = await asyncio.to_thread(_scrape, feeds.runs[int(given)], accept)
+        content, media_type = await asyncio.to_thread(_scrape, run, accept)
         if not content:  # numbers that are still growing to what they were would look like a new start
             return PlainTextResponse("the files of the run are still being read\n", status_code=503)
         return Response(content, media_type=media_type)
@@ -131,9 +132,10 @@ def _file(files: dict[str, bytes], name: str) -> Response:
     return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
 
-def _run_of(feeds: Feeds, request: Request) -> RunFeed | None:
-    number = request.path_params["run"]
-    return feeds.runs[number] if number < len(feeds.runs) else None
+def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
+    """The run with this number: what a URL says is never more than an index."""
+    known = {str(number): run for number, run in enumerate(feeds.runs)}
+    return known.get(text)
 
 
 async def _body(request: Request) -> dict[str, Any] | None:

@@ -7,11 +7,17 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """The command of a process of our own. -P: the working directory is no place to import from."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(parent_pid: int) -> None:

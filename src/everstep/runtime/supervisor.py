@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from everstep.base.errors import EverstepError
 from everstep.runtime.address import COORDINATOR_FILE, read_address
-from everstep.runtime.process import describe_status
+from everstep.runtime.process import describe_status, own_command
 from everstep.runtime.zygote_client import end_process
 
 MODULE = "everstep.runtime.coordinator_main"
@@ -44,7 +43,7 @@ class CoordinatorProcess:
         port = 0
         with contextlib.suppress(OSError, EverstepError):
             port = read_address(self._run_dir / COORDINATOR_FILE).port
-        command = [sys.executable, "-m", MODULE, str(self._run_dir), "--host", self._host, "--port", str(port)]
+        command = own_command(MODULE, str(self._run_dir), "--host", self._host, "--port", str(port))
         command += ["--parent", str(os.getpid()), "--down-since", str(self._down_since_unix_ns)]
         with open(self.log_path, "ab") as log:
             # A session of its own: what is sent to the launcher's process group is for the launcher to act upon.

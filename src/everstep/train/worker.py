@@ -27,6 +27,7 @@ from everstep.train import join
 from everstep.train.assembly import assemble_task
 from everstep.train.calling import where
 from everstep.train.console import LeaderConsole
+from everstep.train.importing import import_from_script
 from everstep.train.link import Faults, LaunchedLink
 from everstep.train.task import Task
 from everstep.train.trainer import train
@@ -91,7 +92,7 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
     join.launched_with(link)
     sys.argv = [script, *context.argv]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    import_from_script(Path(script))
     most_bytes = int(link.config.logs.max_mb * (1 << 20))
     console = LeaderConsole(sys.stdout, context.run_path, join.leads, context.incarnation == 0, most_bytes)
     with contextlib.redirect_stdout(console):

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
 from everstep.checkpoint.policy import Due
 from everstep.checkpoint.reader import open_checkpoint, steps_in
-from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
 
 DISK = Due(("disk",), "for the test")
@@ -226,9 +227,11 @@ class Gate(DirectoryStore):
         super().__init__(path)
         self.open = threading.Event()
 
-    def temporary(self, name: str) -> Path:
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
         self.open.wait(60.0)
-        return super().temporary(name)
+        with super().draft(name) as draft:
+            yield draft
 
 
 @pytest.mark.parametrize("limit_blocks", [100, 3])

@@ -255,7 +255,9 @@ def test_actions_answer_in_one_line(server: Server) -> None:
     assert act("scale", [1])[0] == 400
     assert act("scale", b"{")[0] == 400
     assert act("scale", b'{"a":"' + b"x" * 5000 + b'"}')[0] == 400
-    assert server.ask("POST", "/api/runs/7/scale", {}, x_everstep_token=TOKEN, **JSON)[0] == 404
+    for run in ("7", "-1", "00", "%D9%A0", "9" * 5000, "..", "%2e%2e%2frun", "run", "0%00"):
+        assert server.ask("POST", f"/api/runs/{run}/scale", {}, x_everstep_token=TOKEN, **JSON)[0] == 404, run
+        assert server.ask("GET", f"/metrics?run={run}")[0] == 404, run
 
 
 def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
