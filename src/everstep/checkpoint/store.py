@@ -273,4 +273,4 @@ def _translated(error: OSError, verb: str, path: Path) -> StoreError:
         return BlobMissing(f"cannot {verb} {path}: it does not exist")
     if isinstance(error, FileExistsError):
         return BlobExists(f"cannot {verb} {path}: it exists already")
-    return StoreError(f"cannot {verb} {path}: {error.strerror or error}")
+    return StoreError(f"cannot {verb} {path}: {error.strerror or error}", error.strerror or "")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
@@ -119,7 +120,8 @@ class Publisher:
         except OSError as error:
             self.failed_writes += 1
             if self.failed_writes == 1:
-                self.emit("warning", step=outcome.step, reason=f"ledger row not written: {error}; free some space")
+                text = f"ledger row not written: {error}; free some space"
+                self.emit("warning", step=outcome.step, cause=Cause.DISK, reason=text)
 
     def _report(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
         if self.events is None:

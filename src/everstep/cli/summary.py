@@ -1,0 +1,42 @@
+"""The summary at the end of a job, as one object and as lines. Pure: facts in, words out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.base.cause import Why
+from everstep.report.facts import Facts
+
+
+def summary(
+    facts: Facts, exit_code: int, run_dir: str, digest: Mapping[str, Any] | None, why: Why | None = None
+) -> dict[str, Any]:
+    """The object that `run --json` ends with. why: it ended badly. Of many recoveries the newest give the times."""
+    states = {0: "completed", 130: "interrupted", 143: "interrupted"}
+    times = sorted(recovery.duration_s for recovery in facts.recoveries)
+    begin_ns = facts.account.begin_ns or 0
+    return {
+        "kind": "summary",
+        "state": states.get(exit_code, "failed"),
+        "exit_code": exit_code,
+        "cause": why.cause if why is not None else None,
+        "reason": why.reason if why is not None else None,
+        "steps": int(digest["step"]) if digest is not None else facts.step,
+        "faults_survived": facts.faults,
+        "steps_lost": facts.steps_lost,
+        "recoveries": facts.counts.get("recovery_completed", 0),
+        "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
+        "generations": facts.generation,
+        "checkpoints": {
+            "completed": facts.counts.get("checkpoint_completed", 0),
+            "failed": facts.counts.get("checkpoint_failed", 0),
+            "newest": facts.checkpoint_step or None,
+        },
+        "digest": dict(digest) if digest is not None else None,
+        "loss": facts.loss,
+        "metrics": facts.metrics or None,
+        "wall_s": round((facts.account.end_ns - begin_ns) / 1e9, 3),
+        "run_dir": run_dir,
+    }
