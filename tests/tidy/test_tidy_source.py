@@ -16,6 +16,8 @@ EACH = [
     rules.asserts,
     rules.pickles,
     rules.unfinished,
+    rules.parsed_reasons,
+    rules.causeless,
 ]
 
 

@@ -200,8 +200,7 @@ class Watcher:
         if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
             delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
-            known = {"worker_id": "?", "reason": "unknown", **event, "delay": delay}
-            self._notes.append(words.format_map(known))
+            self._notes.append(words.format_map({**event, "delay": delay}))
 
     def _stopped(self) -> bool:
         """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""

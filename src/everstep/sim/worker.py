@@ -125,6 +125,7 @@ class SimWorker(Process):
             incarnation=self.me.incarnation,
             generation=generation,
             accused=sorted(accused),
+            cause=Cause.LINK,
             reason="a transfer failed",
         )
 
