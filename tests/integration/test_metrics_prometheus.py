@@ -180,7 +180,7 @@ def test_a_real_server_scrapes_a_run(server: Server) -> None:
         return float(found[0]["value"][1])
 
     assert value('everstep_steps_total{run="recorded",job="everstep"}') == 10
-    assert value('everstep_recoveries_total{reason="killed"}') == 1
+    assert value('everstep_recoveries_total{cause="killed"}') == 1
     assert value('histogram_quantile(0.5, everstep_step_seconds_bucket{phase="backward"})') > 0.1
     assert value('sum(everstep_workers{state=~"leader|active"})') == 2
     assert value("everstep_running") == 0

@@ -17,6 +17,8 @@ EACH = [
     rules.pickles,
     rules.own_processes,
     rules.unfinished,
+    rules.parsed_reasons,
+    rules.causeless,
 ]
 
 

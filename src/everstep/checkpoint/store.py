@@ -323,4 +323,4 @@ def _translated(error: OSError, verb: str, path: Path) -> StoreError:
     if error.errno in (errno.ELOOP, errno.ENXIO):
         kind = "a symbolic link, or lies behind one" if error.errno == errno.ELOOP else "no regular file"
         return BlobForeign(f"{path} is {kind}: expected a file that Everstep wrote")
-    return StoreError(f"cannot {verb} {path}: {error.strerror or error}")
+    return StoreError(f"cannot {verb} {path}: {error.strerror or error}", error.strerror or "")

@@ -104,7 +104,7 @@ class Suite:
         begin = time.monotonic()
         code = self._start(argv, run_dir)
         result = judge(run_dir, self.undisturbed, scenario)
-        if code and not scenario.fails:
+        if code and scenario.fails is None:
             result.wrong.insert(0, f"everstep run ended with exit code {code}: {_last_line(run_dir)}")
         result.wall_s, result.again = time.monotonic() - begin, command_line(argv)
         return result
@@ -174,11 +174,11 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
     found = account(read_events(run_dir / EVENTS_FILE))
     result = Result(run_dir.name, found)
     result.seed, result.chaos = _job_facts(run_dir)
-    if scenario is not None and scenario.fails:
+    if scenario is not None and scenario.fails is not None:
         result.wrong += missing(scenario, found)
-        if found.state != "failed" or scenario.fails not in found.reason:
-            got = f"{found.state}: {found.reason or 'no reason was reported'}"
-            result.wrong.append(f"expected it to end with a reason that says {scenario.fails!r}, got {got}")
+        if found.state != "failed" or found.cause is not scenario.fails:
+            got = f"{found.state}, {found.cause}: {found.reason or 'no reason was reported'}"
+            result.wrong.append(f"expected it to fail for the cause {scenario.fails}, got {got}")
         return result
     if found.state != "completed":
         result.wrong.append(f"the job is {found.state}: {found.reason or 'no reason was reported'}")

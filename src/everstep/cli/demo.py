@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError, JobFailed
-from everstep.cli.display import duration
+from everstep.cli.display import duration, sentence
 from everstep.cli.run_dir import in_runs, read_digest
-from everstep.cli.status import last_run
-from everstep.cli.story import Event, Story, sentence, tell
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
+from everstep.report.facts import facts_of
+from everstep.report.words import Event
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.process import own_command
 
@@ -87,17 +87,17 @@ def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
-    events: list[Event] = last_run(read_events(disturbed / EVENTS_FILE))
-    story = tell(events)
+    events = read_events(disturbed / EVENTS_FILE)
+    facts = facts_of(events)
     print("\nWhat happened:")
-    _print_story(events, story)
+    _print_events(events)
     different = compare(undisturbed, disturbed)
     digest = read_digest(disturbed)
     if digest is None:
         raise ConfigError(f"{disturbed} has no final/digest.json")
     print(f"\nundisturbed  {(read_digest(undisturbed) or {}).get('state')}")
     print(f"with faults  {digest.get('state')}")
-    print(f"{story.faults_survived} faults survived, {story.steps_lost} steps lost, {duration(wall_s)} in all")
+    print(f"{facts.faults} faults survived, {facts.steps_lost} steps lost, {duration(wall_s)} in all")
     if different:
         for line in different:
             print(line)
@@ -107,8 +107,9 @@ def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
     return 0
 
 
-def _print_story(events: list[Event], story: Story) -> None:
+def _print_events(events: Sequence[Event]) -> None:
+    began_ns = int(events[0]["time_unix_ns"]) if events else 0
     for event in events:
         if event["kind"] in _TOLD:
-            seconds = (int(event["time_unix_ns"]) - story.began_ns) / 1e9
+            seconds = (int(event["time_unix_ns"]) - began_ns) / 1e9
             print(f"  {seconds:6.2f} s  {sentence(event)}")

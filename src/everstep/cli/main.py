@@ -29,6 +29,7 @@ COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
     "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),
+    "config": ("everstep.cli.config", "List the config keys, and the causes that events and metrics name."),
     "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),

@@ -9,10 +9,11 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
@@ -37,14 +38,18 @@ from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.sinks_beside import sinks_beside
 from everstep.cli.start import Start, ask_object_store, find_start
-from everstep.cli.story import Story, summary, tell
+from everstep.cli.summary import summary
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
+from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
 from everstep.sinks.sink import check_installed as check_sinks
+
+if TYPE_CHECKING:
+    from everstep.runtime.launcher import Outcome
 
 _OPTIONS = (
     "workers",
@@ -267,8 +272,9 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
     if not invocation.as_json:
         print(text)
     else:
-        story = tell(read_events(run_dir / EVENTS_FILE))
-        print(json.dumps({**summary(story, 0, str(run_dir), found.digest, lacking), "reason": text}))
+        facts = facts_of(read_events(run_dir / EVENTS_FILE))
+        why = Why(Cause.COMPLETED, text)
+        print(json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking)))
     if lacking:
         complain(lacking)
     return int(bool(lacking))
@@ -289,14 +295,15 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
         preload=PRELOAD,
         early=invocation.server,
     )
-    display = choose_display(as_json=invocation.as_json, log_every=config.log_every)(launcher.board)
-    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display, Story(total_steps(config, job.dataset_size)))
+    total = total_steps(config, job.dataset_size)
+    display = choose_display(as_json=invocation.as_json, log_every=config.log_every, total_steps=total)(launcher.board)
+    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
     for line in opening:
         display.note(line)
     events = EventLog(run_dir / EVENTS_FILE)
     words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
     how = f"{words} with {config.workers} workers" + (f", from the checkpoint of step {step}" if step else "")
-    events.write("job_started", step=step, reason=how, workers=config.workers)
+    events.write("job_started", step=step, cause=Cause.STARTED, reason=how, workers=config.workers)
     watcher.start()
     exit_code = 1
     try:
@@ -317,10 +324,10 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     board = launcher.board
     reached = max(board.read(row).step for row in range(board.rows))
     lacking = _missing_rows(run_dir, reached - 1)  # when a step was applied, the one before it was released
-    return _conclude(invocation, watcher.story, launcher.outcome, exit_code, lacking)
+    return _conclude(invocation, watcher.facts, launcher.outcome, exit_code, lacking)
 
 
-def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, exit_code: int) -> None:
+def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
     """The coordinator reports the end; if it could not, the launcher's word stands in."""
     ends = ("job_completed", "job_failed")
     if outcome is None or any(
@@ -328,7 +335,8 @@ def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, e
     ):
         return
     kind = ends[0] if exit_code == 0 else ends[1]
-    events.write(kind, reason=outcome.reason, state=outcome.state, exit_code=exit_code)
+    why = outcome.why
+    events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
 
 
 def _missing_rows(run_dir: Path, reached: int = 0) -> str:
@@ -339,23 +347,22 @@ def _missing_rows(run_dir: Path, reached: int = 0) -> str:
         return f"it is not known whether the ledger is complete: {error}"
 
 
-def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int, lacking: str) -> int:
+def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str) -> int:
     """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
     from everstep.cli.main import complain
 
     run_dir = invocation.run_dir
     digest = read_digest(run_dir) if exit_code == 0 else None
-    if outcome is not None:
-        story.reason = outcome.reason if exit_code else ""
-    result = summary(story, exit_code, str(run_dir), digest, lacking)
+    why = outcome.why if outcome is not None and exit_code else None
+    result = summary(facts, exit_code, str(run_dir), digest, why, lacking)
     if invocation.as_json:
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
     if exit_code:
-        reached = max(story.step, story.checkpoint_step)
+        reached = max(facts.step, facts.checkpoint_step)
         complain(
-            f"{story.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+            f"{why.reason if why else 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
             + (f"; {lacking}" if lacking else "")
         )
     elif lacking:

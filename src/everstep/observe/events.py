@@ -21,6 +21,8 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.cause import Cause
+
 KINDS = frozenset(
     {
         "job_started",
@@ -44,7 +46,7 @@ KINDS = frozenset(
         "job_failed",
     }
 )
-COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "reason")
+COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
 _TAIL_BYTES = 1 << 16
 _START = b'{"time_unix_ns":'
 
@@ -121,10 +123,13 @@ class EventLog:
 
 
 def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:
-    """One line, newline included: the common fields first, null where they do not apply, then the others."""
+    """One line, newline included: the common fields first, null where they do not apply, then the others. A reason
+    always has a cause beside it."""
     event: dict[str, Any] = {"time_unix_ns": time.time_ns() if time_unix_ns is None else time_unix_ns, "kind": kind}
     for name in COMMON[2:]:
         event[name] = fields.get(name)
+    if event["reason"] and event["cause"] is None:
+        event["cause"] = Cause.UNKNOWN
     for name, value in fields.items():
         if name not in event:
             event[name] = value

@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Why
+from everstep.base.errors import cause_of
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import (
     adopt_orphans,
@@ -277,7 +279,7 @@ def write_last_words(context: WorkerContext, error: BaseException) -> None:
     """One line that says why, unless the worker has written a better one itself."""
     with contextlib.suppress(OSError):
         if not context.last_words_path.exists():
-            context.last_words_path.write_text(describe(error)[:2000] + "\n")
+            context.write_last_words(Why(cause_of(error), describe(error)))
 
 
 def describe(error: BaseException) -> str:

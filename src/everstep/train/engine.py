@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted, check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag, Tick
@@ -357,6 +358,7 @@ class Engine:
                 incarnation=self.me.incarnation,
                 generation=self.machine.generation,
                 accused=sorted(fault.accused),
+                cause=fault.cause,
                 reason=str(fault),
             )
             self.tell(accusation)
@@ -372,7 +374,7 @@ class Engine:
             case step.SendHolding():
                 self._settle(effect)
             case step.SettleAnew():
-                self._settle_anew(effect.generation, effect.reason)
+                self._settle_anew(effect.generation, Why(Cause.CORRUPT, effect.reason))
             case step.Compute():
                 self._want_lanes(effect.step)
                 if plan is not None and plan.stages > 1:
@@ -422,15 +424,16 @@ class Engine:
             raise found
         self._effects = deque(e for e in self._effects if not isinstance(e, step.SendHolding))
         self.handle(step.Tainted(found.sound))
-        self._settle_anew(self.machine.generation, str(found), found.step, found.generation)
+        self._settle_anew(self.machine.generation, Why(found.cause, str(found)), found.step, found.generation)
 
-    def _settle_anew(self, generation: int, reason: str, tainted: int = 0, decided_in: int = 0) -> None:
+    def _settle_anew(self, generation: int, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
         self.tell(
             wire.SettleAgain(
                 worker_id=self.me.worker_id,
                 incarnation=self.me.incarnation,
                 generation=generation,
-                reason=reason,
+                cause=why.cause,
+                reason=why.reason,
                 tainted=tainted,
                 decided_in=decided_in,
             )

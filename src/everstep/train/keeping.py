@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.vault import Copy, Kept, Vault
@@ -62,14 +63,15 @@ class Keeper:
         if plan is None:
             return
         if self._busy():
-            self._skip(number, f"that of step {self._begun} is still on its way to another worker")
+            self._skip(number, Why(Cause.BUSY, f"that of step {self._begun} is still on its way to another worker"))
             return
         snapshots: dict[int, Snapshot] = {}
         for stage, replica in self._session.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
                 limit_mb = self._session.config.checkpoint.memory.limit_mb
-                self._skip(number, f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}")
+                text = f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}"
+                self._skip(number, Why(Cause.CONFIG, text))
                 snapshot.release()
                 return
             snapshot.start()
@@ -81,8 +83,8 @@ class Keeper:
         self._records[number] = encode_records(records)
         self._send(plan, number, snapshots)
 
-    def _skip(self, number: int, reason: str) -> None:
-        self._session.saver.not_kept(number, reason, tell=not self._skipping)
+    def _skip(self, number: int, why: Why) -> None:
+        self._session.saver.not_kept(number, why, tell=not self._skipping)
         self._skipping = True
 
     def _busy(self) -> bool:

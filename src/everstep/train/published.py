@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
@@ -122,7 +123,7 @@ class Publisher:
                 "worker has written them they are missing: `everstep ledger` says which"
             )
             log.warning("%s", reason)
-            self.emit("warning", reason=reason)
+            self.emit("warning", cause=Cause.DISK, reason=reason)
 
     def _write_ledger(self) -> None:
         """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
@@ -133,10 +134,10 @@ class Publisher:
             self._told_waiting = False
         elif not self._told_waiting:
             reason = f"rows of the ledger cannot be written: {ledger.error}; they wait in memory: free some space"
-            self._told_waiting = self.emit("warning", reason=reason)
+            self._told_waiting = self.emit("warning", cause=Cause.DISK, reason=reason)
         if ledger.given_up and not self._told_given_up:
             reason = f"rows of the ledger are given up: {ledger.waiting} wait for the disk, and no more are kept"
-            self._told_given_up = self.emit("warning", reason=reason)
+            self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
     def _report(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
         if self.events is None:

@@ -10,11 +10,13 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import nn
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import numerics
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, Evicted, StoreError
 from everstep.base.plan import Member, Plan
@@ -74,14 +76,14 @@ class Saver:
         self._checkpointer: Checkpointer | None = None
         self._config = session.config.checkpoint
         self._due: tuple[int, Due] = (0, Due())
-        self._asked: list[str] = []
+        self._asked: list[Why] = []
         self._answering = 0
         self._mains: dict[int, Member] = {}
         self._plan: Plan | None = None
         self._begun = 0
         self._refused: set[int] = set()
         self._best: float | None = None
-        self._deferred = ""
+        self._deferred: Why | None = None
         self._prepared = False
         link, job = session.link, self._job()
         self.begins_after = int(job.get("begins_after", 0))
@@ -121,22 +123,22 @@ class Saver:
 
     # ---- when
 
-    def request(self, reason: str) -> None:
+    def request(self, why: Why) -> None:
         """From any thread: one more, after the present step; its end is told to the coordinator."""
         if self._checkpointer is None:
             self._answer(0, False, reason="checkpoint.enabled is false: this job takes none")
             return
-        self._asked.append(reason)
-        self._checkpointer.request(reason)
+        self._asked.append(why)
+        self._checkpointer.request(why)
 
-    def wanted(self, number: int) -> tuple[tuple[str, ...], str]:
+    def wanted(self, number: int) -> Due:
         """For the agree record of a step: what is due after it, if this is the main."""
         session, checkpointer = self._session, self._checkpointer
         if not session.is_main:
-            return (), ""
+            return Due()
         if checkpointer is None:  # snapshots in memory are what makes up for a pool that is lost
             every = self._config.memory.every_steps or _AUTOMATIC_EVERY
-            return (("memory",), f"every {every} steps") if session.stages.split and number % every == 0 else ((), "")
+            return Due(("memory",), f"every {every} steps") if session.stages.split and number % every == 0 else Due()
         if self._due[0] != number:
             asked = bool(self._asked)
             order = session.order
@@ -146,10 +148,10 @@ class Saver:
             if asked and not checkpointer.schedule.wanted:
                 self._asked, self._answering = [], number
             if due and self._judges(number):
-                self._deferred = due.reason
-                due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
+                self._deferred = Why(due.cause, due.reason)
+                due = replace(due, tiers=tuple(t for t in due.tiers if t == "memory"))
             self._due = (number, due)
-        return tuple(self._due[1].tiers), self._due[1].reason
+        return self._due[1]
 
     def _judges(self, number: int) -> bool:
         """Whether there is an evaluation after this step that says how good it is: a checkpoint waits for that."""
@@ -173,9 +175,10 @@ class Saver:
             for replica in self._session.stages.values():
                 replica.state.live_tensors()
         if tiers and self._session.engine.machine.settled:
-            self._start(outcome.step, Due(tiers, outcome.save[1]), records, {})  # type: ignore[arg-type]
+            due = Due(tiers, outcome.save[1], outcome.save_cause)  # type: ignore[arg-type]
+            self._start(outcome.step, due, records, {})
 
-    def here(self, reason: str, metrics: Mapping[str, float] | None = None) -> bool:
+    def here(self, why: Why, metrics: Mapping[str, float] | None = None) -> bool:
         """Take one of the state as it is, in which all members are; each of them calls this. False: not now."""
         session, checkpointer = self._session, self._checkpointer
         machine = session.engine.machine
@@ -191,7 +194,7 @@ class Saver:
         if after and not application:
             application = {LOOP: after}
         tiers: tuple[Tier, ...] = ("disk", "object") if self._config.object.url else ("disk",)
-        self._start(number, Due(tiers, reason), self._records(number), application, metrics)
+        self._start(number, Due(tiers, why.reason, why.cause), self._records(number), application, metrics)
         return True
 
     def _records(self, number: int) -> Mapping[int, Record]:
@@ -293,7 +296,7 @@ class Saver:
         if self._checkpointer is not None:
             self.before_update()
             self._checkpointer.condemn(sound, with_objects=first)
-        self._plan, self._begun, self._best, self._deferred = None, 0, None, ""
+        self._plan, self._begun, self._best, self._deferred = None, 0, None, None
 
     # ---- evaluations
 
@@ -310,17 +313,18 @@ class Saver:
             )
         value = metrics[name] if rule.best_mode == "max" else -metrics[name]
         session = self._session
-        why = b""
+        why: Why | None = None
         if session.is_main:
             best = self._best if self._best is not None else self._stored_best()
             if best is None or value > best:
-                why, self._best = b"the best so far", value
+                why, self._best = Why(Cause.SCHEDULED, "the best so far"), value
             else:
-                why = self._deferred.encode()
-            self._deferred = ""
-        reason = next((r for _, r in sorted(session.gather(why).items()) if r), b"")
-        if reason:
-            self.here(reason.decode(), metrics)
+                why = self._deferred
+            self._deferred = None
+        told = session.gather(b"" if why is None else msgspec.json.encode(why))
+        said = next((data for _, data in sorted(told.items()) if data), b"")
+        if said:
+            self.here(msgspec.json.decode(said, type=Why), metrics)
 
     def _stored_best(self) -> float | None:
         if self._checkpointer is None:
@@ -340,7 +344,7 @@ class Saver:
             return
         number = session.engine.position.step
         there = number in self._steps()
-        taken = self._finally(plan.save, uploads=True)
+        taken = self._finally(Why(plan.cause, plan.save), uploads=True)
         if plan.leader(0) == session.link.me.worker_id:
             done = taken and (there or number in self._steps())
             why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
@@ -371,15 +375,15 @@ class Saver:
 
     def at_end(self) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
-        self._finally("the end of the job", uploads=self._session.is_main)
+        self._finally(Why(Cause.COMPLETED, "the end of the job"), uploads=self._session.is_main)
 
-    def _finally(self, reason: str, *, uploads: bool) -> bool:
+    def _finally(self, why: Why, *, uploads: bool) -> bool:
         """`here`, once those that began before are on disk, as nobody writes parts of two at a time; returns when it is
         durable, or its time is over."""
         generation = self._session.engine.machine.generation
         now_s, grace_s = time.monotonic(), self._config.grace_s
         self._wait(generation, now_s + grace_s / 2, uploads=False)
-        taken = self.here(reason)
+        taken = self.here(why)
         if taken:
             self._wait(generation, now_s + grace_s, uploads=uploads)
         return taken
@@ -394,10 +398,10 @@ class Saver:
             if session.engine.ended is None and session.engine.superseded(generation):
                 return
 
-    def not_kept(self, step: int, reason: str, tell: bool) -> None:
+    def not_kept(self, step: int, why: Why, tell: bool) -> None:
         """The memory tier has skipped a step. tell: it has not been told yet."""
         if self._checkpointer is not None:
-            self._checkpointer.skip("memory", step, reason, tell)
+            self._checkpointer.skip("memory", step, why, tell)
 
     def close(self) -> None:
         """The worker ends."""
@@ -451,6 +455,7 @@ class Saver:
                     worker_id=me.worker_id,
                     incarnation=me.incarnation,
                     generation=plan.generation,
+                    cause=error.cause,
                     reason=f"the checkpoint of step {number} cannot be used: {error}",
                 )
             )

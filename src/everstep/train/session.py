@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
 from everstep.base.errors import CollectiveAborted, DeterminismError, Evicted, JobFailed, StateTainted
 from everstep.base.plan import Member, Plan
@@ -145,7 +146,7 @@ class Session:
             if self.engine.ended is not None and not self.engine.settled:
                 raise Evicted("the job is over, and this worker was not needed", drained=True)
         if isinstance(self.order, ElasticOrder) and self.is_main and not self.engine.position.step:
-            self.publisher.emit("warning", step=0, reason=_NOT_EXACT)
+            self.publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=_NOT_EXACT)
 
     def _hello(self) -> wire.AnyMessage:
         return wire.WorkerHello(
@@ -170,7 +171,7 @@ class Session:
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.SaveNow):
-            self.saver.request(message.reason)
+            self.saver.request(Why(message.cause, message.reason))
         elif isinstance(message, wire.InjectFault):
             pulse = self.link.row.read()
             self.link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, self.engine.plan)
@@ -437,8 +438,9 @@ class Session:
             )
             for k, g in found.items()
         ]
-        kept, save = self.transfers.keeper.complete, self.saver.wanted(number)
-        return encode_payload(AgreePayload(sections, self._committed_ns, kept, save))
+        kept, saves = self.transfers.keeper.complete, self.saver.wanted(number)
+        save = (tuple(saves.tiers), saves.reason)
+        return encode_payload(AgreePayload(sections, self._committed_ns, kept, save, saves.cause))
 
     def decided(self, key: Key, records: Mapping[int, Record]) -> None:
         if self.stages.split and key.seq == 0:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from everstep.base.cause import Cause
 from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, check
 from everstep.base.plan import Plan
 from everstep.checkpoint.checkpointer import Restored
@@ -268,9 +269,9 @@ class Transfers:
             if session.engine.ended is not None:
                 return
             reason = f"healing stopped: {error}"
-            session.tell(
-                wire.HealFailed(worker_id=me.worker_id, incarnation=me.incarnation, ticket=ticket.ticket, reason=reason)
-            )
+            cause = error.cause if isinstance(error, EverstepError) else Cause.LINK  # its donor is gone
+            who = {"worker_id": me.worker_id, "incarnation": me.incarnation}
+            session.tell(wire.HealFailed(**who, ticket=ticket.ticket, cause=cause, reason=reason))
 
     def _follow(self, ticket: wire.Heal) -> None:
         session = self._session

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from everstep.base.cause import Why
 from everstep.base.config import Config
 from everstep.base.errors import (
     ConfigError,
@@ -20,6 +21,7 @@ from everstep.base.errors import (
     JobFailed,
     StateTainted,
     TaskError,
+    cause_of,
 )
 from everstep.protocol import messages as wire
 from everstep.runtime.context import WorkerContext
@@ -110,7 +112,7 @@ def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) ->
     reason = describe(error)
     log.critical("%s", reason, exc_info=error)
     try:
-        context.last_words_path.write_text(reason + "\n")
+        context.write_last_words(Why(cause_of(error), reason))
     except OSError as problem:
         log.warning("last words not written: %s", problem)
     link.announce(lambda: failure(link, context, error, reason))
@@ -125,6 +127,7 @@ def failure(
         worker_id=context.worker_id,
         incarnation=context.incarnation,
         step=link.row.read().step,
+        cause=cause_of(error),
         reason=reason,
         signature=signature,
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),

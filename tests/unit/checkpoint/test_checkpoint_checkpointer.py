@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from checkpoint_saving import advance, identity_of, make_state
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Seat
@@ -146,11 +147,12 @@ def test_the_main_asks_for_none_while_one_is_incomplete(start: Callable[..., Job
     job.save(1, main_due := Due(("disk",), "x"), only=1)
     assert not main.due(2, 1.0)
     assert main.skipped["disk"] == 1 and "step 1 is still being written" in job.told[0][1]["reason"]
-    main.request("asked for")
+    assert job.told[0][1]["cause"] is Cause.BUSY
+    main.request(Why(Cause.PREEMPTED, "asked for"))
     assert not main.due(2, 1.5)
     job.workers[1].start(Extent(1, main_due), {0: job.states[1]}, job.plan)
     assert job.wait_told(3)[2][0] == "checkpoint_completed"
-    assert main.due(3, 2.0) == Due(("disk",), "asked for")
+    assert main.due(3, 2.0) == Due(("disk",), "asked for", Cause.PREEMPTED)
 
 
 def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:

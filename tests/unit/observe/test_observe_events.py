@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.cause import Cause
 from everstep.observe.events import (
     COMMON,
     EventLog,
     follow,
+    format_event,
     last_committed_step,
     parse_events,
     read_events,
@@ -138,3 +140,13 @@ def test_what_an_earlier_start_committed_does_not_count(tmp_path: Path) -> None:
     assert last_committed_step(log.path) == 0
     log.write("step_committed", step=2)
     assert last_committed_step(log.path) == 2
+
+
+def test_a_reason_never_goes_without_a_cause() -> None:
+    def causes(**fields: object) -> object:
+        return json.loads(format_event("warning", 1, fields))["cause"]
+
+    assert causes() is None and causes(reason="") is None
+    assert causes(reason="the disk is full") == "unknown"
+    assert causes(reason="the disk is full", cause=Cause.DISK) == "disk"
+    assert causes(reason="\udcff", cause=Cause.DISK) == "disk", "text that is no UTF-8"
