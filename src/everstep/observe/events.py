@@ -105,7 +105,7 @@ class EventLog:
         if not self._unsaid:
             return b""
         reason = f"{self._unsaid} events of this process were lost: {self.path} could not be written"
-        return format_event("warning", None, {**self._defaults, "reason": reason})
+        return format_event("warning", None, {**self._defaults, "cause": Cause.DISK, "reason": reason})
 
     def _drop(self, error: OSError) -> None:
         self.dropped += 1

@@ -115,7 +115,7 @@ def test_the_summary_at_the_end() -> None:
 @pytest.mark.parametrize(("code", "after"), [(0, 1), (130, 130), (3, 3)])
 def test_a_ledger_that_lacks_rows_is_not_in_order(code: int, after: int) -> None:
     state = summary(facts_of(JOB), code, "x", None)["state"]
-    result = summary(facts_of(JOB), code, "x", None, "step 2 has no row")
+    result = summary(facts_of(JOB), code, "x", None, missing_rows="step 2 has no row")
     assert (result["state"], result["exit_code"], result["ledger_complete"]) == (state, after, False)
     assert result["reason"] == "step 2 has no row"
     assert dict(summary_lines(result))["ledger"] == "incomplete"
