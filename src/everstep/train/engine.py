@@ -19,9 +19,9 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag, Tick
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
+from everstep.protocol.driver.records import decode_holding, decode_record, encode_holding, encode_record
 from everstep.protocol.step_machine import Phase, StepMachine
 from everstep.protocol.step_types import Key, Record
-from everstep.train.record import decode_holding, decode_record, encode_holding, encode_record
 
 _SETTLE = Tag("settle", 0, 0)
 _UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT})

@@ -26,9 +26,9 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import decode_records, encode_records
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.vault import Copy, Kept, Vault
 from everstep.exact.snapshot import Snapshot
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Record, SnapshotsKept
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import decode_records, encode_records
 
 if TYPE_CHECKING:
     from everstep.train.session import Session

@@ -14,8 +14,8 @@ from typing import Any
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
+from everstep.protocol.driver.records import Outcome
 from everstep.runtime.address import EVENTS_FILE
-from everstep.train.record import Outcome
 
 _Held = tuple[Outcome, int, dict[str, Any]]
 _REPORTS = 4  # the newest ones: of the last step or two

@@ -27,12 +27,12 @@ from everstep.exact.stage_sums import StageSums
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place, stage_terms, tied_out
 from everstep.exact.trees import Bundle
+from everstep.protocol.driver.records import LaneReport, Outcome, StageSection
 from everstep.train.lr_policy import LrPolicy
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, Scaled
 from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast
-from everstep.train.record import LaneReport, Outcome, StageSection
 from everstep.train.update_probe import UpdateProbe
 
 Received = Mapping[Place, torch.Tensor | None]

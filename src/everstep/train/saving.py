@@ -28,11 +28,11 @@ from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
+from everstep.protocol.driver.records import Outcome, decode_records, encode_records
 from everstep.protocol.step_machine import Phase
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.address import CHECKPOINTS_DIR, JOB_FILE
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import Outcome, decode_records, encode_records
 
 if TYPE_CHECKING:
     from everstep.train.session import Session

@@ -20,18 +20,8 @@ from everstep.data.loader import LaneLoader, to_device
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
-from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection
-from everstep.train.comparing import differing
-from everstep.train.elastic_order import ElasticOrder
-from everstep.train.engine import Engine, WentBack
-from everstep.train.final import Finisher
-from everstep.train.heal import Gradient
-from everstep.train.link import Link
-from everstep.train.pipeline import Pipeline
-from everstep.train.profiling import Profiling
-from everstep.train.published import Publisher
-from everstep.train.record import (
+from everstep.protocol.driver.comparing import differing
+from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
     Outcome,
@@ -40,6 +30,16 @@ from everstep.train.record import (
     encode_payload,
     gathered,
 )
+from everstep.protocol.step_types import Key, Record
+from everstep.runtime.peer import PeerConnection
+from everstep.train.elastic_order import ElasticOrder
+from everstep.train.engine import Engine, WentBack
+from everstep.train.final import Finisher
+from everstep.train.heal import Gradient
+from everstep.train.link import Link
+from everstep.train.pipeline import Pipeline
+from everstep.train.profiling import Profiling
+from everstep.train.published import Publisher
 from everstep.train.rendezvous import Rendezvous
 from everstep.train.replica import StageReplica
 from everstep.train.saving import Saver, Whole

@@ -15,12 +15,12 @@ from everstep.base.plan import Plan
 from everstep.checkpoint.checkpointer import Restored
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
+from everstep.protocol.driver.records import Outcome, conclude, stages_in
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.heal import Gradient, Offer, Received, StageState
 from everstep.train.keeping import Keeper
-from everstep.train.record import Outcome, conclude, stages_in
 from everstep.train.replica import StageReplica
 from everstep.train.saving import LOOP, PAST
 

@@ -8,9 +8,8 @@ import struct
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.protocol.step_types import Holding, Key, Record
-from everstep.train.comparing import differing
-from everstep.train.record import (
+from everstep.protocol.driver.comparing import differing
+from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
     LaneReport,
@@ -21,6 +20,7 @@ from everstep.train.record import (
     encode_holding,
     encode_payload,
 )
+from everstep.protocol.step_types import Holding, Key, Record
 
 
 def record(

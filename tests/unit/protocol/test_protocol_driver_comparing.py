@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.train.comparing import differing
-from everstep.train.record import Outcome
+from everstep.protocol.driver.comparing import differing
+from everstep.protocol.driver.records import Outcome
 
 
 def outcome(digests: dict[int, dict[int, str]], ties: dict[str, dict[tuple[int, int], str]] | None = None) -> Outcome:
