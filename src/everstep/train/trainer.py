@@ -8,7 +8,7 @@ from typing import Any
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.train.calling import calling
-from everstep.train.engine import WentBack
+from everstep.train.executor import WentBack
 from everstep.train.run import Run, Step
 from everstep.train.task import Task
 
