@@ -89,5 +89,5 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     records = {w: Record(0, encode_payload(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
     outcome = conclude(6, 1, records, 2)
     assert outcome.ties == {"embed.weight": {(0, 3): "aa", (1, 4): there}}
-    found = differing(outcome, split=True)
+    found = differing(outcome)
     assert (found is None) == (there == "aa")
