@@ -256,6 +256,7 @@ class Session:
         stages, role = plan.stages_of(me), plan.role_of(me)
         self.view.link.row.set(generation=plan.generation, step=number)
         self.view.link.row.seat(stages[0] if stages else None, role)
+        self.updates.entered(plan.generation)
         self.view.link.log.entered(plan.generation, number, stages[0] if stages else None, role)
         begins_after = self.view.driver.config.begins_after
         if number < begins_after:

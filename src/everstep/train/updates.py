@@ -34,6 +34,7 @@ class Updates:
         self._gradients: dict[int, dict[int, Gradient]] = {}
         self._generations: dict[int, int] = {}
         self._released = 0
+        self._entered = 0
         self._began_ns = 0
         self._told_ns = 0
 
@@ -147,9 +148,13 @@ class Updates:
         view.publisher.release(number, leads)
         self._keeper.released(number)
         now = time.monotonic_ns()
-        if leads and now - self._told_ns > _PROGRESS_NS:
+        if leads and self._entered == view.driver.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
+
+    def entered(self, generation: int) -> None:
+        """A generation goes on: what is told from here on is of it."""
+        self._entered = generation
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
