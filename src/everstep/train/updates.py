@@ -162,6 +162,10 @@ class Updates:
             replica.discard()
 
     def _tell_progress(self, number: int, step_ms: float) -> None:
-        driver = self._view.driver
-        message: wire.AnyMessage = driver.progress(number, driver.generation, step_ms)
-        self._view.link.tell(message)
+        view = self._view
+        me, generation = view.link.me, view.driver.generation
+        view.link.tell(
+            wire.Progress(
+                worker_id=me.worker_id, incarnation=me.incarnation, generation=generation, step=number, step_ms=step_ms
+            )
+        )
