@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import Decided, Finish, Reduce, Update
 from everstep.protocol.driver.records import AgreePayload, Outcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
@@ -162,10 +161,4 @@ class Updates:
             replica.discard()
 
     def _tell_progress(self, number: int, step_ms: float) -> None:
-        view = self._view
-        me, generation = view.link.me, view.driver.generation
-        view.link.tell(
-            wire.Progress(
-                worker_id=me.worker_id, incarnation=me.incarnation, generation=generation, step=number, step_ms=step_ms
-            )
-        )
+        self._view.link.tell(self._view.driver.progress(number, step_ms))

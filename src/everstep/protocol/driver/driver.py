@@ -113,6 +113,16 @@ class Driver:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
         return self._stepper.proven(number)
 
+    def progress(self, number: int, step_ms: float) -> wire.AnyMessage:
+        """How far the job is, as told of this generation."""
+        return wire.Progress(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            generation=self.generation,
+            step=number,
+            step_ms=step_ms,
+        )
+
     # ---- events
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
