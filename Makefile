@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.ready
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest
-EVERSTEP := $(BIN)/python -m everstep
+EVERSTEP := $(BIN)/python -P -m everstep
 
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE

@@ -182,9 +182,11 @@ def page_open(job: EverstepJob) -> Iterator[None]:
         address = ""
         while not address and not ended.wait(0.1):
             said = b"".join(list(job._said)).decode(errors="replace").split()
-            address = next((word for word in said if word.startswith("http://") and "#token=" in word), "")
+            address = next((word for word in said if word.startswith("http://") and "/?token=" in word), "")
         with contextlib.suppress(OSError):
-            with urllib.request.urlopen(address.partition("#")[0] + "api/stream", timeout=30) as stream:
+            base, _, token = address.partition("?token=")
+            request = urllib.request.Request(base + "api/stream", headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=30) as stream:
                 while not ended.is_set() and stream.readline():
                     pass
 

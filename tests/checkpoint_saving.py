@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.live import LiveState
@@ -128,7 +129,8 @@ def save(
         store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy"
     )
     try:
-        writer.expect(Facts(step, generation, **facts))
+        why = Why(Cause.REQUESTED, facts.pop("reason", ""))
+        writer.expect(Facts(step, generation, why=why, **facts))
         for worker_id in range(workers):
             writer.add(
                 write_part(
@@ -147,5 +149,6 @@ def save(
     finally:
         writer.close()
     if outcomes[0].manifest is None:
-        raise StoreError(outcomes[0].error)
+        failed = outcomes[0].failed
+        raise StoreError(failed.reason if failed is not None else "nobody said why")
     return outcomes[0].manifest

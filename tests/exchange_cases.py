@@ -74,7 +74,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, pat
     return open_checkpoint(store, 5)
 
 
-def copy_of(source: BlobStore, target: DirectoryStore) -> None:
+def copy_of(source: BlobStore, target: BlobStore) -> None:
     """All blobs of a store."""
     for name in source.list():
         data = source.read(name)

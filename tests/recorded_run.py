@@ -62,15 +62,16 @@ def events() -> list[bytes]:
     lines = [event("job_started", 0, step=0, workers=3)]
     lines += [event("worker_joined", 1, worker_id=i, incarnation=0, pid=100 + i, host="a") for i in range(3)]
     lines += [plan(2, 1, [0, 1, 2]), *(commit(step, 2 + step) for step in range(1, 6))]
-    lines.append(event("worker_evicted", 7.5, worker_id=1, incarnation=0, reason="killed by SIGKILL"))
+    lines.append(event("worker_evicted", 7.5, worker_id=1, incarnation=0, cause="killed", reason="killed by SIGKILL"))
     lines.append(plan(7.6, 2, [0, 2]))
-    recovered = {"worker_id": 1, "duration_s": 1.0, "phases_s": PHASES_S, "reason": KILLED}
+    recovered = {"worker_id": 1, "duration_s": 1.0, "phases_s": PHASES_S, "cause": "killed", "reason": KILLED}
     lines.append(event("recovery_completed", 9, generation=2, step=6, **recovered))
     lines += [commit(step, 3 + step) for step in range(6, 11)]
     stored = {"step": 5, "duration_s": 0.4, "size_bytes": 4096, "tier": "disk"}
     lines.append(event("checkpoint_completed", 8, **stored))
-    lines.append(event("checkpoint_failed", 9, step=6, tier="object", reason="no room"))
-    lines.append(event("coordinator_restarted", 9.5, generation=2, pid=7, reason="continues from its journal"))
+    lines.append(event("checkpoint_failed", 9, step=6, tier="object", cause="store", reason="no room"))
+    restarted = {"cause": "killed", "reason": "continues from its journal"}
+    lines.append(event("coordinator_restarted", 9.5, generation=2, pid=7, **restarted))
     lines.append(event("worker_joined", 12, worker_id=1, incarnation=1, pid=109, host="a"))
     return lines
 

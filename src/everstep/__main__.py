@@ -1,6 +1,10 @@
-"""`python -m everstep` is `everstep`."""
+"""`python -m everstep` is `everstep`: the working directory, which `-m` puts first, is no place to import from."""
 
-from everstep.cli.main import main
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    from everstep.cli.main import main
+
     main()

@@ -12,6 +12,7 @@ def test_the_worker_that_the_others_outvote_leaves_and_heals(jobs: Jobs) -> None
     job = jobs.run("PicturesOneCycle", workers=3, chaos="flip:target=worker:1,at=12", settings=settings)
     (evicted,) = job.of_kind("worker_evicted")
     assert evicted["worker_id"] == 1 and "worker 1 deviates" in evicted["reason"], job.account()
+    assert evicted["cause"] == "corrupt"
     (fallback,) = job.of_kind("fallback")
     assert fallback["step"] == 8 and fallback["steps_redone"] >= 5, job.account()
     assert "worker 1 deviates; all steps after 9 are tainted" in fallback["reason"]
@@ -23,6 +24,7 @@ def test_without_a_majority_all_go_back_in_memory(jobs: Jobs) -> None:
     job = jobs.run("Pictures", workers=2, chaos="flip:target=worker:0,at=12,phase=load", settings=settings)
     (fallback,) = job.of_kind("fallback")
     assert fallback["step"] == 8 and "no copy is outvoted" in fallback["reason"], job.account()
+    assert fallback["cause"] == "corrupt"
     assert not job.of_kind("worker_evicted"), job.account()
 
 

@@ -35,7 +35,7 @@ def test_a_hang_is_evicted_and_replaced(jobs: Jobs) -> None:
     job = jobs.run("Text", chaos="stop:target=worker:1,at=6", settings=limits, numerics=STEPS, pace=[healed(1)])
     evicted = job.of_kind("worker_evicted")
     assert [e["worker_id"] for e in evicted] == [1]
-    assert "no progress" in evicted[0]["reason"]
+    assert "no progress" in evicted[0]["reason"] and evicted[0]["cause"] == "hung"
 
 
 def test_exceptions_in_workers(jobs: Jobs) -> None:

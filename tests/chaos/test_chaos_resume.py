@@ -178,6 +178,7 @@ def test_training_goes_on_when_the_disk_is_full(jobs: Jobs, tmp_path: Path) -> N
         job = jobs.run("Pictures", workers=2, settings=rule)
         failed = job.of_kind("checkpoint_failed")
         assert failed and "No space left" in failed[0]["reason"], job.account()
+        assert failed[0]["cause"] == "disk"
     finally:
         subprocess.run(["umount", str(small)], check=False)
 

@@ -17,7 +17,7 @@ def test_cut_off_from_everybody(jobs: Jobs, transport: str) -> None:
     job = jobs.run("Text", chaos=chaos, settings=settings, numerics=STEPS, pace=[healed(0)])
     evicted = job.of_kind("worker_evicted")
     assert [(e["worker_id"], e["incarnation"]) for e in evicted] == [(0, 0)]
-    assert "seen nothing of it" in evicted[0]["reason"]
+    assert "seen nothing of it" in evicted[0]["reason"] and evicted[0]["cause"] == "silent"
     away = job.of_kind("fault_injected")[0]["time_unix_ns"]
     back = [e for e in job.of_kind("worker_joined") if (e["worker_id"], e["incarnation"]) == (0, 1)]
     assert back[0]["time_unix_ns"] - away >= 2e9, "it could not come back before"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from e2e_cli import TASK_FILE, Running, digest_of, everstep, one_error, together
 
+from everstep.cli.ledger import audit_run, read_rows
+from everstep.observe.events import read_events
 from job_harness import Jobs
 
 REFUSED: list[tuple[list[str], list[str]]] = [
@@ -158,22 +160,58 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_full_disk_does_not_stop_training(small_task: str, small_disk: Path) -> None:
+def fill(disk: Path) -> Path:
+    """Leave no room; returns the file that takes it."""
+    ballast = disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * 512):
+            pass
+    return ballast
+
+
+def test_a_full_disk_does_not_stop_training_and_costs_no_row(small_task: str, small_disk: Path) -> None:
     run_dir, hold = small_disk / "run", small_disk.with_name("hold")
     hold.touch()
-    pace = {"E2E_LANE_S": "0.1", "E2E_HOLD": str(hold)}
-    with Running(small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "40", **pace) as job:
+    pace = {"E2E_LANE_S": "0.03", "E2E_HOLD": str(hold)}
+    options = ["--workers", "2", "--run-dir", run_dir, "--steps", "60", "--set", "lanes=16"]
+    with Running(small_task, *options, **pace) as job:
         job.wait_for_step(3)
-        ballast = small_disk / "ballast"
-        with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(b"\0" * 512):
-                pass
-        reached = json.loads(everstep("status", run_dir, "--json").stdout)["step"]
-        while json.loads(everstep("status", run_dir, "--json").stdout)["step"] < reached + 3:
+        ballast = fill(small_disk)
+        written = max(row.step for row in read_rows(run_dir))
+        while json.loads(everstep("status", run_dir, "--json").stdout)["step"] < written + 4:
             assert job.process.poll() is None, job.end()
+            written = max(row.step for row in read_rows(run_dir))
         ballast.unlink()
         hold.unlink()
         code, events, errors = job.end()
     assert code == 0, errors
-    assert (events[-1]["kind"], events[-1]["steps"]) == ("summary", 40)
-    assert digest_of(run_dir)["step"] == 40
+    last = events[-1]
+    assert (last["kind"], last["steps"], last["ledger_complete"]) == ("summary", 60, True)
+    assert digest_of(run_dir)["step"] == 60
+    report = audit_run(run_dir)
+    assert report.clean and report.complete and report.steps == 60
+    said = [event["reason"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "warning"]
+    assert any("events of this process were lost" in reason for reason in said), said
+
+
+def test_a_ledger_that_can_never_be_written_is_not_passed_over(small_task: str, small_disk: Path) -> None:
+    run_dir = small_disk.with_name("run")
+    run_dir.mkdir()
+    (run_dir / "ledger").symlink_to(small_disk)
+    ballast = fill(small_disk)
+    command = ["run", small_task, "--workers", "2", "--run-dir", run_dir, "--steps", "6", "--json"]
+    done = everstep(*command)
+    said = one_error(done)
+    assert done.returncode == 1, done.stderr
+    assert "lacks the rows of 6 of 6 steps (1..6)" in said and "free some space" in said, said
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["state"], last["exit_code"], last["ledger_complete"]) == ("completed", 1, False)
+    assert said.endswith(last["reason"]) and digest_of(run_dir)["step"] == 6
+    warnings = [event["reason"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "warning"]
+    assert sum("wait in memory" in reason for reason in warnings) == 2, warnings
+    assert sum("without having written 6 rows" in reason for reason in warnings) == 2, warnings
+    ballast.unlink()
+    again, audited = together(command, ["ledger", run_dir, "--json"])
+    assert (again.returncode, json.loads(again.stdout)["ledger_complete"]) == (1, False), again.stderr
+    report = json.loads(audited.stdout)
+    assert (audited.returncode, report["complete"], report["steps"]) == (1, False, 0), audited.stderr

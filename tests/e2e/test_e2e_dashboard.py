@@ -24,15 +24,15 @@ CAUGHT = 60_000
 
 
 class Dashboard:
-    """`everstep dashboard` as a process; `address` is where it listens."""
+    """`everstep dashboard` as a process; `address` is where it listens, `owners` the one that it prints."""
 
-    def __init__(self, *run_dirs: Path) -> None:
-        command = [*COMMAND, "dashboard", *map(str, run_dirs), "--token", TOKEN]
+    def __init__(self, *run_dirs: Path, public: bool = False) -> None:
+        command = [*COMMAND, "dashboard", *map(str, run_dirs), "--token", TOKEN, *(["--public"] if public else [])]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
-        assert line.endswith(f"/#token={TOKEN}"), line
-        self.address = line.partition("#")[0]
+        assert line.endswith(f"/?token={TOKEN}"), line
+        self.owners, self.address = line, line.partition("?")[0]
 
     def close(self) -> None:
         self.process.terminate()
@@ -83,7 +83,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, small_task: str, browser: Any
     with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
         job.wait_for(lambda e: e["kind"] == "job_started")
         dashboard = Dashboard(run_dir)
-        view = Page(browser, f"{dashboard.address}#token={TOKEN}")
+        view = Page(browser, dashboard.owners)
         try:
             watch(view, job)
             hold.unlink()
@@ -146,8 +146,8 @@ def serious(page: Any) -> list[str]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_past_run_at_every_width(dashboard: Dashboard, browser: Any, width: str, scheme: str) -> None:
-    address = f"{dashboard.address}#token={TOKEN}"
-    view = Page(browser, address, WIDTHS[width], color_scheme=scheme)
+    view = Page(browser, dashboard.owners, WIDTHS[width], color_scheme=scheme)
+    assert view.page.url == dashboard.address
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
     sync_api.expect(view.page.locator("#state")).to_have_text("completed")
     sync_api.expect(view.page.locator("#charts canvas").first).to_be_visible()
@@ -176,7 +176,7 @@ def test_the_report_is_for_everyone(over: Path, browser: Any, tmp_path: Path) ->
 
 
 def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
-    view = Page(browser, dashboard.address)
+    view = Page(browser, dashboard.owners)
     sync_api.expect(view.worker(2)).to_be_visible()
     view.page.keyboard.press("Tab")
     assert view.page.evaluate("document.activeElement.className") == "skip"
@@ -192,8 +192,17 @@ def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
     view.close()
 
 
-def test_actions_are_locked_without_the_token(dashboard: Dashboard, browser: Any) -> None:
+def test_nothing_is_shown_without_the_token(dashboard: Dashboard, browser: Any) -> None:
     view = Page(browser, dashboard.address)
+    sync_api.expect(view.page.locator("body")).to_contain_text("needs the token")
+    assert view.page.locator("#state").count() == 0
+    view.close()
+
+
+def test_actions_of_a_public_page_are_locked_without_the_token(over: Path, browser: Any) -> None:
+    dashboard = Dashboard(over, public=True)
+    view = Page(browser, dashboard.address)
+    sync_api.expect(view.page.locator("#state")).to_have_text("completed")
     sync_api.expect(view.page.locator("#actions")).to_be_hidden()
     view.page.locator("#token").fill("wrong")
     view.page.get_by_role("button", name="Unlock").click()
@@ -202,11 +211,14 @@ def test_actions_are_locked_without_the_token(dashboard: Dashboard, browser: Any
     view.page.locator("#token").fill(TOKEN)
     view.page.get_by_role("button", name="Unlock").click()
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
+    view.page.reload()
+    sync_api.expect(view.page.locator("#actions")).to_be_visible()
     view.close()
+    dashboard.close()
 
 
 def test_the_log_is_filtered(dashboard: Dashboard, browser: Any) -> None:
-    view = Page(browser, dashboard.address)
+    view = Page(browser, dashboard.owners)
     lines = view.page.locator("#log p")
     sync_api.expect(lines).not_to_have_count(0)
     view.page.locator("#log-level").select_option("error")
@@ -223,7 +235,7 @@ def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tm
     events = (nasty / "events.jsonl").read_text()
     (nasty / "events.jsonl").write_text(events.replace("killed by SIGKILL", "<script>document.title='x'</script>"))
     dashboard = Dashboard(over, nasty)
-    view = Page(browser, dashboard.address)
+    view = Page(browser, dashboard.owners)
     try:
         sync_api.expect(view.page.locator("#cards .card")).to_have_count(2)
         sync_api.expect(view.page.locator("#overlay canvas").first).to_be_visible()

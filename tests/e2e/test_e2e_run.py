@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from e2e_cli import COMMAND, Running, digest_of, events_of, everstep, one_error, together
 
+from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.observe.events import KINDS
 from everstep.runtime import wire
@@ -93,7 +94,7 @@ def test_json_is_the_events_and_last_a_summary(disturbed: Disturbed) -> None:
 
 def test_events_have_the_fields_of_the_interface(disturbed: Disturbed) -> None:
     events = events_of(disturbed[0])
-    common = {"time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "reason"}
+    common = {"time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason"}
     assert all(common <= event.keys() for event in events)
     kinds = [event["kind"] for event in events]
     assert (kinds[0], kinds[-1]) == ("job_started", "job_completed")
@@ -113,6 +114,17 @@ def test_events_have_the_fields_of_the_interface(disturbed: Disturbed) -> None:
             assert max(phases.values()) <= event["duration_s"]
     killed = [e for e in events if e["kind"] == "recovery_completed" and e["died_unix_ns"]]
     assert killed and all(e["phases_s"]["notice"] > 0 for e in killed), "from the death, not from hearing of it"
+
+
+def test_every_reason_has_its_cause(disturbed: Disturbed) -> None:
+    events = events_of(disturbed[0])
+    assert not [e for e in events if e["reason"] and e["cause"] not in set(Cause) - {Cause.UNKNOWN}]
+    causes = {kind: {e["cause"] for e in events if e["kind"] == kind} for kind in KINDS}
+    assert causes["worker_evicted"] == {"killed", "exception"}
+    assert causes["recovery_completed"] <= {"killed", "exception"}
+    assert causes["generation_started"] <= {"started", "killed", "exception", "joined"}
+    assert (causes["coordinator_restarted"], causes["fault_injected"]) == ({"killed"}, {"injected"})
+    assert (causes["job_started"], causes["job_completed"]) == ({"started"}, {"completed"})
 
 
 def test_tensorboard_was_told_everything(disturbed: Disturbed) -> None:
@@ -219,7 +231,11 @@ def metrics_of(run_dir: Path) -> set[str]:
     """What a scraper that finds the job by its directory is told."""
     (found,) = json.loads((run_dir / "metrics.json").read_text())
     assert found["labels"] == {"run": run_dir.name}
-    with urllib.request.urlopen(f"http://{found['targets'][0]}/metrics", timeout=60) as answer:
+    token = (run_dir / "metrics-token").read_text()
+    scrape = urllib.request.Request(
+        f"http://{found['targets'][0]}/metrics", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(scrape, timeout=60) as answer:
         return set(answer.read().decode().splitlines())
 
 

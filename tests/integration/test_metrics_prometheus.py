@@ -31,7 +31,7 @@ from everstep.cli.beside import ANY_PORT, metrics_beside
 from everstep.report.devices import Device
 from everstep.report.history import History
 from everstep.report.prometheus import device_families, expose, families
-from everstep.runtime.address import METRICS_FILE
+from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -91,7 +91,7 @@ class Server:
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-        text = text.replace("runs/mine/metrics.json", str(run_dir / METRICS_FILE))
+        text = text.replace("runs/mine/", f"{run_dir}/")
         config = folder / "prometheus.yml"
         config.write_text(re.sub(r"(_interval): \d+s", r"\1: 200ms", text))
         shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
@@ -136,7 +136,7 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
     with metrics_beside(run_dir, ANY_PORT) as address:
-        assert address.startswith("http://127.0.0.1:") and address.endswith("/metrics"), address
+        assert re.match(r"http://127\.0\.0\.1:\d+/metrics\?token=\S{32} \(credentials_file.*: ", address), address
         server = Server(tmp_path, run_dir)
         try:
             yield server
@@ -162,9 +162,12 @@ def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
 
 
 @needs_prometheus
-def test_promtool_finds_nothing_wrong(run_dir: Path) -> None:
+def test_promtool_finds_nothing_wrong(run_dir: Path, tmp_path: Path) -> None:
     promtool("check", "metrics", text=exposition(run_dir))
-    promtool("check", "config", DEPLOY / "prometheus" / "prometheus.yml")
+    shutil.copytree(DEPLOY / "prometheus", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / METRICS_TOKEN_FILE).touch()  # promtool looks for it
+    promtool("check", "config", tmp_path / "prometheus.yml")
     assert "8 rules found" in promtool("check", "rules", DEPLOY / "prometheus" / "alerts.yml")
     promtool("test", "rules", ROOT / "tests" / "integration" / "alerts_test.yml")
 
@@ -177,7 +180,7 @@ def test_a_real_server_scrapes_a_run(server: Server) -> None:
         return float(found[0]["value"][1])
 
     assert value('everstep_steps_total{run="recorded",job="everstep"}') == 10
-    assert value('everstep_recoveries_total{reason="killed"}') == 1
+    assert value('everstep_recoveries_total{cause="killed"}') == 1
     assert value('histogram_quantile(0.5, everstep_step_seconds_bucket{phase="backward"})') > 0.1
     assert value('sum(everstep_workers{state=~"leader|active"})') == 2
     assert value("everstep_running") == 0

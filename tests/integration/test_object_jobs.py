@@ -48,6 +48,7 @@ def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
         first = uploaded(job, 0)
         proxy.set("refuse")
         failed = job.wait_for("checkpoint_failed", lambda event: "cannot use s3://" in event["reason"], tier="object")
+        assert failed["cause"] == "store"
         assert failed["step"] >= first, job.account()
         job.wait_for("step_committed", lambda event: event["step"] > failed["step"] + 8)  # nobody waits for it
         proxy.set("slow", bytes_per_s=200e3)

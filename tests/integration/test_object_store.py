@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from everstep.base.errors import BlobExists, BlobMissing, StoreError
+from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
@@ -26,7 +27,8 @@ from everstep.checkpoint.verify import verify_store
 from everstep.cli.job import Request, effective_config
 from everstep.cli.main import run_command
 from everstep.cli.task_loading import make_task, parse_task
-from exchange_cases import same_bits, trained, write_step, write_unchanged
+from exchange_cases import copy_of, same_bits, trained, write_step, write_unchanged
+from foreign_checkpoints import ESCAPE, PART, escaping, tree_of
 from object_server import SMALL_KEY, SMALL_SECRET, ObjectServer, Proxy
 
 LIMIT_S = 120.0
@@ -108,6 +110,34 @@ def test_names_ranges_parts_and_conditions(bucket: str) -> None:
     for missing in (lambda: store.size("x"), lambda: store.read("x"), lambda: store.read("x", 0, 3)):
         with pytest.raises(BlobMissing, match="there is no s3://"):
             missing()
+
+
+def test_what_a_server_names_leads_nowhere(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket that others filled: keys that are no names are none, and a manifest's escape is refused."""
+    evil = tmp_path / "evil" / "a" / "b" / "checkpoints"
+    escaping(evil)
+    store = ObjectStore(f"s3://{bucket}/job")
+    copy_of(DirectoryStore(evil), store)
+    for key in (f"job/{PART}/deeper/manifest.json", "job/step-0000000002/a b", "jobs/step-0000000003/manifest.json"):
+        obstore.put(store._store, key, b"x")
+    assert steps_in(store) == [1] and "step-0000000002/a b" not in store.list()
+    before = tree_of(tmp_path)
+    target = tmp_path / "job" / "a" / "b" / "run"
+    assert run_command(["checkpoints", "copy", store.url, str(target)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"{store.url}/step-0000000001/manifest.json" in told and ESCAPE in told
+    for name in (ESCAPE, f"/{PART}", "a//b", "./a", "a/../b", "a\\b", "a\0", ""):
+        for act in (
+            lambda name=name: store.read(name),
+            lambda name=name: store.write(name, [b"x"], 1),
+            lambda name=name: store.delete(name),
+            lambda name=name: store.move("a", name),
+            lambda name=name: store.fingerprint(name),
+        ):
+            with pytest.raises(BlobForeign, match="is no name of a file here"):
+                act()
+        assert store.list(name and f"{name}/") == (store.list() if not name else [])
+    assert tree_of(tmp_path) == before
 
 
 def test_exactly_one_writer_wins(bucket: str) -> None:

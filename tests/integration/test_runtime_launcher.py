@@ -170,9 +170,10 @@ def test_a_killed_worker_is_replaced(start: Callable[..., Job]) -> None:
     job.running({0: 0, 1: 1}, status["step"] + 1)
     exit_event = job.kinds("worker_exited")[0]
     assert exit_event["reason"] == "killed by SIGKILL" and exit_event["pid"] == victim
+    assert exit_event["cause"] == "killed" and not exit_event["in_order"]
     assert exit_event["time_unix_ns"] - killed_ns < 2_000_000_000
     evicted = next(e for e in read_events(job.run_dir / "events.jsonl") if e["kind"] == "worker_evicted")
-    assert evicted["worker_id"] == 1 and "SIGKILL" in evicted["reason"]
+    assert evicted["worker_id"] == 1 and "SIGKILL" in evicted["reason"] and evicted["cause"] == "killed"
     assert job.finish() == 0
 
 
@@ -225,7 +226,7 @@ def test_a_signal_ends_the_job_in_order(start: Callable[..., Job], number: signa
     job.launcher.interrupt(number)
     assert job.wait() == code
     assert job.launcher.outcome is not None and job.launcher.outcome.state == "interrupted"
-    assert [e["reason"] for e in job.kinds("worker_exited")] == ["exit code 0"] * 2
+    assert [(e["reason"], e["in_order"]) for e in job.kinds("worker_exited")] == [("exit code 0", True)] * 2
     assert processes_of(job.run_dir) == []
 
 
@@ -278,7 +279,7 @@ def test_a_crash_loop_ends_the_job_with_the_reason(start: Callable[..., Job], tm
     job = start(min_workers=2, **{"backoff.initial_s": 0.01})
     assert job.wait() == 1
     assert job.launcher.outcome is not None
-    reason = job.launcher.outcome.reason
+    reason = job.launcher.outcome.why.reason
     assert "crash loop" in reason and "ImportError: no module named 'nonsense'" in reason
     assert len([e for e in job.kinds("worker_exited") if e["worker_id"] == 1]) == 3
 
@@ -313,7 +314,7 @@ def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkey
     monkeypatch.setattr("everstep.runtime.launcher.LAST_WAIT_S", 0.2)
     job = start(entry="runtime_fake_worker:quick")
     assert job.wait() == 1
-    assert job.launcher.outcome is not None and "has not said" in job.launcher.outcome.reason
+    assert job.launcher.outcome is not None and "has not said" in job.launcher.outcome.why.reason
 
 
 def test_when_the_launcher_is_killed_everything_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,17 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.asserts, "everstep.base.x", "assert True"),
     (rules.pickles, "everstep.base.x", "import pickle"),
     (rules.pickles, "everstep.exact.x", "torch.load('x')"),
+    (rules.own_processes, "everstep.cli.x", "import sys\ncommand = [sys.executable, '-m', 'everstep']"),
     (rules.unfinished, "everstep.base.x", "raise NotImplementedError"),
+    (rules.parsed_reasons, "everstep.report.x", "KILLED.match(one_line(event.get('reason')))"),
+    (rules.parsed_reasons, "everstep.report.x", "re.search('killed by', reason)"),
+    (rules.parsed_reasons, "everstep.report.x", "'leaves as asked' in reason"),
+    (rules.parsed_reasons, "everstep.cli.x", "event.get('reason') != 'exit code 0'"),
+    (rules.parsed_reasons, "everstep.cli.x", "scenario.fails not in found.reason"),
+    (rules.parsed_reasons, "everstep.sim.x", "fields['reason'].startswith('drained')"),
+    (rules.parsed_reasons, "everstep.sim.x", "str(event['reason'] or '').rpartition(': ')"),
+    (rules.causeless, "everstep.train.x", "self.emit('warning', reason=f'no {x}')"),
+    (rules.causeless, "everstep.checkpoint.x", "fields = {'step': 1, 'reason': text}"),
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
@@ -51,6 +61,13 @@ GOOD: list[tuple[Rule, str, str]] = [
     (rules.missing_docstrings, "everstep.base.x", DOC + "def _f():\n    pass"),
     (rules.missing_docstrings, "everstep.base", ""),
     (rules.pickles, "everstep.exact.x", "state.load('x')"),
+    (
+        rules.parsed_reasons,
+        "everstep.report.x",
+        "if why.reason and reason not in told:\n    print(' '.join(reason.split()))",
+    ),
+    (rules.causeless, "everstep.train.x", "self.emit('warning', cause=Cause.DISK, reason='full')"),
+    (rules.causeless, "everstep.train.x", "Saved(ok=False, reason='checkpoints are off')"),
 ]
 
 

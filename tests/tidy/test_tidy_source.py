@@ -15,7 +15,10 @@ EACH = [
     rules.missing_docstrings,
     rules.asserts,
     rules.pickles,
+    rules.own_processes,
     rules.unfinished,
+    rules.parsed_reasons,
+    rules.causeless,
 ]
 
 

@@ -47,6 +47,7 @@ PICKLING_ALLOWED = {
     "everstep.data.batch",  # samples, from a worker's own loader processes
     "everstep.data.process",
     "everstep.checkpoint.interchange_formats",  # what others read and write; torch.load with weights_only
+    "everstep.checkpoint.interchange_dcp",  # an index that knows few classes
 }
 PICKLING_CALLS = frozenset({"torch.load", "torch.save"})
 ROOMS_WITHOUT_NAME = frozenset({"utils", "util", "tools", "components", "common", "helpers", "helper", "misc", "stuff"})
@@ -55,6 +56,16 @@ MAX_FUNCTION_LINES = 70
 MAX_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 900
 LONG_METHOD_LINES = 20
+LOOKING_INTO = frozenset({"startswith", "endswith", "partition", "rpartition", "split", "find", "index", "count"})
+MATCHING = frozenset({"match", "search", "fullmatch", "findall", "finditer", "sub", "split"})
+REASON_ALONE = frozenset({"Saved", "Profiled", "_answer"})  # what answers a command
+REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
+    "everstep.checkpoint.manifest",
+    "everstep.checkpoint.manifest_writer",
+    "everstep.checkpoint.whole",
+    "everstep.cli.checkpoint_import",
+    "everstep.cli.checkpoints",
+}
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,14 @@ def pickles(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
 
 
+def own_processes(source: Source) -> Iterator[str]:
+    """Processes of our own are started by one function, which keeps the working directory off their path."""
+    if source.module != "everstep.runtime.process":
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                yield f"{source.path}:{node.lineno}: sys.executable; use everstep.runtime.process.own_command"
+
+
 def rooms_without_name(modules: Iterable[str]) -> Iterator[str]:
     """A room is named for what lives there."""
     for module in modules:
@@ -237,3 +256,60 @@ def dead_modules(sources: Mapping[str, Source], entries: Iterable[str]) -> Itera
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _is_reason(node: ast.AST) -> bool:
+    """`reason`, `x.reason`, `x["reason"]`, `x.get("reason")`, or one of these made into text."""
+    if isinstance(node, ast.Name):
+        return node.id == "reason"
+    if isinstance(node, ast.Attribute):
+        return node.attr == "reason"
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "reason"
+    if isinstance(node, ast.BoolOp):
+        return any(map(_is_reason, node.values))
+    if not isinstance(node, ast.Call):
+        return False
+    get = isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+    named = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == "reason"
+    wrapped = isinstance(node.func, ast.Name) and node.func.id in ("str", "one_line")
+    return (get and named) or (wrapped and any(map(_is_reason, node.args)))
+
+
+def parsed_reasons(source: Source) -> Iterator[str]:
+    """A reason is a sentence for people: what is decided by looking into one belongs to the cause."""
+    for node in source.nodes:
+        found = False
+        if isinstance(node, ast.Compare):
+            for op, left, right in zip(node.ops, [node.left, *node.comparators], node.comparators, strict=False):
+                found |= isinstance(op, ast.In | ast.NotIn) and _is_reason(right)
+                words = isinstance(left, ast.Constant | ast.JoinedStr) or isinstance(
+                    right, ast.Constant | ast.JoinedStr
+                )
+                found |= isinstance(op, ast.Eq | ast.NotEq) and words and (_is_reason(left) or _is_reason(right))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            words_alone = node.func.attr == "split" and not node.args  # tidies white space up
+            found = node.func.attr in LOOKING_INTO and _is_reason(node.func.value) and not words_alone
+            found |= node.func.attr in MATCHING and any(map(_is_reason, node.args))
+        if found:
+            yield f"{source.path}:{node.lineno}: a decision by the words of a reason; give it a cause"  # type: ignore[attr-defined]
+
+
+def causeless(source: Source) -> Iterator[str]:
+    """Whoever gives a reason gives a cause beside it: in calls, and in dictionaries that become events or entries."""
+    for node in source.nodes:
+        if isinstance(node, ast.Call):
+            names = {keyword.arg for keyword in node.keywords}
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        elif isinstance(node, ast.Dict):
+            names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            called = ""
+        else:
+            continue
+        if (
+            "reason" in names
+            and "cause" not in names
+            and called not in REASON_ALONE
+            and source.module not in REASONS_OF
+        ):
+            yield f"{source.path}:{node.lineno}: a reason without its cause"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from coordinator_harness import MS, S, World, drop
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_types import Close, Persist, Report, Send
@@ -25,7 +26,7 @@ def plan_text(plan: Plan) -> str:
     members = " ".join(str(x.key) for x in plan.members)
     flags = f"{' prepared' if plan.prepared else ''}{f' joining {list(plan.joining)}' if plan.joining else ''}"
     repaired = f" repairs {plan.previous}" if plan.previous else ""
-    return f"generation {plan.generation}{flags}{repaired} members [{members}] lanes [{seats}]"
+    return f"generation {plan.generation} [{plan.cause}]{flags}{repaired} members [{members}] lanes [{seats}]"
 
 
 def message_text(x: m.AnyMessage) -> str:
@@ -38,7 +39,7 @@ def message_text(x: m.AnyMessage) -> str:
         case m.Dismissed():
             return f"Dismissed{' drained' if x.drained else ''}: {x.reason}"
         case m.JobEnded():
-            return f"JobEnded {x.state} {x.exit_code}: {x.reason}"
+            return f"JobEnded {x.state} {x.exit_code} [{x.cause}]: {x.reason}"
         case m.KillWorker():
             return f"KillWorker {x.worker_id}.{x.incarnation}: {x.reason}"
         case m.SetSlots():
@@ -69,7 +70,7 @@ def effect_text(effect: Any) -> str | None:
             return f"close {connection}: {reason}"
         case Report(kind, fields):
             who = f" {fields['worker_id']}" if fields.get("worker_id") is not None else ""
-            return f"report {kind}{who}: {fields['reason']}"
+            return f"report {kind}{who} [{fields['cause']}]: {fields['reason']}"
     raise AssertionError(effect)
 
 
@@ -79,7 +80,7 @@ class Script:
     job workers=3 ...       a fresh job, with settings of the config in seconds or as they are
     agent 0.0 1.0           the agent connects and lists its lives
     hello 1.0               a worker connects (with the plan it was last given)
-    exited 2.0 REASON       its agent saw it die
+    exited 2.0 REASON       its agent saw it die, killed by what or with which exit code
     entered 0.0 2 5         it entered generation 2 and computes step 5
     progress 0.0 2 5        it leads generation 2, and step 5 was committed
     healed 2.1              it follows closely enough
@@ -131,7 +132,8 @@ class Script:
 
     def do_exited(self, worker: str, *reason: str) -> None:
         worker_id, incarnation = life(worker)
-        self.world.exited(worker_id, incarnation, " ".join(reason))
+        cause = Cause.KILLED if reason[0] == "killed" else Cause.EXITED
+        self.world.exited(worker_id, incarnation, " ".join(reason), cause=cause)
 
     def do_entered(self, worker: str, generation: str, step: str) -> None:
         worker_id, incarnation = life(worker)

@@ -14,30 +14,42 @@ EverstepError
 ├── CheckpointCorrupt      stored state that does not match its hashes
 ├── StoreError             a directory or object store could not be read or written
 │   ├── BlobMissing        it has nothing under that name
-│   └── BlobExists         it has something under a name that was to be new
+│   ├── BlobExists         it has something under a name that was to be new
+│   └── BlobForeign        it has something there that is no file of ours; a CheckpointCorrupt, too
 └── JobFailed              the job cannot go on; the message says why
 InvariantViolation         (not an EverstepError) a bug in Everstep
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
+
+from everstep.base.cause import Cause
 
 
 class EverstepError(Exception):
-    """Root of all operating faults."""
+    """Root of all operating faults. `cause`: what a fault of this class is, as data."""
+
+    cause = Cause.UNKNOWN
 
 
 class ConfigError(EverstepError):
     """The job cannot be started as asked."""
 
+    cause = Cause.CONFIG
+
 
 class TaskError(EverstepError):
     """The user's code raised."""
 
+    cause = Cause.EXCEPTION
+
 
 class DeterminismError(EverstepError):
     """The same work, done twice, gave different bits."""
+
+    cause = Cause.NONDETERMINISTIC
 
 
 class StateTainted(EverstepError):
@@ -45,6 +57,8 @@ class StateTainted(EverstepError):
 
     `outvoted`: most others agree on another state than this worker's. `signature`: of this incident alone.
     """
+
+    cause = Cause.CORRUPT
 
     def __init__(self, message: str, step: int, generation: int, sound: int, outvoted: bool) -> None:
         super().__init__(message)
@@ -74,9 +88,13 @@ class Evicted(MembershipError):
 class QuorumLost(MembershipError):
     """Too few workers, for longer than the job is willing to wait."""
 
+    cause = Cause.QUORUM
+
 
 class CollectiveAborted(EverstepError):
     """A transfer was left before its end; `accused` are the worker ids found dead, if any."""
+
+    cause = Cause.LINK
 
     def __init__(self, message: str, accused: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -86,13 +104,26 @@ class CollectiveAborted(EverstepError):
 class ProtocolError(EverstepError):
     """A connection spoke something else."""
 
+    cause = Cause.LINK
+
 
 class CheckpointCorrupt(EverstepError):
     """Stored state does not match its hashes."""
 
+    cause = Cause.CORRUPT
+
 
 class StoreError(EverstepError):
-    """A directory or object store could not be read or written."""
+    """A directory or object store could not be read or written.
+
+    `trouble`: the same wherever the same thing is wrong, whichever file it befalls.
+    """
+
+    cause = Cause.DISK
+
+    def __init__(self, message: str, trouble: str = "") -> None:
+        super().__init__(message)
+        self.trouble = trouble
 
 
 class BlobMissing(StoreError):
@@ -103,12 +134,30 @@ class BlobExists(StoreError):
     """A store has something under a name that was to be new."""
 
 
+class BlobForeign(StoreError, CheckpointCorrupt):
+    """What a store has under that name, or on the way to it, is a link, a pipe or the like, or the name is none."""
+
+    cause = Cause.CORRUPT
+
+
 class JobFailed(EverstepError):
     """The job cannot go on."""
 
 
 class InvariantViolation(AssertionError):
     """A bug in Everstep: something that must always hold did not."""
+
+
+def cause_of(error: BaseException) -> Cause:
+    """What an exception comes down to; of a `TaskError`, what the user's code raised."""
+    root = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
+    if isinstance(root, EverstepError):
+        return root.cause
+    if isinstance(root, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(root).__mro__):
+        return Cause.OOM  # a device's is torch's own class, which is not known here
+    if isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        return Cause.DISK
+    return Cause.EXCEPTION
 
 
 def check(condition: bool, message: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from everstep.base.cause import Cause
 from everstep.base.errors import check
 
 Role = Literal["active", "standby"]
@@ -65,7 +66,7 @@ class Plan:
     the first agree in which all of the previous generation hold it; otherwise at once. `joining`: worker ids that
     were not members of the generation before. `leaders`: by stage, where the config names one that is a member; None or
     nothing: the first in id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends;
-    "" if none is.
+    "" if none is. `cause` and `reason`: why the generation is; the cause is unknown in plans of older versions.
     """
 
     generation: int
@@ -80,6 +81,7 @@ class Plan:
     joining: tuple[int, ...] = ()
     leaders: tuple[int | None, ...] = ()
     save: str = ""
+    cause: Cause = Cause.UNKNOWN
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.chaos.scenarios import Scenario
 
 Event = Mapping[str, Any]
@@ -30,15 +31,17 @@ class Struck:
 
 @dataclass
 class Account:
-    """A job's faults. `steps_redone`: because a whole pool was lost. `state`: completed, failed, or not over."""
+    """A job's faults. `told`: by kind, the events that give a cause. `steps_redone`: because a whole pool was lost.
+    `state`: completed, failed, or not over."""
 
     struck: list[Struck] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, list[str]] = field(default_factory=dict)
+    told: dict[str, list[Event]] = field(default_factory=dict)
     recoveries_s: list[float] = field(default_factory=list)
     steps_redone: int = 0
     steps: int = 0
     state: str = "not over"
+    cause: Cause | None = None
     reason: str = ""
 
     @property
@@ -57,6 +60,7 @@ class Account:
             "steps": self.steps,
             "steps_redone": self.steps_redone,
             "state": self.state,
+            "cause": self.cause,
             "reason": self.reason or None,
         }
 
@@ -68,8 +72,8 @@ def account(events: Iterable[Event]) -> Account:
     for event in listed:
         kind = str(event["kind"])
         found.counts[kind] = found.counts.get(kind, 0) + 1
-        if event.get("reason"):
-            found.reasons.setdefault(kind, []).append(str(event["reason"]))
+        if event.get("cause"):
+            found.told.setdefault(kind, []).append(event)
         if kind == "recovery_completed":
             found.recoveries_s.append(float(event.get("duration_s") or 0.0))
         elif kind == "fallback":
@@ -78,7 +82,8 @@ def account(events: Iterable[Event]) -> Account:
             found.steps = max(found.steps, int(event["step"]))
         elif kind in ("job_completed", "job_failed"):
             found.state = str(event.get("state") or kind.removeprefix("job_"))
-            found.reason = str(event.get("reason") or "") if found.state != "completed" else ""
+            if found.state != "completed":
+                found.cause, found.reason = Cause.read(event.get("cause")), str(event.get("reason") or "")
     found.struck = [_struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if _is_strike(event)]
     return found
 
@@ -129,13 +134,20 @@ def missing(scenario: Scenario, found: Account) -> list[str]:
         if found.counts.get(kind, 0) < count
     ]
     lines += [
-        f"expected a {kind} that says {words!r}, got {'; '.join(found.reasons.get(kind, ())) or 'none'}"
-        for kind, words in scenario.says.items()
-        if not any(words in reason for reason in found.reasons.get(kind, ()))
+        f"expected a {kind} with {_shown(fields)}, got {_said(found, kind) or 'none'}"
+        for kind, fields in scenario.bears.items()
+        if not any(fields.items() <= event.items() for event in found.told.get(kind, ()))
     ]
     lines += [
-        f"expected no {kind}, got {'; '.join(found.reasons.get(kind, ('one',)))}"
-        for kind in scenario.never
-        if found.counts.get(kind, 0)
+        f"expected no {kind}, got {_said(found, kind) or 'one'}" for kind in scenario.never if found.counts.get(kind, 0)
     ]
     return lines
+
+
+def _shown(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _said(found: Account, kind: str) -> str:
+    """The events of a kind, for people."""
+    return "; ".join(f"{event['cause']}: {event.get('reason')}" for event in found.told.get(kind, ()))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.pace import Pace
@@ -38,6 +39,8 @@ class ChaosError(EverstepError):
     `signature` differs from fault to fault, so that the coordinator never takes it for an error of the user's task
     that every restart would repeat.
     """
+
+    cause = Cause.EXCEPTION
 
     def __init__(self, message: str, signature: str) -> None:
         super().__init__(message)
@@ -168,6 +171,7 @@ class Injector:
             worker_id=None if victim == "coordinator" else self._worker.worker_id,
             incarnation=None if victim == "coordinator" else self._worker.incarnation,
             pid=pid,
+            cause=Cause.INJECTED,
             reason=f"chaos fault {str(fault)!r} strikes {victim} in phase {phase} of step {step}",
             fault=fault.kind,
             target=str(fault.target),
@@ -192,7 +196,8 @@ class Injector:
         try:
             pid = int(json.loads((self._run_dir / "coordinator.json").read_text())["pid"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._report("warning", reason=f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}")
+            text = f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}"
+            self._report("warning", cause=Cause.INJECTED, reason=text)
             return None
         return pid if pid > 1 else None
 

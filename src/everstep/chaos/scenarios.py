@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 
 SIX_AS_3x2: Mapping[str, Any] = {"stages": 3, "workers": 6}
@@ -42,9 +43,9 @@ class Scenario:
     """One row of the suite.
 
     chaos: what strikes, as for `--chaos`. shape: stages and workers. settings: further config keys. expects: kinds of
-    events, and how many there have to be at least. says: words of the reasons of events, by kind, one of which each
-    has to bear. never: kinds of events that must not be there. fails: the job cannot go on, and these are words of the
-    reason that it has to give; empty: it ends with the right bits.
+    events, and how many there have to be at least. bears: by kind, what fields one event of it has to have. never:
+    kinds of events that must not be there. fails: the job cannot go on, for this cause; None: it ends with the right
+    bits.
     """
 
     name: str
@@ -53,9 +54,9 @@ class Scenario:
     expects: Mapping[str, int]
     shape: Mapping[str, Any] = field(default_factory=lambda: SIX_AS_3x2)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    says: Mapping[str, str] = field(default_factory=dict)
+    bears: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     never: tuple[str, ...] = ("fallback",)
-    fails: str = ""
+    fails: Cause | None = None
 
     def config(self) -> dict[str, Any]:
         """The config keys that the scenario sets, beyond those of the task."""
@@ -95,7 +96,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "slow:target=leader:0,at=5,by=0.04,for=9,until=worker_healed*2",
         {"worker_evicted": 2, "leader_changed": 4, "worker_healed": 2},
         settings={"hang_limit_s": 1},
-        says={"worker_evicted": "seen nothing of it", "leader_changed": "healed and joins"},
+        bears={"worker_evicted": {"cause": Cause.SILENT}, "leader_changed": {"cause": Cause.JOINED}},
     ),
     Scenario(
         "all_backup_failure",
@@ -104,7 +105,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         {"worker_evicted": 3, "fallback": 1},
         SIX_AS_2x3,
         settings={"checkpoint.memory.every_steps": 4},
-        says={"fallback": "goes on from a copy of step"},
+        bears={"fallback": {"cause": Cause.KILLED, "source": "copy"}},
         never=(),
     ),
     Scenario(
@@ -113,7 +114,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill:target=worker:2+worker:3,at=6,phase=backward",
         {"worker_evicted": 2, "fallback": 1},
         settings={"checkpoint.enabled": False},
-        says={"fallback": "step 0, for there is no copy"},
+        bears={"fallback": {"cause": Cause.KILLED, "source": "start"}},
         never=(),
     ),
     Scenario(
@@ -123,7 +124,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         {"fault_injected": 2},
         settings={"max_restarts": 0, "min_workers": 5},
         never=(),
-        fails="4 of the 5 workers that the job needs at least can still run",
+        fails=Cause.QUORUM,
     ),
     Scenario(
         "network_partition",
@@ -131,7 +132,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "partition:target=worker:1+worker:3,at=6,for=1.5; disconnect:target=worker:5,at=7,for=0.5; "
         "slow:target=leader:0,at=5,by=0.04,for=9,until=worker_healed*2",
         {"fault_injected": 4, "worker_evicted": 2, "worker_healed": 2},
-        says={"worker_evicted": "seen nothing of it"},
+        bears={"worker_evicted": {"cause": Cause.SILENT}},
     ),
     Scenario(
         "death_in_forward",
@@ -163,7 +164,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill:target=leader:1,at=6,phase=backward; kill:target=leader:1,at=5,phase=settle",
         {"worker_evicted": 2, "leader_changed": 2, "recovery_completed": 1},
         SIX_AS_2x3,
-        says={"fault_injected": "in phase settle"},
+        bears={"fault_injected": {"phase": "settle"}},
     ),
     Scenario(
         "death_in_heal",
@@ -171,7 +172,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill:target=worker:3,at=6,phase=forward; kill:target=worker:3,at=5,phase=heal; "
         "slow:target=leader:0,at=5,by=0.04,for=8,until=worker_healed",
         {"fault_injected": 3, "worker_evicted": 1, "worker_healed": 1},
-        says={"fault_injected": "in phase heal"},
+        bears={"fault_injected": {"phase": "heal"}},
     ),
 )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.cause import Why
 from everstep.base.errors import StoreError, check
 from everstep.checkpoint.manifest import Manifest, PartFile, compact
 from everstep.checkpoint.part import PartReport, entries_within, file_of, split_digests
@@ -40,9 +41,10 @@ class Assembly:
         return True
 
     @property
-    def error(self) -> str:
+    def failed(self) -> Why | None:
         """Why there will be no checkpoint, as far as a worker said so."""
-        return next((f"worker {r.worker_id}: {r.error}" for r in self.reports.values() if r.error), "")
+        failed = (Why(r.cause, f"worker {r.worker_id}: {r.error}") for r in self.reports.values() if r.error)
+        return next(failed, None)
 
     def missing(self) -> str:
         """What has not arrived yet, in words; empty if everything has."""

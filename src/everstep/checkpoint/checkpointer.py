@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import Identity, decode, refuse_foreign
@@ -132,16 +133,17 @@ class Checkpointer:
         busy = self._manifests.busy_with if self._manifests is not None else None
         if "disk" in due.tiers and busy is not None:
             if busy[1] > _GIVE_UP_S and self._manifests is not None:
-                self._manifests.abandon(f"it took longer than {_GIVE_UP_S:.0f} s")
+                self._manifests.abandon(Why(Cause.SLOW, f"it took longer than {_GIVE_UP_S:.0f} s"))
             else:
                 self.schedule.wanted = asked  # who asked for one gets it afterwards
-                self.skip("disk", step, f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s")
-                due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
+                text = f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s"
+                self.skip("disk", step, Why(Cause.BUSY, text))
+                due = replace(due, tiers=tuple(t for t in due.tiers if t == "memory"))
         return due
 
-    def request(self, reason: str) -> None:
+    def request(self, why: Why) -> None:
         """One more checkpoint, as soon as possible: on request, in an emergency."""
-        self.schedule.request(reason)
+        self.schedule.request(why)
 
     def failure_seen(self) -> None:
         """A worker failed: the automatic interval goes by it."""
@@ -191,13 +193,13 @@ class Checkpointer:
         step, pool = extent.step, [seat.worker_id for seat in plan.pool(stage)]
         self._parts = [part for part in self._parts if not part.ended]
         if any(part.step != step for part in self._parts):
-            reason = "its part of an earlier checkpoint is still being written"
-            self._report(PartReport(step, plan.generation, stage, self.worker_id, 0, 0, error=reason))
+            text = "its part of an earlier checkpoint is still being written"
+            self._no_part(step, plan, stage, Why(Cause.BUSY, text))
             return
         try:
             live = LiveState.of(state)
         except (EverstepError, MemoryError, RuntimeError) as error:
-            self._report(PartReport(step, plan.generation, stage, self.worker_id, 0, 0, error=str(error)))
+            self._no_part(step, plan, stage, Why(cause_of(error), str(error)))
             return
         first, last = owners(live.n_blocks, pool)[self.worker_id]
         metadata = {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)}
@@ -216,6 +218,10 @@ class Checkpointer:
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
         part.start(self._runner)
+
+    def _no_part(self, step: int, plan: Plan, stage: int, why: Why) -> None:
+        who = (step, plan.generation, stage, self.worker_id)
+        self._report(PartReport(*who, 0, 0, error=why.reason, cause=why.cause))
 
     def _find_base(self) -> Base:
         """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
@@ -247,13 +253,13 @@ class Checkpointer:
         """Another generation began: a checkpoint of which a part is missing will not be completed."""
         self._is_main = plan.leader(0) == self.worker_id
         if self._manifests is not None:
-            self._manifests.abandon(reason)
+            self._manifests.abandon(Why(Cause.REGROUPED, reason))
 
     def condemn(self, sound: int, *, with_objects: bool) -> None:
         """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
         the background) in the object store; none that is under way is completed."""
         if self._manifests is not None:
-            self._manifests.abandon("the state that it is of counts for nothing")
+            self._manifests.abandon(Why(Cause.CORRUPT, "the state that it is of counts for nothing"))
             self._manifests.drain(_DRAIN_S)
             self._manifests.forget()
         self._sound = {step: found for step, found in self._sound.items() if step <= sound}
@@ -272,7 +278,7 @@ class Checkpointer:
                 extent.step,
                 plan.generation,
                 plan.stages,
-                extent.due.reason,
+                Why(extent.due.cause, extent.due.reason),
                 extent.records,
                 dict(extent.application or {}),
                 dict(extent.metrics or {}),
@@ -298,7 +304,7 @@ class Checkpointer:
     def _ended(self, outcome: Outcome) -> None:
         """In the manifest writer's thread."""
         if outcome.manifest is None:
-            self.skip("disk", outcome.step, outcome.error)
+            self.skip("disk", outcome.step, outcome.failed or Why(Cause.UNKNOWN, "it was not completed"))
             self._to_upload.discard(outcome.step)
             return
         self._cost_s = outcome.cost_s
@@ -309,7 +315,8 @@ class Checkpointer:
             "size_bytes": outcome.manifest.size_bytes,
             "written_bytes": outcome.manifest.written_bytes,
             "stall_s": outcome.stall_s,
-            "reason": outcome.reason,
+            "cause": outcome.why.cause,
+            "reason": outcome.why.reason,
             "skipped": self.skipped["disk"],
         }
         self._events("checkpoint_completed", fields)
@@ -321,7 +328,7 @@ class Checkpointer:
         try:
             self._the_uploader().offer(step)
         except EverstepError as error:
-            self.skip("object", step, str(error))
+            self.skip("object", step, Why(cause_of(error), str(error)))
 
     def _the_uploader(self) -> Uploader:
         with self._lock:
@@ -329,12 +336,12 @@ class Checkpointer:
                 self._uploader = open_uploader(self._config, self.store, self._events, self._proven)
             return self._uploader
 
-    def skip(self, tier: str, step: int, reason: str, tell: bool = True) -> None:
+    def skip(self, tier: str, step: int, why: Why, tell: bool = True) -> None:
         """A tier did not take one: that is counted and, unless it is told already, told."""
         self.skipped[tier] += 1
         if tell:
-            fields = {"tier": tier, "step": step, "reason": reason, "skipped": self.skipped[tier]}
-            self._events("checkpoint_failed", fields)
+            said = {"cause": why.cause, "reason": why.reason}
+            self._events("checkpoint_failed", {"tier": tier, "step": step, **said, "skipped": self.skipped[tier]})
 
     # ---- reading
 
@@ -408,7 +415,8 @@ class Checkpointer:
         return None
 
     def _fell_back(self, step: int, reason: str) -> None:
-        self._events("fallback", {"step": step, "reason": reason, "what": "checkpoint"})
+        fields = {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"}
+        self._events("fallback", fields)
 
     # ---- the end
 
@@ -442,7 +450,7 @@ class Checkpointer:
     def close(self) -> None:
         """Gives up what is not finished. Parts that are being written end by themselves."""
         for part in self._parts:
-            part.abandon("the worker ends")
+            part.abandon(Why(Cause.INTERRUPTED, "the worker ends"))
         self._runner.close()
         if self._manifests is not None:
             self._manifests.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,10 @@ _MODEL = "model/"
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many were read."""
+
+
+class _Record(msgspec.Struct):
+    names: dict[str, str]
 
 
 @dataclass
@@ -93,12 +98,12 @@ def _names(manifest: Manifest, stored: Iterable[str]) -> dict[str, str]:
     if data is None:
         return {name: name for name in stored}
     try:
-        names = dict(json.loads(data)["names"])
-    except (ValueError, KeyError, TypeError) as error:
+        names = msgspec.json.decode(data, type=_Record).names
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointCorrupt(f"the checkpoint's record of names is not as Everstep writes it: {error!r}") from error
     lost = [first for first in names.values() if first not in known]
     if lost:
-        raise CheckpointCorrupt(f"the checkpoint names {lost[0]}, but its state does not hold it")
+        raise CheckpointCorrupt(f"the checkpoint names {lost[0]!r}, but its state does not hold it")
     return names
 
 
@@ -106,11 +111,12 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
     """state by parameter name, and the groups with names for `params`."""
     if "groups" not in values:
         return None
-    groups = []
-    for group in values["groups"]:
-        loaded = decode(group, tensors)
-        groups.append({**loaded["values"], "params": list(loaded["params"])})
-    return {"state": dict(decode(values["state"], tensors)), "param_groups": groups}
+    try:
+        loaded = [decode(group, tensors) for group in values["groups"]]
+        groups = [{**group["values"], "params": list(group["params"])} for group in loaded]
+        return {"state": dict(decode(values["state"], tensors)), "param_groups": groups}
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"the optimizer's state is not as Everstep writes it: {error!r}") from error
 
 
 def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: Progress) -> dict[str, Tensor]:
@@ -138,9 +144,7 @@ def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: Progr
 
 
 def _tensor(entry: StateEntry, memory: bytearray) -> Tensor:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointCorrupt(f"{entry.name} has an unknown type {entry.dtype}")
+    dtype = getattr(torch, entry.dtype)
     if not memory:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).reshape(entry.shape)

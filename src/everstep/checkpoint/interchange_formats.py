@@ -165,15 +165,15 @@ def detect(path: Path) -> str:
             f"{path} is no format that is known: expected model.safetensors (or its index), or .metadata of "
             "torch.distributed.checkpoint"
         )
-    if not path.exists():
-        raise ConfigError(f"there is no {path}")
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}" if not path.exists() else f"{path} is neither a file nor a folder")
     return SAFETENSORS if path.suffix == ".safetensors" else TORCH
 
 
 def load_weights(path: Path) -> Weights:
     """What lies at a path, whichever of the formats it is.
 
-    A DCP directory's own index is a pickle, which its reader executes: read none that you do not trust.
+    Nothing that it says is executed, and it leads to no file outside of a directory that is one.
 
     Raises: ConfigError, naming what cannot be read and why.
     """
@@ -200,8 +200,8 @@ def _read_hf(path: Path) -> Weights:
     where = json.loads(index.read_text())["weight_map"]
     weights = Weights()
     for shard in sorted(set(where.values())):
-        if Path(shard).name != shard:
-            raise ConfigError(f"{index} names {shard!r}, which is outside of its folder")
+        if not isinstance(shard, str) or Path(shard).name != shard or not (path / shard).is_file():
+            raise ConfigError(f"{index} names {str(shard)[:100]!a}, which is no file of its folder")
         weights.model |= _read_safetensors(path / shard).model
     lacking = sorted(set(where) - set(weights.model))
     if lacking:
@@ -230,39 +230,6 @@ def _tensors(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def _read_dcp(path: Path) -> Weights:
-    """By its public reader. Its index says how the saved dict was nested, so the same is built with empty tensors."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from everstep.checkpoint.interchange_dcp import read_dcp
 
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    paths = metadata.planner_data or {}
-    flat: dict[str, Any] = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            flat[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-        else:
-            flat[name] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load(flat, storage_reader=reader, no_dist=True)
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        _put(nested, tuple(paths.get(name, (name,))), value)
-    return _from_nested(_lists(nested), path)
-
-
-def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
-
-
-def _lists(node: Any) -> Any:
-    """Dicts whose keys are 0, 1, ... were lists."""
-    if not isinstance(node, dict):
-        return node
-    if node and all(type(key) is int for key in node) and sorted(node) == list(range(len(node))):
-        return [_lists(node[k]) for k in range(len(node))]
-    return {key: _lists(value) for key, value in node.items()}
+    return _from_nested(read_dcp(path), path)

@@ -16,6 +16,7 @@ from typing import Any
 
 from everstep.base.config import Config, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, check
+from everstep.checkpoint.manifest_form import Form, check_form
 from everstep.checkpoint.sealed import seal, unseal
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, StateEntry, entries_of
@@ -155,48 +156,33 @@ class Manifest:
 def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
     """The manifest that a text is. name: of the file, for messages.
 
-    Raises: CheckpointCorrupt if a byte differs. ConfigError if it is whole, but of a format that this version does not
-    read.
+    Raises: CheckpointCorrupt if a byte differs, or it says what Everstep never writes. ConfigError if it is whole, but
+    of a format that this version does not read.
     """
     body = unseal(KIND, data, name)
     try:
-        manifest = _build(body)
-        _check_places(manifest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error!r}") from error
-    return manifest
+        return _build(check_form(body), body)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error}") from None
 
 
-def _build(body: Mapping[str, Any]) -> Manifest:
+def _build(form: Form, body: Mapping[str, Any]) -> Manifest:
     return Manifest(
-        step=body["step"],
-        generation=body["generation"],
+        step=form.step,
+        generation=form.generation,
         identity=body["identity"],
         state=body["state"],
-        files=tuple(PartFile(*row) for row in body["files"]),
-        runs=tuple(Run(*row) for row in body["runs"]),
-        base=body["base"],
-        depth=body["depth"],
-        written_bytes=body["written_bytes"],
-        created_unix_ns=body["created_unix_ns"],
-        reason=body["reason"],
-        records=base64.b64decode(body["records"]),
-        application={name: base64.b64decode(data) for name, data in body["application"].items()},
-        metrics={name: float.fromhex(value) for name, value in body["metrics"].items()},
+        files=tuple(PartFile(*row) for row in form.files),
+        runs=tuple(Run(*row) for row in form.runs),
+        base=form.base,
+        depth=form.depth,
+        written_bytes=form.written_bytes,
+        created_unix_ns=form.created_unix_ns,
+        reason=form.reason,
+        records=_bytes(form.records),
+        application={name: _bytes(text) for name, text in form.application.items()},
+        metrics={name: _float(text) for name, text in form.metrics.items()},
     )
-
-
-def _check_places(manifest: Manifest) -> None:
-    """Raises: ValueError unless every block has exactly one place, inside its file."""
-    at = 0
-    for run in manifest.runs:
-        file = manifest.files[run.file]
-        fits = file.data_at <= run.offset and run.offset + run.count * BLOCK_BYTES <= file.size
-        if run.first != at or run.count < 1 or not fits:
-            raise ValueError(f"blocks {run.first} to {run.first + run.count} have no place in {file.name}")
-        at += run.count
-    if at != manifest.n_blocks:
-        raise ValueError(f"{at} of {manifest.n_blocks} blocks have a place")
 
 
 def differences(manifest: Manifest, identity: Identity) -> tuple[list[str], list[str]]:
@@ -250,6 +236,20 @@ def compact(places: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    data = base64.b64decode(text, validate=True)
+    if _text(data) != text:
+        raise ValueError("expected base64 as it is written")
+    return data
+
+
+def _float(text: str) -> float:
+    value = float.fromhex(text)
+    if value.hex() != text:
+        raise ValueError("expected a hexadecimal number as it is written")
+    return value
 
 
 def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:

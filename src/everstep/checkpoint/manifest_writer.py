@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config import TierConfig
-from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError
+from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import Identity, Manifest
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
@@ -28,16 +29,16 @@ from everstep.checkpoint.store import DirectoryStore
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a checkpoint ended. error: why there is none; empty if there is. stall_s: the longest that a worker stood
-    still. cost_s: the same, and the processor time of its writer. reason: why it was taken."""
+    """How a checkpoint ended. failed: why there is none; None if there is. stall_s: the longest that a worker stood
+    still. cost_s: the same, and the processor time of its writer. why: it was taken."""
 
     step: int
-    error: str = ""
+    failed: Why | None = None
     manifest: Manifest | None = None
     duration_s: float = 0.0
     stall_s: float = 0.0
     cost_s: float = 0.0
-    reason: str = ""
+    why: Why = UNSAID
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Facts:
     step: int
     generation: int
     stages: int = 1
-    reason: str = ""
+    why: Why = UNSAID
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ManifestWriter:
         self._facts: Facts | None = None
         self._early: list[PartReport] = []
         self._began = 0.0
-        self._work: queue.SimpleQueue[tuple[Assembly, Facts, str, float] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Assembly, Facts, Why | None, float] | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._shelf: Shelf | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
@@ -85,7 +86,7 @@ class ManifestWriter:
 
     def expect(self, facts: Facts) -> None:
         """A checkpoint begins. One that is still incomplete is given up."""
-        self.abandon("the next checkpoint began")
+        self.abandon(Why(Cause.BUSY, "the next checkpoint began"))
         with self._lock:
             self._current = Assembly(facts.step, facts.generation, facts.stages)
             self._facts, self._began = facts, time.monotonic()
@@ -103,16 +104,14 @@ class ManifestWriter:
                 return
             if not assembly.add(report):
                 return
-            if assembly.error:
-                self._hand_over(assembly.error)
-            elif not assembly.missing():
-                self._hand_over("")
+            if assembly.failed is not None or not assembly.missing():
+                self._hand_over(assembly.failed)
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, why: Why) -> None:
         """Gives up what is still incomplete: a part will not come."""
         with self._lock:
             if self._current is not None:
-                self._hand_over(f"{reason}; {self._current.missing()} had not arrived")
+                self._hand_over(Why(why.cause, f"{why.reason}; {self._current.missing()} had not arrived"))
 
     @property
     def busy_with(self) -> tuple[int, float] | None:
@@ -139,35 +138,35 @@ class ManifestWriter:
 
     def close(self) -> None:
         """Ends the thread after what is in its queue."""
-        self.abandon("the job ends")
+        self.abandon(Why(Cause.INTERRUPTED, "the job ends"))
         self._work.put(None)
         self._thread.join(timeout=10.0)
 
-    def _hand_over(self, error: str) -> None:
+    def _hand_over(self, failed: Why | None) -> None:
         if self._current is not None and self._facts is not None:
-            self._work.put((self._current, self._facts, error, self._began))
+            self._work.put((self._current, self._facts, failed, self._began))
         self._current = self._facts = None
 
     # ---- the thread
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            assembly, facts, error, began = item
+            assembly, facts, failed, began = item
             stall_s = max((r.stall_s for r in assembly.reports.values()), default=0.0)
             cost_s = max((r.stall_s + r.cpu_s for r in assembly.reports.values()), default=0.0)
             manifest = None
             try:
-                if error:
-                    raise StoreError(error)
-                manifest = self._complete(assembly, facts)
+                if failed is None:
+                    manifest = self._complete(assembly, facts)
             except Exception as fault:  # whatever it is: training goes on without this checkpoint
-                error = str(fault) or type(fault).__name__
+                failed = Why(cause_of(fault), str(fault) or type(fault).__name__)
+            if manifest is None:
                 self._withdraw(assembly)
             if manifest is not None:
                 with suppress(EverstepError):  # the checkpoint is there; the next one tries again
                     self._point(manifest)
             took = time.monotonic() - began
-            outcome = Outcome(facts.step, error, manifest, took, stall_s, cost_s, facts.reason)
+            outcome = Outcome(facts.step, failed, manifest, took, stall_s, cost_s, facts.why)
             try:
                 self._done(outcome)
             finally:
@@ -182,7 +181,7 @@ class ManifestWriter:
         given: dict[str, Any] = {
             "identity": self._identity.to_dict(),
             "created_unix_ns": time.time_ns(),
-            "reason": facts.reason,
+            "reason": facts.why.reason,
             "records": facts.records,
             "application": facts.application,
             "metrics": facts.metrics,

@@ -1,4 +1,6 @@
-"""The names of what a checkpoint directory holds."""
+"""The names of what a checkpoint directory holds. Names come from manifests and listings too, which anybody may have
+written: what is none of ours is no name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ LATEST, BEST, PINS = "latest.json", "best.json", "pins.json"
 DAMAGED = "damaged-"
 """Begins the name of what was found damaged and set aside; nothing that bears it is ever deleted by itself."""
 
-_STEP = re.compile(r"step-(\d{10})")
+MAX_STEP = 10**10 - 1
+PART_EXAMPLE = "step-0000000010/part-s0-w0-g1.safetensors"
+
+_STEP = re.compile(r"step-([0-9]{10})")
+_NUMBER = "(?:0|[1-9][0-9]{0,9})"
+_PART = re.compile(rf"step-[0-9]{{10}}/part-s{_NUMBER}-w{_NUMBER}-g{_NUMBER}(?:-[1-9][0-9]{{0,3}})?\.safetensors")
+_WORDS = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
 def step_name(step: int) -> str:
@@ -21,6 +29,21 @@ def step_of(name: str) -> int | None:
     """The step whose folder a name is or lies in; None if it is no such name."""
     found = _STEP.fullmatch(name.partition("/")[0])
     return int(found[1]) if found else None
+
+
+def is_plain(name: str) -> bool:
+    """Whether it may be the name of anything here: ASCII words with slashes between them, none of them `.` or `..`."""
+    return _WORDS.fullmatch(name) is not None and not {".", ".."} & set(name.split("/"))
+
+
+def is_part(name: str) -> bool:
+    """Whether `part_name` makes such names."""
+    return _PART.fullmatch(name) is not None
+
+
+def is_damaged(name: str) -> bool:
+    """Whether it names something that was set aside."""
+    return name.partition("/")[2].startswith(DAMAGED)
 
 
 def manifest_name(step: int) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
-from everstep.checkpoint.store import Bytes
+from everstep.checkpoint.names import is_plain
+from everstep.checkpoint.store import Bytes, room_for, words_of
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload, and of a range when a long read is split."""
@@ -41,7 +43,13 @@ _CREDENTIALS = frozenset(
 _FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "XMinioStorageFull"})
 
 
-class StoreRefused(StoreError):
+class ObjectStoreError(StoreError):
+    """The object store was not reached, or answered with an error."""
+
+    cause = Cause.STORE
+
+
+class StoreRefused(ObjectStoreError):
     """The store will not do this until somebody changes something: the bucket, the credentials, its free space."""
 
 
@@ -120,17 +128,20 @@ class ObjectStore:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Name -> size in bytes of what begins with the prefix; one request per 1,000 names."""
         folder = prefix.rpartition("/")[0]
+        if folder and not is_plain(folder):
+            return {}
         where = self._key(folder) if folder else self._prefix
-        cut = len(self._prefix) + 1 if self._prefix else 0
+        top = f"{self._prefix}/" if self._prefix else ""
         try:
             found = {
-                meta["path"][cut:]: int(meta["size"])
+                meta["path"].removeprefix(top): int(meta["size"])
                 for chunk in self._obstore.list(self._store, where or None)
                 for meta in chunk
+                if meta["path"].startswith(top)
             }
         except Exception as error:
             raise self._told(error, prefix) from None
-        return {name: size for name, size in found.items() if name.startswith(prefix)}
+        return {name: size for name, size in found.items() if name.startswith(prefix) and is_plain(name)}
 
     def ask(self) -> None:
         """Whether the bucket is there and may be read. Raises: StoreRefused, StoreError."""
@@ -173,7 +184,7 @@ class ObjectStore:
             return memoryview(b"")
         if length <= PART_BYTES:
             return memoryview(self._range(name, start, length))
-        out = bytearray(length)
+        out = room_for(length, f"{self.url}/{name}")
         jobs = [(at, min(PART_BYTES, length - at)) for at in range(0, length, PART_BYTES)]
 
         def fetch(job: tuple[int, int]) -> int:
@@ -196,7 +207,7 @@ class ObjectStore:
 
     def _range(self, name: str, start: int, length: int) -> bytes:
         try:
-            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))
+            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))[:length]
         except Exception as error:
             if "InvalidRange" in str(error):
                 return b""
@@ -268,32 +279,35 @@ class ObjectStore:
     # ---- words
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return "/".join([*([self._prefix] if self._prefix else []), *words_of(name)])
 
     def _told(self, error: Exception, name: str) -> Exception:
-        """What went wrong, in one line: expected, came, what to do."""
+        """What went wrong, in one line: expected, came, what to do. The client has nothing but words to tell it by."""
         ours = isinstance(error, OSError) and error.errno is not None  # of the file that is being uploaded
         if ours or not isinstance(error, self._client_errors()):
             return error
-        text = str(error)
-        code = next(iter(_CODE.findall(text)), "")
-        status = next(iter(_STATUS.findall(text)), "")
+        said = str(error)
+        code = next(iter(_CODE.findall(said)), "")
+        status = next(iter(_STATUS.findall(said)), "")
         where = f"{self.url}/{name}" if name else self.url
         at = f" at {self._endpoint}" if self._endpoint else ""
         if isinstance(error, self._obstore.exceptions.AlreadyExistsError) or code == "PreconditionFailed":
             return BlobExists(f"{where} is there already")
         if code in ("NoSuchBucket", "InvalidBucketName"):
-            return StoreRefused(f"there is no bucket {self.bucket!r}{at}: create it, or correct the URL")
+            return StoreRefused(f"there is no bucket {self.bucket!r}{at}: create it, or correct the URL", code)
         if code in _FULL or status == "507":
-            return StoreRefused(f"cannot write {where}: the store is full ({code or status}): make room there")
+            text = f"cannot write {where}: the store is full ({code or status}): make room there"
+            return StoreRefused(text, code or status)
         if code in _CREDENTIALS or status in ("401", "403"):
             return StoreRefused(
                 f"the store{at or ' of AWS'} refuses these credentials ({code or status}) for {where}: check "
-                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and whether they have expired"
+                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and whether they have expired",
+                code or status,
             )
         if isinstance(error, FileNotFoundError) or code == "NoSuchKey" or status == "404":
             return BlobMissing(f"there is no {where}")
-        return StoreError(f"cannot use {where}{at}: {_cause(text, code, status)}")
+        trouble = _shortened(said, code, status)
+        return ObjectStoreError(f"cannot use {where}{at}: {trouble}", trouble)
 
     def _client_errors(self) -> tuple[type[Exception], ...]:
         return (self._obstore.exceptions.BaseError, OSError, ValueError)
@@ -345,7 +359,7 @@ def _copies(name: str, chunks: Iterable[Bytes], size: int) -> Iterator[bytes]:
     check(seen == size, f"{name} was to have {size} bytes and has {seen}")
 
 
-def _cause(text: str, code: str, status: str) -> str:
+def _shortened(text: str, code: str, status: str) -> str:
     """The client's words, which are long, as a few."""
     if code or status:
         return f"it answered {' '.join(w for w in (status, code) if w)}"

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,11 +20,12 @@ import msgspec
 import torch
 import xxhash
 
-from everstep.base.errors import EverstepError, StoreError, check
+from everstep.base.cause import Cause, Why
+from everstep.base.errors import EverstepError, StoreError, cause_of, check
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
-from everstep.checkpoint.store import DirectoryStore, write_all
+from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, StateEntry
 
@@ -42,7 +42,7 @@ class PartReport(msgspec.Struct, frozen=True):
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
     newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file:
     (name, size, data_at, head, tree). entries, values and outline (groups, transient, stage): from the first worker of
-    a pool alone. error: why there is none.
+    a pool alone. error and cause: why there is none.
     """
 
     step: int
@@ -65,6 +65,7 @@ class PartReport(msgspec.Struct, frozen=True):
     duration_s: float = 0.0
     cpu_s: float = 0.0
     error: str = ""
+    cause: Cause = Cause.UNKNOWN
 
 
 _decoder = msgspec.msgpack.Decoder(PartReport)
@@ -145,7 +146,7 @@ class PartWriter:
         self._next = job.first  # blocks before it are copied out of the live state
         self._copying = False
         self._saved: dict[int, torch.Tensor] = {}
-        self._stop = ""
+        self._stop: Why | None = None
         self._ended = threading.Event()
         self._stall_s = job.stall_s
         self._began = time.monotonic()
@@ -175,10 +176,10 @@ class PartWriter:
         """Until the thread is through; whether that came in time."""
         return self._ended.wait(timeout_s)
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, why: Why) -> None:
         """Writes no further and says so in the report; the state may change."""
         with self._changed:
-            self._stop = self._stop or reason
+            self._stop = self._stop or why
             self._changed.wait_for(lambda: not self._copying)
             self._changed.notify_all()
 
@@ -214,7 +215,8 @@ class PartWriter:
             lambda: bool(self._stop) or (not self._copying and self._covered()), max(0.0, deadline - time.monotonic())
         )
         if not in_time:
-            self._stop = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
+            text = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
+            self._stop = Why(Cause.SLOW, text)
             self._changed.wait_for(lambda: not self._copying)
         return in_time and not self._stop
 
@@ -225,36 +227,26 @@ class PartWriter:
 
     def _run(self) -> None:
         job, cpu_s = self._job, time.thread_time()
-        temporary = None
         report = None
         try:
             base = self._find_base()
-            name = part_name(job.step, job.stage, job.worker_id, job.generation)
-            temporary = self._store.temporary(name)
-            temporary.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                report = self._write(fd, base)
-            finally:
-                os.close(fd)
-            if report.file is not None:
-                report = self._publish(temporary, report)
+            with self._store.draft(part_name(job.step, job.stage, job.worker_id, job.generation)) as draft:
+                report = self._write(draft.fd, base)
+                if report.file is not None:
+                    report = self._publish(draft, report)
         except (EverstepError, OSError, MemoryError, RuntimeError) as error:  # CUDA errors are RuntimeErrors
             reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__) + (
                 f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
             )
             with self._changed:
-                self._stop = self._stop or reason
+                self._stop = self._stop or Why(_cause_here(error), reason)
             report = self._failed(self._stop)
         finally:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
             with self._changed:
                 self._saved.clear()
                 self._live.release()
                 self._changed.notify_all()
-        report = report or self._failed("the writer ended")
+        report = report or self._failed(Why(Cause.UNKNOWN, "the writer ended"))
         times = {
             "stall_s": self._stall_s,
             "duration_s": time.monotonic() - self._began,
@@ -265,9 +257,10 @@ class PartWriter:
         finally:
             self._ended.set()
 
-    def _failed(self, reason: str) -> PartReport:
+    def _failed(self, why: Why) -> PartReport:
         job = self._job
-        return PartReport(job.step, job.generation, job.stage, job.worker_id, job.first, job.last, error=reason)
+        report = PartReport(job.step, job.generation, job.stage, job.worker_id, job.first, job.last)
+        return msgspec.structs.replace(report, error=why.reason, cause=why.cause)
 
     def _write(self, fd: int, base: Base) -> PartReport:
         job = self._job
@@ -336,7 +329,7 @@ class PartWriter:
         """A block as it was when the part began. Raises: StoreError if the part was abandoned."""
         with self._changed:
             if self._stop:
-                raise StoreError(self._stop)
+                raise StoreError(self._stop.reason)
             self._next = index + 1
             saved = self._saved.pop(index, None)
             if saved is not None:
@@ -350,7 +343,7 @@ class PartWriter:
                 self._changed.notify_all()
         return buffer
 
-    def _publish(self, temporary: Any, report: PartReport) -> PartReport:
+    def _publish(self, draft: Draft, report: PartReport) -> PartReport:
         """Gives the file a name that no file has."""
         job = self._job
         check(report.file is not None, "only a part with a file is published")
@@ -358,7 +351,7 @@ class PartWriter:
         for attempt in range(_ATTEMPTS):
             name = part_name(job.step, job.stage, job.worker_id, job.generation, attempt)
             try:
-                self._store.publish(temporary, name, if_absent=True)
+                draft.publish(name, if_absent=True)
             except FileExistsError:
                 continue
             return msgspec.structs.replace(report, file=(name, *file[1:]))
@@ -402,3 +395,8 @@ def _header(runs: Sequence[tuple[int, int]], data_at: int, metadata: Mapping[str
     text = json.dumps(table, separators=(",", ":")).encode()
     check(len(text) <= data_at - 8, f"a header of {len(text)} bytes has no room in {data_at}")
     return (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
+
+
+def _cause_here(error: BaseException) -> Cause:
+    """Of what ended the writing: an error of the system was one of the disk's."""
+    return Cause.DISK if isinstance(error, OSError) else cause_of(error)

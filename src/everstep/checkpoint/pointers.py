@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt
-from everstep.checkpoint.names import PINS
+from everstep.checkpoint.names import MAX_STEP, PINS
 from everstep.checkpoint.sealed import seal, unseal
 from everstep.checkpoint.store import BlobStore
 
@@ -29,8 +29,8 @@ def read_pointer(store: BlobStore, name: str) -> int | None:
         body = unseal(_POINTER, store.read(name), name)
     except BlobMissing:
         return None
-    if type(body.get("step")) is not int:
-        raise CheckpointCorrupt(f"{name} names no step")
+    if not _is_step(body.get("step")):
+        raise CheckpointCorrupt(f"{name} names no step: expected a whole number from 0 to {MAX_STEP}")
     return int(body["step"])
 
 
@@ -43,7 +43,10 @@ def read_pointer_value(store: BlobStore, name: str) -> float | None:
         value = unseal(_POINTER, store.read(name), name).get("value")
     except BlobMissing:
         return None
-    return float.fromhex(value) if isinstance(value, str) else None
+    try:
+        return float.fromhex(value) if isinstance(value, str) else None
+    except (ValueError, OverflowError):
+        raise CheckpointCorrupt(f"{name} names no value: expected a hexadecimal number") from None
 
 
 def write_pins(store: BlobStore, pins: Mapping[str, int]) -> None:
@@ -59,6 +62,10 @@ def read_pins(store: BlobStore) -> dict[str, int]:
     except BlobMissing:
         return {}
     pins = body.get("pins")
-    if not isinstance(pins, dict) or not all(type(step) is int for step in pins.values()):
-        raise CheckpointCorrupt(f"{PINS} holds no names with steps")
+    if not isinstance(pins, dict) or not all(_is_step(step) for step in pins.values()):
+        raise CheckpointCorrupt(f"{PINS} holds no names with steps: expected whole numbers from 0 to {MAX_STEP}")
     return pins
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_STEP

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, TierConfig
 
 Tier = Literal["memory", "disk", "object"]
@@ -30,6 +31,7 @@ class Due:
 
     tiers: tuple[Tier, ...] = ()
     reason: str = ""
+    cause: Cause = Cause.SCHEDULED
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -75,13 +77,13 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 class Schedule:
     """What is due after which step, for the main. Call `due` once per step, in order.
 
-    `wanted` are requests to be answered at the next step: reasons such as "requested" or "emergency". memory_every: the
+    `wanted` are requests to be answered at the next step. memory_every: the
     memory tier's steps where it has no rule of its own; 0: it is off then.
     """
 
     config: CheckpointConfig
     memory_every: int = 0
-    wanted: list[str] = field(default_factory=list)
+    wanted: list[Why] = field(default_factory=list)
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
     def active(self) -> tuple[Tier, ...]:
@@ -92,10 +94,10 @@ class Schedule:
         """When it took its last one, or was first asked for one; None before."""
         return self._last_s.get(tier)
 
-    def request(self, reason: str) -> None:
+    def request(self, why: Why) -> None:
         """Whoever asked for one gets it after the next step."""
-        if reason not in self.wanted:
-            self.wanted.append(reason)
+        if why not in self.wanted:
+            self.wanted.append(why)
 
     def due(
         self, step: int, now_s: float, *, interval: Interval, epoch_end: bool = False, improved: bool = False
@@ -106,8 +108,9 @@ class Schedule:
         the best so far.
         """
         if self.wanted:
-            reason, self.wanted = ", ".join(self.wanted), []
-            return self._taken(now_s, self._stored(), reason)
+            asked, self.wanted = self.wanted, []
+            reason = ", ".join(why.reason for why in asked)
+            return self._taken(now_s, self._stored(), reason, asked[0].cause)
         reasons: dict[Tier, str] = {}
         for tier in self.active():
             rule: TierConfig = getattr(self.config, tier)
@@ -137,10 +140,10 @@ class Schedule:
     def _stored(self) -> tuple[Tier, ...]:
         return tuple(tier for tier in self.active() if tier != "memory")
 
-    def _taken(self, now_s: float, tiers: tuple[Tier, ...], reason: str) -> Due:
+    def _taken(self, now_s: float, tiers: tuple[Tier, ...], reason: str, cause: Cause = Cause.SCHEDULED) -> Due:
         for tier in tiers:
             self._last_s[tier] = now_s
-        return Due(tiers, reason)
+        return Due(tiers, reason, cause)
 
 
 def _said(reasons: Mapping[Tier, str]) -> str:

@@ -96,15 +96,22 @@ class Checkpoint:
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """
         for state in states.values():
-            manifest, blocks = select(self.manifest.state, state.names)
+            manifest, blocks = self._selected(state)
             state.load_with(manifest, lambda scatter, blocks=blocks: self._fill(scatter, blocks, threads))  # type: ignore[misc]
 
     def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
         """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
         for state in states.values():
-            _, blocks = select(self.manifest.state, state.names)
+            _, blocks = self._selected(state)
             for _ in self.read_blocks(blocks, threads):
                 pass
+
+    def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """What a stage needs of it: manifest and blocks."""
+        try:
+            return select(self.manifest.state, state.names)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointCorrupt(f"{self.name} is not as Everstep writes it: {type(error).__name__}") from error
 
     def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int) -> None:
         """Reads blocks straight to where they go, and verifies them there."""
@@ -177,25 +184,31 @@ class Checkpoint:
 
 def steps_in(store: BlobStore) -> list[int]:
     """The steps of which there is a manifest, ascending. Raises: StoreError."""
-    found = (step_of(name) for name in store.list("step-") if name.endswith(f"/{MANIFEST}"))
-    return sorted(step for step in found if step is not None)
+    found = ((step_of(name), name) for name in store.list("step-"))
+    return sorted(step for step, name in found if step is not None and name == manifest_name(step))
 
 
 def open_checkpoint(store: BlobStore, step: int) -> Checkpoint:
-    """The checkpoint of a step, after a check of its manifest alone.
+    """The checkpoint of a step, after a check of its manifest alone. Raises: as `read_manifest`."""
+    return Checkpoint(store, read_manifest(store, step)[0])
+
+
+def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
+    """The manifest of a step, and its text.
 
     Raises: BlobMissing if there is none. CheckpointCorrupt if the manifest was altered or is of another step.
     ConfigError if it is of a newer format.
     """
     name = manifest_name(step)
-    manifest = decode(store.read(name), f"{store.url}/{name}")
+    text = bytes(store.read(name))
+    manifest = decode(text, f"{store.url}/{name}")
     if manifest.step != step:
         raise CheckpointCorrupt(f"{store.url}/{name} is the manifest of step {manifest.step}: it belongs elsewhere")
     try:
         _ = manifest.entries
-    except (TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{store.url}/{name} is not as Everstep writes it: {error}") from error
-    return Checkpoint(store, manifest)
+    except (CheckpointCorrupt, RecursionError) as error:
+        raise CheckpointCorrupt(f"{store.url}/{name} is not as Everstep writes it: {error}") from None
+    return manifest, text
 
 
 def verify_blocks(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda n: None) -> None:

@@ -5,7 +5,6 @@ A checkpoint goes by its manifest, first of all; its files follow once no manife
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +12,11 @@ from dataclasses import dataclass, field
 from everstep.base.config import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
-from everstep.checkpoint.names import DAMAGED, manifest_name, step_name, step_of
+from everstep.checkpoint.names import is_damaged, is_part, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pins
 from everstep.checkpoint.policy import kept
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-
-_PART = re.compile(r"step-\d{10}/part-s\d+-w\d+-g\d+(-\d+)?\.safetensors")
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Shelf:
             except BlobMissing:
                 continue
         for name in store.list("step-"):
-            if name.split("/")[1].startswith(DAMAGED):
+            if is_damaged(name):
                 with suppress(CheckpointCorrupt, ConfigError, BlobMissing):
                     shelf.aside |= {f.name for f in decode(store.read(name), name).files}
         return shelf
@@ -80,13 +77,13 @@ class Shelf:
             return []
         names = self.store.list("step-")
         needed = self.aside.union(*self.files.values())
-        aside = {step_of(name) for name in names if name.split("/")[1].startswith(DAMAGED)}
+        aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
         gone = []
         for name in names:
             step = step_of(name)
             left_alone = step is None or step > newest or step in busy or step in aside
-            if left_alone or name in needed or not _PART.fullmatch(name):
+            if left_alone or name in needed or not is_part(name):
                 continue
             doomed(name)
             self.store.delete(name)

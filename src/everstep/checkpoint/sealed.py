@@ -39,8 +39,11 @@ def unseal(kind: str, data: bytes | bytearray | memoryview, name: str) -> dict[s
         raise ConfigError(f"{name} has format {version}; this version of Everstep reads {FORMAT}: use a newer one")
     try:
         loaded = json.loads(body)
-    except ValueError as error:
-        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error}") from error
+        if b"\\ud" in body.lower():  # halves of characters cannot be written again, nor shown
+            json.dumps(loaded, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        said = error if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {said}") from None
     if not isinstance(loaded, dict):
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: expected an object")
     return loaded

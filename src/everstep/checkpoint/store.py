@@ -5,16 +5,19 @@ Apart so that reader, verifier and retention know nothing of files or buckets. N
 
 from __future__ import annotations
 
+import errno
 import os
-import threading
+import stat
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
-from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
+from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, ConfigError, StoreError, check
+from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 
 Bytes = bytes | bytearray | memoryview
 
@@ -24,10 +27,13 @@ TEMPORARY = ".tmp-"
 
 _MOST_VIEWS = 1024
 """One call of the system takes no more."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_SHOWN = 100
 
 
 class BlobStore(Protocol):
-    """Named byte strings that never change once written. Thread-safe. Every failure is a `StoreError`."""
+    """Named byte strings that never change once written. Thread-safe. Every failure is a `StoreError`: a `BlobForeign`
+    for a name that leads elsewhere, whoever gave it, and for what is no file of ours."""
 
     @property
     def url(self) -> str:
@@ -69,13 +75,36 @@ class BlobStore(Protocol):
         ...
 
 
+class Draft:
+    """A file that is being written beside those that have names: `fd`. It vanishes unless it is published."""
+
+    def __init__(self, fd: int, folders: Sequence[int], temporary: str) -> None:
+        self.fd = fd
+        self._folders, self._temporary = folders, temporary
+
+    def publish(self, name: str, *, if_absent: bool = False) -> None:
+        """Gives the synced file its name, in the folder that it was made in, durably.
+
+        Raises: OSError, FileExistsError with if_absent.
+        """
+        folder, last = self._folders[-1], words_of(name)[-1]
+        if if_absent:
+            os.link(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        else:
+            os.replace(self._temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+        for fd in self._folders[-2:]:  # the folder may be new itself
+            os.fsync(fd)
+
+
 class DirectoryStore:
-    """Blobs are files below a directory. Writing is atomic (temporary name, sync, rename, sync of the directory)."""
+    """Blobs are files below a directory. Writing is atomic (temporary name, sync, rename, sync of the directory).
+
+    The directory may hold what others put there: below it no symbolic link is followed, and nothing is read that is no
+    regular file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._count = 0
-        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -83,122 +112,120 @@ class DirectoryStore:
 
     def list(self, prefix: str = "") -> list[str]:
         names: list[str] = []
-        top = self.path / prefix.rpartition("/")[0]  # what begins with a/b/c lies below a/b
-        try:
-            for folder, _, files in os.walk(top, onerror=_raise):
-                base = Path(folder).relative_to(self.path).as_posix()
-                found = [f if base == "." else f"{base}/{f}" for f in files if not f.startswith(TEMPORARY)]
-                names += [name for name in found if name.startswith(prefix)]
-        except (FileNotFoundError, NotADirectoryError):
+        below = prefix.rpartition("/")[0]  # what begins with a/b/c lies below a/b
+        if below and not is_plain(below):
             return []
-        except OSError as error:
-            raise StoreError(f"cannot list {top}: {error.strerror or error}") from None
-        return sorted(names)
+        try:
+            with self._folder(f"{below}/any" if below else "any", "list") as folders:
+                for folder, _, files, _ in os.fwalk(".", dir_fd=folders[-1], onerror=_raise_unless_gone):
+                    words = [word for word in (below, folder[2:]) if word]
+                    names += ["/".join([*words, file]) for file in files if not file.startswith(TEMPORARY)]
+        except (BlobMissing, BlobForeign):
+            return []
+        return sorted(name for name in names if name.startswith(prefix) and is_plain(name))
 
     def size(self, name: str) -> int:
-        try:
-            return self.file(name).stat().st_size
-        except OSError as error:
-            raise _translated(error, "read", self.file(name)) from None
+        with self._folder(name, "read") as folders:
+            found = os.stat(words_of(name)[-1], dir_fd=folders[-1], follow_symlinks=False)
+            self._refuse_foreign(name, found)
+            return found.st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> Bytes:
-        try:
-            fd = os.open(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                end = os.fstat(fd).st_size
-                stop = end if length is None else min(end, start + length)
-                buffer = bytearray(max(0, stop - start))
-                return memoryview(buffer)[: read_into(fd, memoryview(buffer), start)]
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise _translated(error, "read", self.file(name)) from None
+        with self._reading(name) as fd:
+            end = os.fstat(fd).st_size
+            stop = end if length is None else min(end, start + length)
+            buffer = room_for(max(0, stop - start), str(self.path / name))
+            return memoryview(buffer)[: read_into(fd, memoryview(buffer), start)]
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
-        try:
-            fd = os.open(self.file(name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return read_views(fd, views, start)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise _translated(error, "read", self.file(name)) from None
+        with self._reading(name) as fd:
+            return read_views(fd, views, start)
 
     def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
         """As the protocol says. What a failed attempt wrote is removed."""
-        target = self.file(name)
-        temporary = self.temporary(name)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            try:
-                at = 0
-                for chunk in chunks:
-                    at += write_all(fd, memoryview(chunk).cast("B"), at)
-                check(at == size, f"{name} was to have {size} bytes and has {at}")
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            self.publish(temporary, name, if_absent=if_absent)
-        except OSError as error:
-            raise _translated(error, "write", target) from None
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
+        with self.draft(name) as draft:
+            at = 0
+            for chunk in chunks:
+                at += write_all(draft.fd, memoryview(chunk).cast("B"), at)
+            check(at == size, f"{name} was to have {size} bytes and has {at}")
+            os.fsync(draft.fd)
+            draft.publish(name, if_absent=if_absent)
 
     def delete(self, name: str) -> None:
-        target = self.file(name)
-        try:
-            target.unlink()
-            if target.parent != self.path:
-                target.parent.rmdir()  # of no effect while other files are in it
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if target.exists():
-                raise _translated(error, "delete", target) from None
+        *above, last = words_of(name)
+        with suppress(BlobMissing), self._folder(name, "delete") as folders:
+            os.unlink(last, dir_fd=folders[-1])
+            if above:
+                with suppress(OSError):
+                    os.rmdir(above[-1], dir_fd=folders[-2])  # of no effect while other files are in it
 
     def move(self, old: str, new: str) -> None:
-        try:
-            os.link(self.file(old), self.file(new))
-            os.unlink(self.file(old))
-            sync_directory(self.file(old).parent)
-        except OSError as error:
-            raise _translated(error, "move", self.file(old)) from None
+        here, there = words_of(old)[-1], words_of(new)[-1]
+        with self._folder(new, "move") as target, self._folder(old, "move") as source:
+            os.link(here, there, src_dir_fd=source[-1], dst_dir_fd=target[-1], follow_symlinks=False)
+            os.unlink(here, dir_fd=source[-1])
+            os.fsync(source[-1])
 
     # ---- for those who write files themselves
 
-    def file(self, name: str) -> Path:
-        """The file of a name."""
-        return self.path / name
-
-    def temporary(self, name: str) -> Path:
-        """A file beside that of the name, for writing it before it has the name. Nobody else gets the same."""
-        with self._lock:
-            self._count += 1
-            number = self._count
-        target = self.file(name)
-        return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{id(self):x}-{number}")
-
-    def publish(self, temporary: Path, name: str, *, if_absent: bool = False) -> None:
-        """Gives a synced temporary file its name, durably. Raises: OSError, FileExistsError with if_absent."""
-        target = self.file(name)
-        if if_absent:
-            os.link(temporary, target)
-        else:
-            os.replace(temporary, target)
-        sync_directory(target.parent)
-        if target.parent != self.path:
-            sync_directory(target.parent.parent)  # the folder may be new itself
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
+        """A new file beside that of the name, for writing it before it has the name."""
+        with self._folder(name, "write", make=True) as folders:
+            temporary = f"{TEMPORARY}{words_of(name)[-1]}-{uuid4().hex}"
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folders[-1])
+            try:
+                yield Draft(fd, folders, temporary)
+            finally:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folders[-1])
 
     def drop_temporaries(self, folder: str, older_than_s: float = 0.0) -> None:
         """Removes what writers that died left behind in a folder."""
         now = time.time()
-        with suppress(OSError):
-            for path in self.file(folder).glob(f"{TEMPORARY}*"):
+        with suppress(OSError, StoreError), self._folder(f"{folder}/any", "list") as folders:
+            for name in os.listdir(folders[-1]):
                 with suppress(OSError):
-                    if now - path.stat().st_mtime >= older_than_s:
-                        path.unlink()
+                    changed_s = os.stat(name, dir_fd=folders[-1], follow_symlinks=False).st_mtime
+                    if name.startswith(TEMPORARY) and now - changed_s >= older_than_s:
+                        os.unlink(name, dir_fd=folders[-1])
+
+    # ---- the way to a file
+
+    @contextmanager
+    def _folder(self, name: str, verb: str, *, make: bool = False) -> Iterator[Sequence[int]]:
+        """The folders on the way to a name, open, the store's own first. What goes wrong meanwhile is a StoreError."""
+        opened: list[int] = []
+        words = words_of(name)
+        try:
+            if make:
+                self.path.mkdir(parents=True, exist_ok=True)
+            opened.append(os.open(self.path, _FOLDER))
+            for word in words[:-1]:
+                opened.append(_enter(opened[-1], word, make))
+            yield opened
+        except OSError as error:
+            raise _translated(error, verb, self.path / name) from None
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        with self._folder(name, "read") as folders:
+            how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that nobody writes to
+            fd = os.open(words_of(name)[-1], how, dir_fd=folders[-1])
+            try:
+                self._refuse_foreign(name, os.fstat(fd))
+                yield fd
+            finally:
+                os.close(fd)
+
+    def _refuse_foreign(self, name: str, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+            raise BlobForeign(f"{self.path / name} is {kind}: expected a file that Everstep wrote")
 
 
 def open_store(url: str, endpoint: str | None = None, region: str | None = None) -> BlobStore:
@@ -255,17 +282,37 @@ def read_views(fd: int, views: Sequence[memoryview], at: int) -> int:
     return done
 
 
-def sync_directory(path: Path) -> None:
-    """Makes renames in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def words_of(name: str) -> list[str]:
+    """The words of a name, between its slashes. Raises: BlobForeign if it is no name, so that it leads nowhere else."""
+    if not is_plain(name):
+        raise BlobForeign(f"{name[:_SHOWN]!a} is no name of a file here: expected one such as {PART_EXAMPLE}")
+    return name.split("/")
+
+
+def room_for(size: int, where: str) -> bytearray:
+    """Memory for so many bytes. Raises: BlobForeign if there is not as much: nothing of ours is as large."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return bytearray(size)
+    except (MemoryError, OverflowError):
+        raise BlobForeign(f"{where} says that it has {size} bytes, for which there is no memory") from None
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _enter(folder: int, word: str, make: bool) -> int:
+    """A folder in a folder. Raises: OSError, ELOOP if it is a symbolic link."""
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(word, dir_fd=folder)
+    try:
+        return os.open(word, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.stat(word, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _translated(error: OSError, verb: str, path: Path) -> StoreError:
@@ -273,4 +320,7 @@ def _translated(error: OSError, verb: str, path: Path) -> StoreError:
         return BlobMissing(f"cannot {verb} {path}: it does not exist")
     if isinstance(error, FileExistsError):
         return BlobExists(f"cannot {verb} {path}: it exists already")
-    return StoreError(f"cannot {verb} {path}: {error.strerror or error}")
+    if error.errno in (errno.ELOOP, errno.ENXIO):
+        kind = "a symbolic link, or lies behind one" if error.errno == errno.ELOOP else "no regular file"
+        return BlobForeign(f"{path} is {kind}: expected a file that Everstep wrote")
+    return StoreError(f"cannot {verb} {path}: {error.strerror or error}", error.strerror or "")

@@ -14,7 +14,7 @@ from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.part import tree_digest
-from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.reader import open_checkpoint, read_manifest, steps_in
 from everstep.checkpoint.store import BlobStore, Bytes
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
@@ -58,8 +58,7 @@ def transfer(
     StoreError, also if the target has another checkpoint under this step; TransferStopped.
     """
     name = manifest_name(step)
-    text = bytes(source.read(name))
-    manifest = decode(text, f"{source.url}/{name}")
+    manifest, text = read_manifest(source, step)
     total = sum(part.size for part in manifest.files)
     if _is_there(target, manifest, text):
         progress(total, total)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, TierConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError, cause_of
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST
 from everstep.checkpoint.object_store import StoreRefused
@@ -84,6 +85,20 @@ def _keep_all(store: BlobStore, newest: Manifest) -> list[int]:
     return []
 
 
+@dataclass(frozen=True)
+class _Trouble:
+    """What goes wrong; `kind` stays the same when the same befalls another file."""
+
+    why: Why
+    kind: tuple[str, str]
+
+    @staticmethod
+    def of(error: Exception, text: str = "") -> _Trouble:
+        """What an error comes down to. text: its words, if it does not say it all."""
+        kind = type(error).__name__, error.trouble if isinstance(error, StoreError) else ""
+        return _Trouble(Why(cause_of(error), text or str(error)), kind)
+
+
 class Uploader:
     """Brings complete checkpoints of `source` (the disk tier) to `target`, one after the other, newest first.
 
@@ -110,7 +125,7 @@ class Uploader:
         self._busy: int | None = None
         self._closing = False
         self._stop = False
-        self._trouble = ""
+        self._trouble: _Trouble | None = None
         self._slow = False
         self._last: int | None = None
         self._skipped: list[int] = []
@@ -212,7 +227,8 @@ class Uploader:
         try:
             set_aside_after(self._target, sound)
         except EverstepError as error:
-            self._troubled(sound, f"checkpoints after step {sound} count for nothing, but are still there: {error}")
+            text = f"checkpoints after step {sound} count for nothing, but are still there: {error}"
+            self._troubled(sound, _Trouble.of(error, text))
             with self._changed:
                 self._changed.wait_for(lambda: self._stop, self._backoff.delay_s(4, self._random.uniform))
             return
@@ -231,22 +247,20 @@ class Uploader:
                 return
             except TransferStopped:
                 return
-            except (BlobMissing, CheckpointCorrupt) as error:
-                self._give_up(step, str(error))  # the source's fault: trying again does not help
-                return
-            except StoreRefused as error:
-                self._give_up(step, str(error))
+            except (BlobMissing, CheckpointCorrupt, StoreRefused) as error:
+                self._give_up(step, _Trouble.of(error))  # the source's fault, or the store's: trying again is no help
                 return
             except EverstepError as error:
                 failures += 1
-                reason = str(error)
+                trouble = _Trouble.of(error)
             except Exception as error:  # a bug must not end the thread unseen
-                self._give_up(step, f"{type(error).__name__}: {error}")
+                self._give_up(step, _Trouble.of(error, f"{type(error).__name__}: {error}"))
                 return
             if failures >= self._backoff.attempts:
-                self._give_up(step, f"{reason} (tried {failures} times)")
+                text = f"{trouble.why.reason} (tried {failures} times)"
+                self._give_up(step, _Trouble(Why(trouble.why.cause, text), trouble.kind))
                 return
-            self._troubled(step, reason)
+            self._troubled(step, trouble)
             if not self._pause(step, failures):
                 return
 
@@ -266,7 +280,7 @@ class Uploader:
 
     def _completed(self, step: int, done: Transferred, duration_s: float) -> None:
         with self._changed:
-            recovered, self._trouble = self._trouble, ""
+            recovered, self._trouble = self._trouble, None
             if self._waiting is None:
                 self._slow = False
             self._last = step if self._last is None else max(step, self._last)
@@ -279,18 +293,18 @@ class Uploader:
             "url": self._target.url,
             "skipped": skipped,
         }
-        if recovered:
-            fields["reason"] = f"works again after: {recovered}"
+        if recovered is not None:
+            fields |= {"cause": recovered.why.cause, "reason": f"works again after: {recovered.why.reason}"}
         self._report("checkpoint_completed", fields)
         try:
             self._prune(self._target, done.manifest)
         except EverstepError as error:
-            self._troubled(step, f"old checkpoints could not be removed: {error}")
+            self._troubled(step, _Trouble.of(error, f"old checkpoints could not be removed: {error}"))
 
-    def _give_up(self, step: int, reason: str) -> None:
+    def _give_up(self, step: int, trouble: _Trouble) -> None:
         with self._changed:
             self._skip(step)
-        self._troubled(step, reason)
+        self._troubled(step, trouble)
 
     def _skip(self, step: int) -> None:
         """With the lock held."""
@@ -299,30 +313,27 @@ class Uploader:
     def _slow_now(self, step: int) -> None:
         """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""
         if not self._slow and not self._trouble:
-            self._report("checkpoint_failed", self._fields(step, "the object store is slower than checkpoints come"))
+            why = Why(Cause.SLOW, "the object store is slower than checkpoints come")
+            self._report("checkpoint_failed", self._fields(step, why))
         self._slow = True
 
-    def _troubled(self, step: int, reason: str) -> None:
+    def _troubled(self, step: int, trouble: _Trouble) -> None:
         """Tells trouble, if it is new."""
         with self._changed:
-            known, self._trouble = self._trouble, reason
-            fields = self._fields(step, reason)
-        if _kind(known) != _kind(reason):
+            known, self._trouble = self._trouble, trouble
+            fields = self._fields(step, trouble.why)
+        if known is None or known.kind != trouble.kind:
             self._report("checkpoint_failed", fields)
 
-    def _fields(self, step: int, reason: str) -> dict[str, Any]:
+    def _fields(self, step: int, why: Why) -> dict[str, Any]:
         return {
             "step": step,
             "tier": "object",
-            "reason": reason,
+            "cause": why.cause,
+            "reason": why.reason,
             "url": self._target.url,
             "skipped": len(self._skipped),
         }
-
-
-def _kind(reason: str) -> str:
-    """What stays the same when the same trouble befalls another file: the words after the last colon."""
-    return reason.rpartition(": ")[2].partition(" (tried")[0]
 
 
 def open_object_tier(config: CheckpointConfig) -> BlobStore | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import Manifest, PartFile
-from everstep.checkpoint.names import BEST, DAMAGED, LATEST, manifest_name
+from everstep.checkpoint.names import BEST, LATEST, is_damaged, manifest_name
 from everstep.checkpoint.part import tree_digest
 from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import PIECE_BLOCKS, Checkpoint, open_checkpoint, steps_in
@@ -45,7 +45,7 @@ def verify_store(
         found += [
             Problem(None, name, "was found damaged before, and set aside")
             for name in store.list("step-")
-            if name.split("/")[1].startswith(DAMAGED)
+            if is_damaged(name)
         ]
     return found
 

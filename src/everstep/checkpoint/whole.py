@@ -40,8 +40,9 @@ def write_whole(
     assembly = Assembly(step, 0, 1)
     for report in reports:
         assembly.add(report)
-    if assembly.error or not reports:
-        raise StoreError(f"cannot write {store.url}: {assembly.error or 'nothing was written'}")
+    failed = assembly.failed
+    if failed is not None or not reports:
+        raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
     facts = {
         "identity": identity.to_dict(),
         "created_unix_ns": time.time_ns(),

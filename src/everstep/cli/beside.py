@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from everstep.base.errors import ConfigError
-from everstep.runtime.address import METRICS_FILE, write_atomically
-from everstep.runtime.process import die_with_parent
+from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE, write_atomically
+from everstep.runtime.process import die_with_parent, own_command
 
 ANY_PORT = "127.0.0.1:0"
+_PUBLIC = {True: ["--public"], False: []}
+PUBLIC_HELP = "Whoever reaches the port may read, without the token."
 
 
 def check_installed(what: str) -> None:
@@ -31,15 +32,21 @@ def check_installed(what: str) -> None:
             raise ConfigError(f"{what} needs {name}: pip install 'everstep[dashboard]'")
 
 
-def check_metrics(listen: str | None) -> None:
+def check_metrics(listen: str | None, public: bool = False) -> None:
     """Raises: ConfigError if metrics are wanted and may not be served there."""
     if listen is None:
         return
     check_installed("metrics.listen")
     host, _ = parse_listen("metrics.listen", listen)
+    if public:
+        return
     from everstep.dashboard.guard import checked_token
 
-    checked_token(host, os.environ.get("EVERSTEP_METRICS_TOKEN") or None, "set EVERSTEP_METRICS_TOKEN")
+    checked_token(host, _given_token(), "set EVERSTEP_METRICS_TOKEN")
+
+
+def _given_token() -> str | None:
+    return os.environ.get("EVERSTEP_METRICS_TOKEN") or None
 
 
 def parse_listen(name: str, text: str) -> tuple[str, int]:
@@ -56,28 +63,33 @@ def parse_listen(name: str, text: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def dashboard_beside(run_dir: Path, wanted: bool) -> Iterator[str]:
-    """Serve a dashboard over `run_dir` for as long as the block lasts; yields its address, "" if none is wanted."""
+def dashboard_beside(run_dir: Path, wanted: bool, public: bool = False) -> Iterator[str]:
+    """Serve a dashboard over `run_dir` for as long as the block lasts; yields its address, "" if none is wanted.
+
+    public: who only reads needs no token.
+    """
     if not wanted:
         yield ""
         return
-    with _beside(["dashboard", str(run_dir)]) as (address, why):
+    with _beside(["dashboard", str(run_dir), *_PUBLIC[public]]) as (address, why):
         yield address or f"could not be started: {why}"
 
 
 @contextlib.contextmanager
-def metrics_beside(run_dir: Path, listen: str | None) -> Iterator[str]:
-    """Likewise the metrics, at `listen`; the run directory says where they are, as Prometheus' file_sd reads it."""
+def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> Iterator[str]:
+    """Likewise the metrics, at `listen`; the run directory says where they are, as Prometheus' file_sd reads it. Yields
+    beside the address which file holds the token for scrapers, where that is ours."""
     if listen is None:
         yield ""
         return
     path = run_dir / METRICS_FILE
-    with _beside(["metrics", str(run_dir), "--listen", listen]) as (address, why):
+    kept = "" if public or _given_token() else f" (credentials_file for Prometheus: {run_dir / METRICS_TOKEN_FILE})"
+    with _beside(["metrics", str(run_dir), "--listen", listen, *_PUBLIC[public]]) as (address, why):
         try:
             if address:
                 with contextlib.suppress(OSError):
                     write_atomically(path, json.dumps([_target(address, run_dir)]))
-            yield address or f"could not be started: {why}"
+            yield f"{address}{kept}" if address else f"could not be started: {why}"
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -97,7 +109,7 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
     parent = os.getpid()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "everstep", *argv],
+            own_command("everstep", *argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

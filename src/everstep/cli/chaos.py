@@ -16,7 +16,7 @@ from everstep.chaos.account import account
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
 from everstep.chaos.spec import parse, parse_now
 from everstep.cli.chaos_suite import UNDISTURBED, Result, Suite, judge, print_result, print_title, undisturbed_options
-from everstep.cli.run_dir import RUNS
+from everstep.cli.run_dir import in_runs
 from everstep.cli.scale import ask_running
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE
@@ -71,7 +71,7 @@ def suite(
         return 0
     given = dict(parse_set(text) for text in settings)
     config: dict[str, Any] = {**(TINY if task is None else {}), **given}
-    base = run_dir or RUNS / time.strftime("chaos-%Y%m%d-%H%M%S")
+    base = run_dir or in_runs("chaos")
     runs = Suite(base, task or TASK, config)
     began = time.monotonic()
     if not as_json:
@@ -120,7 +120,7 @@ def _conclude(results: list[Result], base: Path, wall_s: float, as_json: bool) -
 def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, as_json: bool) -> int:
     """Train TASK with faults, and on one worker without; compare. Takes the options of `everstep run`."""
     parse(chaos)
-    base = run_dir or RUNS / time.strftime("chaos-%Y%m%d-%H%M%S")
+    base = run_dir or in_runs("chaos")
     runs = Suite(base, task, {}, tuple(options))
     if not as_json:
         print(f"1. undisturbed, on one worker: {runs.undisturbed}\n     {shlex.join(undisturbed_options(options))}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from everstep.cli.run_dir import read_digest
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.process import own_command
 
 UNDISTURBED = "undisturbed"
 LIMIT_S = 120.0
@@ -104,7 +104,7 @@ class Suite:
         begin = time.monotonic()
         code = self._start(argv, run_dir)
         result = judge(run_dir, self.undisturbed, scenario)
-        if code and not scenario.fails:
+        if code and scenario.fails is None:
             result.wrong.insert(0, f"everstep run ended with exit code {code}: {_last_line(run_dir)}")
         result.wall_s, result.again = time.monotonic() - begin, command_line(argv)
         return result
@@ -144,7 +144,7 @@ def run_everstep(argv: list[str], run_dir: Path) -> int:
     """As a process of its own; its output goes to RUN_DIR.log. A job that does not end in time is ended."""
     with open(run_dir.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "everstep", *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            own_command("everstep", *argv), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             return process.wait(LIMIT_S)
@@ -174,11 +174,11 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
     found = account(read_events(run_dir / EVENTS_FILE))
     result = Result(run_dir.name, found)
     result.seed, result.chaos = _job_facts(run_dir)
-    if scenario is not None and scenario.fails:
+    if scenario is not None and scenario.fails is not None:
         result.wrong += missing(scenario, found)
-        if found.state != "failed" or scenario.fails not in found.reason:
-            got = f"{found.state}: {found.reason or 'no reason was reported'}"
-            result.wrong.append(f"expected it to end with a reason that says {scenario.fails!r}, got {got}")
+        if found.state != "failed" or found.cause is not scenario.fails:
+            got = f"{found.state}, {found.cause}: {found.reason or 'no reason was reported'}"
+            result.wrong.append(f"expected it to fail for the cause {scenario.fails}, got {got}")
         return result
     if found.state != "completed":
         result.wrong.append(f"the job is {found.state}: {found.reason or 'no reason was reported'}")

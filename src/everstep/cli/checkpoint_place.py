@@ -19,7 +19,7 @@ from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore, open_store
 from everstep.runtime.address import JOB_FILE
 
-_STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-\d{10})/?$")
+_STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 
 
 @dataclass(frozen=True)

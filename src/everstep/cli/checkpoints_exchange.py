@@ -84,7 +84,7 @@ def import_command(
     """Make a checkpoint of step 0 of weights from elsewhere, for `everstep run TASK --resume-from`.
 
     PATH is a safetensors file, a Hugging Face folder, a torch.distributed.checkpoint directory or a torch.save file.
-    DCP directories hold a pickle that is executed: import none that you do not trust.
+    Nothing in it is executed: what is neither a tensor, a number nor a container of these is refused.
     """
     from everstep.cli.checkpoint_import import import_weights
 

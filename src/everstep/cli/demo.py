@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError, JobFailed
-from everstep.cli.display import duration
-from everstep.cli.run_dir import RUNS, read_digest
-from everstep.cli.status import last_run
-from everstep.cli.story import Event, Story, sentence, tell
+from everstep.cli.display import duration, sentence
+from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
+from everstep.report.facts import facts_of
+from everstep.report.words import Event
 from everstep.runtime.address import EVENTS_FILE
+from everstep.runtime.process import own_command
 
 TASK = "resnet18-digits"
 _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_restarted", "worker_healed")
@@ -32,7 +32,7 @@ _TOLD = ("fault_injected", "recovery_completed", "leader_changed", "coordinator_
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where both runs are kept (runs/demo-<time>).")
 def command(steps: int, workers: int, run_dir: Path | None) -> int:
     """Train on real data with several workers, kill some of them with SIGKILL, and end with the same bits."""
-    base = run_dir or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    base = run_dir or in_runs("demo")
     undisturbed, disturbed = base / "one-worker-undisturbed", base / f"{workers}-workers-with-faults"
     chaos = faults(steps)
     print(f"1. {TASK}, {steps} steps, one worker, undisturbed: {undisturbed}", flush=True)
@@ -65,7 +65,7 @@ def faults(steps: int) -> str:
 
 
 def _run(run_dir: Path, steps: int, workers: int, chaos: str) -> list[str]:
-    command = [sys.executable, "-m", "everstep", "run", TASK, "--steps", str(steps), "--workers", str(workers)]
+    command = own_command("everstep", "run", TASK, "--steps", str(steps), "--workers", str(workers))
     command += ["--run-dir", str(run_dir), "--set", "log_every=4", "--fresh"]
     return [*command, "--chaos", chaos] if chaos else command
 
@@ -87,17 +87,17 @@ def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
-    events: list[Event] = last_run(read_events(disturbed / EVENTS_FILE))
-    story = tell(events)
+    events = read_events(disturbed / EVENTS_FILE)
+    facts = facts_of(events)
     print("\nWhat happened:")
-    _print_story(events, story)
+    _print_events(events)
     different = compare(undisturbed, disturbed)
     digest = read_digest(disturbed)
     if digest is None:
         raise ConfigError(f"{disturbed} has no final/digest.json")
     print(f"\nundisturbed  {(read_digest(undisturbed) or {}).get('state')}")
     print(f"with faults  {digest.get('state')}")
-    print(f"{story.faults_survived} faults survived, {story.steps_lost} steps lost, {duration(wall_s)} in all")
+    print(f"{facts.faults} faults survived, {facts.steps_lost} steps lost, {duration(wall_s)} in all")
     if different:
         for line in different:
             print(line)
@@ -107,8 +107,9 @@ def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
     return 0
 
 
-def _print_story(events: list[Event], story: Story) -> None:
+def _print_events(events: Sequence[Event]) -> None:
+    began_ns = int(events[0]["time_unix_ns"]) if events else 0
     for event in events:
         if event["kind"] in _TOLD:
-            seconds = (int(event["time_unix_ns"]) - story.began_ns) / 1e9
+            seconds = (int(event["time_unix_ns"]) - began_ns) / 1e9
             print(f"  {seconds:6.2f} s  {sentence(event)}")

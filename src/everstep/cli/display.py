@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from everstep.cli.story import Event, Story, sentence
-from everstep.observe.events import follow
+from everstep.observe.events import KINDS, follow
+from everstep.report.facts import Facts
+from everstep.report.words import Event
+from everstep.report.words import sentence as words_of
 from everstep.train.console import OUTPUT_FILE, older
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
     from everstep.runtime.board import Board
 
+_UNTOLD = ("job_started", "step_committed")
 _LAST_EVENTS = 6
+_STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _POLL_S = 0.2
 _LAUNCHER_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
@@ -39,11 +43,11 @@ _LAUNCHER_WORDS = {
 class Display(Protocol):
     """Shows a job. All methods but `launcher_event` are called from one thread."""
 
-    def event(self, event: Event, story: Story) -> None:
-        """An event was written; `story` includes it."""
+    def event(self, event: Event, facts: Facts) -> None:
+        """An event was written; `facts` include it."""
         ...
 
-    def refresh(self, story: Story) -> None:
+    def refresh(self, facts: Facts) -> None:
         """A moment has passed."""
         ...
 
@@ -59,10 +63,10 @@ class Display(Protocol):
 class JsonDisplay:
     """The lines of events.jsonl on stdout; notes on stderr."""
 
-    def event(self, event: Event, story: Story) -> None:
+    def event(self, event: Event, facts: Facts) -> None:
         print(json.dumps(event, separators=(",", ":")), flush=True)
 
-    def refresh(self, story: Story) -> None:
+    def refresh(self, facts: Facts) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -75,21 +79,22 @@ class JsonDisplay:
 class PlainDisplay:
     """One line per `log_every` steps, and one per event worth telling; no escape codes."""
 
-    def __init__(self, log_every: int, out: TextIO | None = None) -> None:
+    def __init__(self, log_every: int, total_steps: int | None = None, out: TextIO | None = None) -> None:
         self._log_every = max(1, log_every)
+        self._total_steps = total_steps
         self._out = out
 
-    def event(self, event: Event, story: Story) -> None:
+    def event(self, event: Event, facts: Facts) -> None:
         if event["kind"] == "step_committed":
             number = int(event["step"])
-            if number % self._log_every == 0 or number == story.total_steps:
-                self.note(step_line(story, number))
+            if number % self._log_every == 0 or number == self._total_steps:
+                self.note(step_line(facts, number, self._total_steps))
             return
         text = sentence(event)
         if text:
             self.note(text)
 
-    def refresh(self, story: Story) -> None:
+    def refresh(self, facts: Facts) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -102,22 +107,23 @@ class PlainDisplay:
 class LiveDisplay:
     """Progress bar, a line per worker and the last events, redrawn in place."""
 
-    def __init__(self, console: Console, board: Board) -> None:
+    def __init__(self, console: Console, board: Board, total_steps: int | None = None) -> None:
         from rich.live import Live
 
         self._board = board
+        self._total_steps = total_steps
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
         self._seen: dict[int, tuple[int, int, float]] = {}
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
-    def event(self, event: Event, story: Story) -> None:
-        text = None if event["kind"] == "step_committed" else sentence(event)
+    def event(self, event: Event, facts: Facts) -> None:
+        text = sentence(event)
         if text:
             self._last.append(text)
 
-    def refresh(self, story: Story) -> None:
-        self._live.update(self._render(story), refresh=True)
+    def refresh(self, facts: Facts) -> None:
+        self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -125,46 +131,50 @@ class LiveDisplay:
     def close(self) -> None:
         self._live.stop()
 
-    def _render(self, story: Story) -> RenderableType:
+    def _render(self, facts: Facts) -> RenderableType:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        total = self._total_steps
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=story.total_steps or 100, completed=story.step if story.total_steps else 0, width=32)
-        colour = {"running": "green", "starting": "cyan"}.get(story.state, "yellow")
-        head.add_row(bar, Text(headline(story)), Text(story.state, style=f"bold {colour}"))
-        parts: list[RenderableType] = [head, self._workers(story)]
-        if story.waiting:
-            parts.append(Text(story.waiting, style="yellow"))
+        bar = ProgressBar(total=total or 100, completed=facts.step if total else 0, width=32)
+        colour = {"running": "green", "starting": "cyan"}.get(facts.state, "yellow")
+        line = step_line(facts, facts.step, total)
+        head.add_row(bar, Text(line), Text(facts.state, style=f"bold {colour}"))
+        parts: list[RenderableType] = [head, self._workers(facts)]
+        if facts.state == "waiting":
+            parts.append(Text(facts.reason, style="yellow"))
         parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
         return Group(*parts)
 
-    def _workers(self, story: Story) -> RenderableType:
+    def _workers(self, facts: Facts) -> RenderableType:
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2), header_style="bold")
-        for name in ("worker", "role", "lanes", "step", "state", "samples"):
+        for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
             table.add_column(name)
-        for i, worker in sorted(story.workers.items()):
+        for i, worker in sorted(facts.workers.items()):
+            if worker.state == "left":
+                continue
             pulse = self._board.read(i) if i < self._board.rows else None
-            lanes = ",".join(str(lane) for lane in worker.lanes)
+            lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
             step, phase, samples = (pulse.step, pulse.phase, pulse.samples) if pulse else (0, "?", 0)
-            style = {"leader": "bold green", "active": "", "joining": "yellow"}.get(worker.role, "dim")
             name = f"{i}.{pulse.incarnation if pulse else worker.incarnation}"
-            table.add_row(name, worker.role, lanes, str(step), phase, f"{samples}", style=style)
+            style = _STYLES.get(worker.state, "dim")
+            table.add_row(name, worker.state, stages, lanes, str(step), phase, f"{samples}", style=style)
         return table
 
 
 class Watcher:
-    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `story` is what it has seen.
+    """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `facts`: what it has seen.
 
     What the leader of a script prints from now on is shown between the events.
     """
 
-    def __init__(self, path: Path, begin_ns: int, display: Display, story: Story) -> None:
-        self.story = story
+    def __init__(self, path: Path, begin_ns: int, display: Display) -> None:
+        self.facts = Facts()
         self._path = path
         self._begin_ns = begin_ns
         self._display = display
@@ -187,11 +197,10 @@ class Watcher:
     def launcher_event(self, event: dict[str, Any]) -> None:
         """What the launcher itself does; from its thread."""
         words = _LAUNCHER_WORDS.get(event["kind"])
-        if words is not None and event.get("reason") != "exit code 0":
+        if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
             delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
-            known = {"worker_id": "?", "reason": "unknown", **event, "delay": delay}
-            self._notes.append(words.format_map(known))
+            self._notes.append(words.format_map({**event, "delay": delay}))
 
     def _stopped(self) -> bool:
         """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
@@ -199,7 +208,7 @@ class Watcher:
         self._tell_output()
         self._tell_notes()
         if not ended:
-            self._display.refresh(self.story)
+            self._display.refresh(self.facts)
         return ended
 
     def _tell_output(self) -> None:
@@ -208,7 +217,7 @@ class Watcher:
 
     def _tell_notes(self) -> None:
         """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
-        if self.story.exit_code is None:
+        if self.facts.exit_code is None:
             for note in self._due:
                 self._display.note(note)
         self._due = [self._notes.popleft() for _ in range(len(self._notes))]
@@ -217,8 +226,8 @@ class Watcher:
         try:
             for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
                 if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
-                    self.story.take(event)
-                    self._display.event(event, self.story)
+                    self.facts.take(event)
+                    self._display.event(event, self.facts)
             self._tell_notes()
         except BrokenPipeError:
             pass  # nobody reads any more; the job goes on
@@ -257,34 +266,35 @@ class Output:
         return found
 
 
-def choose_display(*, as_json: bool, log_every: int) -> Callable[[Board], Display]:
+def choose_display(*, as_json: bool, log_every: int, total_steps: int | None) -> Callable[[Board], Display]:
     """The display that fits: JSON if asked for, live on a terminal, else plain."""
     if as_json:
         return lambda board: JsonDisplay()
     if sys.stdout.isatty():
         from rich.console import Console
 
-        return lambda board: LiveDisplay(Console(), board)
-    return lambda board: PlainDisplay(log_every)
+        return lambda board: LiveDisplay(Console(), board, total_steps)
+    return lambda board: PlainDisplay(log_every, total_steps)
 
 
-def step_line(story: Story, number: int) -> str:
+def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
     """step 12/200  loss 1.2345  812 samples/s  eta 1m02s  generation 3."""
-    total = f"/{story.total_steps}" if story.total_steps else ""
-    parts = [f"step {number}{total}"]
-    if story.loss is not None:
-        parts.append(f"loss {story.loss:.4f}")
-    if story.samples_per_s is not None:
-        parts.append(f"{story.samples_per_s:.0f} samples/s")
-    if story.eta_s is not None:
-        parts.append(f"eta {duration(story.eta_s)}")
-    parts.append(f"generation {story.generation}")
+    parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
+    rate, eta_s = facts.samples_per_s(), facts.eta_s(total_steps)
+    if facts.loss is not None:
+        parts.append(f"loss {facts.loss:.4f}")
+    if rate is not None:
+        parts.append(f"{rate:.0f} samples/s")
+    if eta_s is not None:
+        parts.append(f"eta {duration(eta_s)}")
+    parts.append(f"generation {facts.generation}")
     return "  ".join(parts)
 
 
-def headline(story: Story) -> str:
-    """The same for the live view."""
-    return step_line(story, story.step)
+def sentence(event: Event) -> str | None:
+    """An event as a line for people; None for those that say nothing new (each step, what a launcher does)."""
+    kind = event["kind"]
+    return words_of(event) if kind in KINDS and kind not in _UNTOLD else None
 
 
 def duration(seconds: float) -> str:
@@ -300,7 +310,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     digest = summary["digest"] or {}
     recovery = summary["recovery_s"]
     rows = [
-        ("state", f"{summary['state']}" + (f" ({summary['reason']})" if summary["reason"] else "")),
+        ("state", summary["state"]),
         ("steps", str(summary["steps"])),
         ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
     ]
@@ -320,6 +330,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         failed = f", {taken['failed']} failed" if taken["failed"] else ""
         rows.append(("checkpoints", f"{taken['completed']}, the newest of step {taken['newest']}{failed}"))
     rows += [
+        ("ledger", "complete" if summary["ledger_complete"] else "incomplete"),
         ("digest of model", str(digest.get("model", "none"))),
         ("digest of state", str(digest.get("state", "none"))),
         ("wall time", duration(summary["wall_s"])),

@@ -1,4 +1,9 @@
-"""`everstep ledger`: was every sample of every epoch used exactly once, by exactly the steps that were committed."""
+"""`everstep ledger`: was every sample of every epoch used exactly once, by exactly the steps that were committed.
+
+Complete: each of those steps has its row, in one worker's file at least. They are the steps from the first of the job
+(after a checkpoint of another job, if it began with one) to its last; of a job that is not over, or ended badly, to the
+last that is known to have been committed, and rows that still wait for a full disk are missing until they are written.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +19,19 @@ from everstep.cli.job import Job, read_job
 from everstep.cli.run_dir import read_digest
 from everstep.observe.events import last_committed_step
 from everstep.order.cursor import SampleOrder
-from everstep.order.ledger import LedgerReport, LedgerRow, audit, decode_rows
+from everstep.order.ledger import LedgerReport, LedgerRow, audit, decode_rows, ranges, steps_of
 from everstep.runtime.address import EVENTS_FILE
 
 _SHOWN = 20
+_NAMED = 3
+_PORTION_BYTES = 1 << 20
 
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(run_dir: Path, as_json: bool) -> int:
-    """Check the ledger of the job in DIR. Exit code 0: clean; 1: not."""
+    """Check the ledger of the job in DIR. Exit code 0: clean, and complete; 1: not."""
     report = audit_run(run_dir)
     if as_json:
         print(json.dumps(to_dict(report)))
@@ -77,6 +84,48 @@ def read_rows(run_dir: Path) -> list[LedgerRow]:
     return rows
 
 
+def missing_rows(run_dir: Path, reached: int = 0) -> str:
+    """What the ledger of a job that has ended lacks, and what to do about it, as a sentence; "" if it is complete.
+
+    Reads only as much as it needs, in portions. reached: a step that is known to have been committed, of a job that did
+    not get to its end.
+
+    Raises: ConfigError if job.json or the ledger cannot be read.
+    """
+    digest, after = read_digest(run_dir), read_job(run_dir, joined=False).begins_after
+    last = int(digest["step"]) if digest is not None else max(last_committed_step(run_dir / EVENTS_FILE), reached)
+    absent = _absent(run_dir / "ledger", after, last)
+    if not absent:
+        return ""
+    runs = ranges(absent)
+    named = ", ".join(str(first) if first == final else f"{first}..{final}" for first, final in runs[:_NAMED])
+    more = f" and {len(runs) - _NAMED} more ranges" if len(runs) > _NAMED else ""
+    return (
+        f"the ledger lacks the rows of {len(absent)} of {last - after} steps ({named}{more}): {run_dir / 'ledger'} "
+        "could not be written, and no worker is left that has them; what was computed is not affected, but that these "
+        "steps used each sample once cannot be shown: free some space, and where you need the proof, run it anew "
+        "(--fresh)"
+    )
+
+
+def _absent(folder: Path, after: int, last: int) -> list[int]:
+    """The steps after+1..last that have no row. Most often the largest file has all."""
+    seen = bytearray(last + 1)
+    left = last - after
+    try:
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_size, reverse=True) if folder.is_dir() else []
+        for path in files:
+            with open(path, "rb") as file:
+                while left > 0 and (lines := file.readlines(_PORTION_BYTES)):
+                    for step in steps_of(b"".join(lines)):
+                        if after < step <= last and not seen[step]:
+                            seen[step] = 1
+                            left -= 1
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
+    return [step for step in range(after + 1, last + 1) if not seen[step]] if left > 0 else []
+
+
 def to_dict(report: LedgerReport) -> dict[str, Any]:
     """The report as JSON-able data."""
     return dataclasses.asdict(report)
@@ -93,4 +142,5 @@ def _print(report: LedgerReport) -> None:
     verdict = (
         "clean: every sample counted exactly once" if report.clean else f"not clean: {len(report.problems)} problems"
     )
-    print(f"{report.steps} steps, {verdict}")
+    rows = "" if report.complete else "; incomplete: committed steps have no row"
+    print(f"{report.steps} steps, {verdict}{rows}")

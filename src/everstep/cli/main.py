@@ -23,11 +23,13 @@ from everstep.base.errors import (
     QuorumLost,
     StoreError,
 )
+from everstep.runtime.private import write_privately
 
 COMMANDS = {
     "run": ("everstep.cli.run", "Train a task, and go on whatever happens to the workers."),
     "demo": ("everstep.cli.demo", "Kill workers while they train, and compare with an undisturbed run."),
     "eval": ("everstep.cli.evaluate", "Evaluate trained weights on the task's test split."),
+    "config": ("everstep.cli.config", "List the config keys, and the causes that events and metrics name."),
     "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
@@ -97,7 +99,8 @@ def complain(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: runs a command, turns what it raises into a line and an exit code."""
+    """Entry point: runs a command, turns what it raises into a line and an exit code. What it writes is its owner's."""
+    write_privately()
     signal.signal(signal.SIGTERM, _terminated)
     sys.exit(run_command(argv))
 

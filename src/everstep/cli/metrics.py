@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.cli.beside import ANY_PORT, check_installed, parse_listen
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_listen
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
 
 
 @click.command()
@@ -19,8 +19,13 @@ from everstep.runtime.address import EVENTS_FILE, JOB_FILE
     "--listen", default=ANY_PORT, metavar="HOST:PORT", help=f"Where to serve /metrics ({ANY_PORT}: any port)."
 )
 @click.option("--once", is_flag=True, help="Print the metrics and end.")
-@click.option("--token", envvar="EVERSTEP_METRICS_TOKEN", help="What scrapers need beyond loopback, as a bearer token.")
-def command(run_dir: Path, listen: str, once: bool, token: str | None) -> int:
+@click.option(
+    "--token",
+    envvar="EVERSTEP_METRICS_TOKEN",
+    help=f"What scrapers need, as a bearer token (on loopback that in DIR/{METRICS_TOKEN_FILE}).",
+)
+@click.option("--public", is_flag=True, help=PUBLIC_HELP)
+def command(run_dir: Path, listen: str, once: bool, token: str | None, public: bool) -> int:
     """Serve the metrics of the job in DIR, running or over, to Prometheus. Ctrl-C ends it; the job goes on."""
     host, port = parse_listen("--listen", listen)
     if not run_dir.is_dir():
@@ -33,7 +38,7 @@ def command(run_dir: Path, listen: str, once: bool, token: str | None) -> int:
         return 0
     from everstep.dashboard.serve import serve_metrics
 
-    serve_metrics(run_dir, host, port, token, lambda address: print(address, flush=True))
+    serve_metrics(run_dir, host, port, token, lambda line: print(line, flush=True), public)
     return 0
 
 

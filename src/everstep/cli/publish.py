@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from everstep.base.cause import Cause
 from everstep.base.config import SINKS
 from everstep.base.errors import ConfigError
 from everstep.observe.events import EventLog
@@ -111,7 +112,8 @@ def _warner(run_dir: Path) -> Callable[[str, bool], None]:
         print(text, file=sys.stderr, flush=True)
         if running:
             events = EventLog(run_dir / EVENTS_FILE)
-            events.write("warning", reason=f"{text}; training goes on, and what it missed is told later")
+            said = f"{text}; training goes on, and what it missed is told later"
+            events.write("warning", cause=Cause.SINK, reason=said)
             events.close()
 
     return warn

@@ -9,14 +9,15 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
-from everstep.cli.beside import ANY_PORT, check_installed, check_metrics, dashboard_beside, metrics_beside
+from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics, dashboard_beside, metrics_beside
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
     Job,
@@ -31,19 +32,24 @@ from everstep.cli.job import (
     with_cut,
     write_job,
 )
+from everstep.cli.ledger import missing_rows
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
-from everstep.cli.run_dir import Found, default_run_dir, inspect, read_digest, set_aside
+from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.sinks_beside import sinks_beside
 from everstep.cli.start import Start, ask_object_store, find_start
-from everstep.cli.story import Story, summary, tell
+from everstep.cli.summary import summary
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
+from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
 from everstep.sinks.sink import check_installed as check_sinks
+
+if TYPE_CHECKING:
+    from everstep.runtime.launcher import Outcome
 
 _OPTIONS = (
     "workers",
@@ -72,6 +78,7 @@ class Invocation:
     as_json: bool = False
     server: EarlyZygote | None = None
     dashboard: bool = False
+    public: bool = False
 
 
 class _Run(click.Command):
@@ -107,6 +114,7 @@ class _Run(click.Command):
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
+@click.option("--public", is_flag=True, help=f"Of --dashboard and --metrics: {PUBLIC_HELP.lower()}")
 @click.option(
     "--metrics",
     metavar="[HOST:PORT]",
@@ -126,6 +134,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     dashboard: bool,
+    public: bool,
     metrics: str | None,
     **options: Any,
 ) -> int:
@@ -139,11 +148,13 @@ def command(
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
     request = _request(config_file, settings, options, batch_size, simulate_failure)
-    invocation = Invocation(spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard)
+    invocation = Invocation(
+        spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard, public=public
+    )
     if dashboard:
         check_installed("--dashboard")
     given = read_layers(request.layers)
-    check_metrics(given.get("metrics.listen"))
+    check_metrics(given.get("metrics.listen"), public)
     threads = given.get("threads")
     preload = ("torch",) if dry_run else PRELOAD
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
@@ -191,7 +202,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
         probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
     config = effective_config(probe.defaults, request, script=spec.kind == "script")
-    check_metrics(config.metrics.listen)
+    check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
     check_hosts(config)
     if probe.dataset_size is not None:
@@ -211,6 +222,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     """With the directory locked."""
     run_dir = invocation.run_dir
     job = make_job(canonical(invocation.spec), invocation.argv, config, probe.dataset_size, invocation.request)
+    open_still = close_to_others(run_dir, config)
     aside = set_aside(run_dir) if invocation.fresh else None
     found = inspect(run_dir, job)
     if found.state == "finished":
@@ -224,7 +236,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
     opening = _opening(run_dir, found, start, aside, invocation.spec.kind == "script")
-    opening += [warning] if warning else []
+    opening += [text for text in (warning, open_still) if text]
     return _launch(invocation, job, opening, start.step)
 
 
@@ -252,14 +264,20 @@ def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_s
 
 
 def _already_finished(invocation: Invocation, found: Found) -> int:
+    from everstep.cli.main import complain
+
     run_dir = invocation.run_dir
+    lacking = _missing_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
     if not invocation.as_json:
         print(text)
-        return 0
-    story = tell(read_events(run_dir / EVENTS_FILE))
-    print(json.dumps({**summary(story, 0, str(run_dir), found.digest), "reason": text}))
-    return 0
+    else:
+        facts = facts_of(read_events(run_dir / EVENTS_FILE))
+        why = Why(Cause.COMPLETED, text)
+        print(json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking)))
+    if lacking:
+        complain(lacking)
+    return int(bool(lacking))
 
 
 def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> int:
@@ -277,21 +295,22 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
         preload=PRELOAD,
         early=invocation.server,
     )
-    display = choose_display(as_json=invocation.as_json, log_every=config.log_every)(launcher.board)
-    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display, Story(total_steps(config, job.dataset_size)))
+    total = total_steps(config, job.dataset_size)
+    display = choose_display(as_json=invocation.as_json, log_every=config.log_every, total_steps=total)(launcher.board)
+    watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
     for line in opening:
         display.note(line)
     events = EventLog(run_dir / EVENTS_FILE)
     words = shlex.join([job.task, *(["--", *job.argv] if job.argv else [])])
     how = f"{words} with {config.workers} workers" + (f", from the checkpoint of step {step}" if step else "")
-    events.write("job_started", step=step, reason=how, workers=config.workers)
+    events.write("job_started", step=step, cause=Cause.STARTED, reason=how, workers=config.workers)
     watcher.start()
     exit_code = 1
     try:
         with sinks_beside(run_dir, config.sinks, display.note):
             with (
-                dashboard_beside(run_dir, invocation.dashboard) as page,
-                metrics_beside(run_dir, config.metrics.listen) as metrics,
+                dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
+                metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
             ):
                 if page:
                     display.note(f"dashboard {page}")
@@ -302,10 +321,13 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     finally:
         watcher.stop()
         events.close()
-    return _conclude(invocation, watcher.story, launcher.outcome, exit_code)
+    board = launcher.board
+    reached = max(board.read(row).step for row in range(board.rows))
+    lacking = _missing_rows(run_dir, reached - 1)  # when a step was applied, the one before it was released
+    return _conclude(invocation, watcher.facts, launcher.outcome, exit_code, lacking)
 
 
-def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, exit_code: int) -> None:
+def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
     """The coordinator reports the end; if it could not, the launcher's word stands in."""
     ends = ("job_completed", "job_failed")
     if outcome is None or any(
@@ -313,22 +335,36 @@ def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Any, e
     ):
         return
     kind = ends[0] if exit_code == 0 else ends[1]
-    events.write(kind, reason=outcome.reason, state=outcome.state, exit_code=exit_code)
+    why = outcome.why
+    events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
 
 
-def _conclude(invocation: Invocation, story: Story, outcome: Any, exit_code: int) -> int:
+def _missing_rows(run_dir: Path, reached: int = 0) -> str:
+    """What the ledger lacks; "" if it is complete."""
+    try:
+        return missing_rows(run_dir, reached)
+    except ConfigError as error:
+        return f"it is not known whether the ledger is complete: {error}"
+
+
+def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str) -> int:
+    """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
     from everstep.cli.main import complain
 
     run_dir = invocation.run_dir
     digest = read_digest(run_dir) if exit_code == 0 else None
-    if outcome is not None:
-        story.reason = outcome.reason if exit_code else ""
-    result = summary(story, exit_code, str(run_dir), digest)
+    why = outcome.why if outcome is not None and exit_code else None
+    result = summary(facts, exit_code, str(run_dir), digest, why, lacking)
     if invocation.as_json:
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
     if exit_code:
-        reached = max(story.step, story.checkpoint_step)
-        complain(f"{story.reason or 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})")
-    return exit_code
+        reached = max(facts.step, facts.checkpoint_step)
+        complain(
+            f"{why.reason if why else 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
+            + (f"; {lacking}" if lacking else "")
+        )
+    elif lacking:
+        complain(lacking)
+    return int(result["exit_code"])

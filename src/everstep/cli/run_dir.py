@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Job, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
-from everstep.runtime.commands import LOCK_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
+from everstep.runtime.private import close_folder, close_run_dir, close_store
 
 RUNS = Path("runs")
 _PREVIOUS = "previous-"
+_TIME = "%Y%m%d-%H%M%S"
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,36 @@ class Found:
     job: Job | None = None
 
 
+def in_runs(prefix: str) -> Path:
+    """runs/<prefix>-<time>, for what makes several runs; `RUNS`, where it is there, is closed to others."""
+    with contextlib.suppress(OSError):
+        close_folder(RUNS)
+    return RUNS / f"{prefix}-{time.strftime(_TIME)}"
+
+
 def default_run_dir(spec: TaskSpec) -> Path:
     """runs/<task>-<time>, one that does not exist yet."""
-    base = RUNS / f"{spec.short}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = RUNS / f"{spec.short}-{time.strftime(_TIME)}"
     path, count = base, 1
     while path.exists():
         count += 1
         path = base.with_name(f"{base.name}-{count}")
     return path
+
+
+def close_to_others(run_dir: Path, config: Config) -> str:
+    """Make private what jobs left in a (locked) directory and in their checkpoints elsewhere, and `RUNS` where the
+    directory is in that. Returns a warning for the user if it cannot be done, else ""."""
+    path = config.checkpoint.disk.path
+    try:
+        if run_dir.parent == RUNS:
+            close_folder(RUNS)
+        close_run_dir(run_dir)
+        if path is not None and Path(path).is_dir():
+            close_store(Path(path))
+    except OSError as error:
+        return f"warning: others can read {error.filename}: {error.strerror or error}"
+    return ""
 
 
 def read_digest(run_dir: Path) -> dict[str, Any] | None:

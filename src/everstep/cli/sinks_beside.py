@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from everstep.runtime.process import own_command
 
 _LAST_WORDS_S = 15.0
 
@@ -47,6 +48,6 @@ def sinks_beside(run_dir: Path, names: Sequence[str], tell: Callable[[str], None
 
 def _start(run_dir: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "everstep", "publish", str(run_dir), "--to", name, "--beside"]
+    command = own_command("everstep", "publish", str(run_dir), "--to", name, "--beside")
     with open(log, "ab") as output:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from everstep.base.config import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
+from everstep.checkpoint.names import manifest_name, step_of
 from everstep.cli.job import Job
 from everstep.runtime.address import CHECKPOINTS_DIR
 
@@ -42,8 +43,8 @@ def newest_step(folder: Path) -> int:
         names = os.listdir(folder)
     except OSError:
         return 0
-    steps = [name[5:] for name in names if name.startswith("step-") and (folder / name / "manifest.json").is_file()]
-    return max((int(step) for step in steps if step.isdecimal()), default=0)
+    steps = [step for step in map(step_of, names) if step is not None]
+    return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
 def find_start(run_dir: Path, job: Job, *, script: bool) -> Start:

@@ -12,8 +12,8 @@ from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import read_digest
 from everstep.cli.start import checkpoint_dir, newest_step
-from everstep.cli.story import MEMBERS, Event, Story, tell
 from everstep.observe.events import read_events
+from everstep.report.facts import MEMBERS, Facts, facts_of
 from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
 
@@ -54,50 +54,46 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 def _from_files(run_dir: Path) -> dict[str, Any]:
     """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
-    events = last_run(read_events(run_dir / EVENTS_FILE))
-    story = tell(events)
+    facts = facts_of(read_events(run_dir / EVENTS_FILE))
     digest = read_digest(run_dir)
     running = commands.is_locked(run_dir)
     if running:
-        state = "starting" if not story.step else "recovering"
+        state = "starting" if not facts.step else "recovering"
     elif digest is not None:
         state = "completed"
-    elif story.state in ("failed", "interrupted"):
-        state = story.state
+    elif facts.state in ("failed", "interrupted"):
+        state = facts.state
     else:
         state = "interrupted"  # it ended without a word: killed, or the machine went down
     return {
         "state": state,
-        "generation": story.generation,
-        "step": int(digest["step"]) if digest is not None and not running else story.step,
-        "workers": workers_of(story),
+        "generation": facts.generation,
+        "step": int(digest["step"]) if digest is not None and not running else facts.step,
+        "workers": workers_of(facts),
         "coordinator": {"pid": None},
-        "reason": story.reason,
+        "cause": facts.cause,
+        "reason": facts.reason,
     }
 
 
-def workers_of(story: Story) -> list[dict[str, Any]]:
-    """As the events said last. Nobody measures their speed now; a member has done the steps that the job has done."""
+def workers_of(facts: Facts) -> list[dict[str, Any]]:
+    """The living, as the events said last. Nobody measures their speed now; a member has done what the job has done."""
     return [
         {
             "worker_id": i,
             "incarnation": worker.incarnation,
             "pid": worker.pid,
             "host": worker.host or "unknown",
-            "stage": 0 if worker.role in MEMBERS else None,
-            "role": worker.role,
-            "step": story.step if worker.role in MEMBERS else 0,
+            "stage": worker.stages[0] if worker.stages else None,
+            "stages": list(worker.stages),
+            "role": "joining" if worker.role == "healing" else worker.role,
+            "step": facts.step if worker.role in MEMBERS else 0,
             "lanes": list(worker.lanes),
             "samples_per_s": 0.0,
         }
-        for i, worker in sorted(story.workers.items())
+        for i, worker in sorted(facts.workers.items())
+        if worker.state not in ("dead", "left")
     ]
-
-
-def last_run(events: list[Event] | list[dict[str, Any]]) -> list[Event]:
-    """The events since the job was last started."""
-    starts = [i for i, event in enumerate(events) if event["kind"] == "job_started"]
-    return list(events[starts[-1] :]) if starts else list(events)
 
 
 def _print(run_dir: Path, status: dict[str, Any]) -> None:
@@ -112,7 +108,7 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
     lines = [header]
     for w in status["workers"]:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
-        stage = "-" if w["stage"] is None else str(w["stage"])
+        stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))

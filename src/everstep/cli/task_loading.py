@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.train.importing import importing_from
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
@@ -122,10 +123,9 @@ def load_task(text: str, config: Config) -> Task:
 
 
 def _import_module(spec: TaskSpec) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(spec.where)
+        with importing_from(Path.cwd()):
+            return importlib.import_module(spec.where)
     except Exception as error:
         raise ConfigError(f"task {spec.text!r}: module {spec.where!r} does not import: {_one_line(error)}") from error
 
@@ -136,12 +136,11 @@ def _import_file(spec: TaskSpec) -> ModuleType:
     loaded = importlib.util.spec_from_file_location(name, path)
     if loaded is None or loaded.loader is None:
         raise ConfigError(f"task {spec.text!r}: {path} cannot be imported as Python")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
     try:
-        loaded.loader.exec_module(module)
+        with importing_from(path.parent):
+            loaded.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(name, None)
         raise ConfigError(f"task {spec.text!r}: {path.name} does not import: {_one_line(error)}") from error

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from everstep.dashboard.actions import act
 from everstep.dashboard.feed import Feeds, RunFeed
-from everstep.dashboard.guard import METRICS, Guard
+from everstep.dashboard.guard import KNOWN, METRICS, UNLOCK, Guard
 from everstep.dashboard.view import Cursor, now_ms, patch
 from everstep.report.prometheus import device_families, expose, families
 
@@ -45,8 +45,8 @@ _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 
 
-def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
-    """The application over these runs; `host` and `token` decide who may ask."""
+def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
+    """The application over these runs; `host`, `token` and `public` decide who may ask."""
     files = {name: (resources.files(__package__) / "static" / name).read_bytes() for name in _FILES}
     streams = threading.BoundedSemaphore(_MOST_STREAMS)
 
@@ -62,7 +62,7 @@ def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
         return StreamingResponse(_events(feeds, streams), media_type="text/event-stream")
 
     async def action(request: Request) -> Response:
-        run = _run_of(feeds, request)
+        run = _numbered(feeds, request.path_params["run"])
         body = await _body(request)
         if run is None or body is None:
             error = "there is no such run" if run is None else "expected a JSON object of at most 4 kB"
@@ -73,39 +73,40 @@ def make_app(feeds: Feeds, host: str, token: str) -> Starlette:
         return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
 
     async def me(request: Request) -> Response:
-        """Whether the token is right: the guard has answered already if it is not."""
-        return JSONResponse({"ok": True})
+        """Whether whoever asks has the token. The guard has answered already to who posts another."""
+        return JSONResponse({"ok": request.scope[KNOWN]})
 
     routes = [
         Route("/", page),
         Route("/static/{name}", static),
         Route("/api/stream", stream),
-        Route("/api/token", me, methods=["POST"]),
-        Route("/api/runs/{run:int}/{name}", action, methods=["POST"]),
+        Route(UNLOCK, me, methods=["GET", "POST"]),
+        Route("/api/runs/{run}/{name}", action, methods=["POST"]),
         metrics_route(feeds),
     ]
-    return _guarded(routes, host, token)
+    return _guarded(routes, host, token, public)
 
 
-def make_metrics_app(feeds: Feeds, host: str, token: str) -> Starlette:
+def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
     """Only the metrics, for a job that needs no page."""
 
     async def hint(request: Request) -> Response:
         return PlainTextResponse(f"the metrics are at {METRICS}\n")
 
-    return _guarded([Route("/", hint), metrics_route(feeds)], host, token)
+    return _guarded([Route("/", hint), metrics_route(feeds)], host, token, public)
 
 
 def metrics_route(feeds: Feeds) -> Route:
     """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
 
     async def metrics(request: Request) -> Response:
-        given, last = request.query_params.get("run", "0"), len(feeds.runs) - 1
-        if len(given) > 4 or not given.isdecimal() or int(given) > last or (last and "run" not in request.query_params):
+        last = len(feeds.runs) - 1
+        run = _numbered(feeds, request.query_params.get("run", "" if last else "0"))
+        if run is None:
             text = f"there are {last + 1} runs: expected {METRICS}?run=0 to {last}\n"
             return PlainTextResponse(text, status_code=404)
         accept = request.headers.get("accept", "")
-        content, media_type = await asyncio.to_thread(_scrape, feeds.runs[int(given)], accept)
+        content, media_type = await asyncio.to_thread(_scrape, run, accept)
         if not content:  # numbers that are still growing to what they were would look like a new start
             return PlainTextResponse("the files of the run are still being read\n", status_code=503)
         return Response(content, media_type=media_type)
@@ -121,8 +122,8 @@ def _scrape(run: RunFeed, accept: str) -> tuple[bytes, str]:
     return expose([*found, *device_families()], accept)
 
 
-def _guarded(routes: list[Route], host: str, token: str) -> Starlette:
-    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token)])
+def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starlette:
+    return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
 def _file(files: dict[str, bytes], name: str) -> Response:
@@ -131,9 +132,10 @@ def _file(files: dict[str, bytes], name: str) -> Response:
     return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
 
-def _run_of(feeds: Feeds, request: Request) -> RunFeed | None:
-    number = request.path_params["run"]
-    return feeds.runs[number] if number < len(feeds.runs) else None
+def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
+    """The run with this number: what a URL says is never more than an index."""
+    known = {str(number): run for number, run in enumerate(feeds.runs)}
+    return known.get(text)
 
 
 async def _body(request: Request) -> dict[str, Any] | None:

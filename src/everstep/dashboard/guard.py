@@ -1,26 +1,36 @@
 """Who may ask what: Host, Origin and token are checked before anything else sees a request. ASGI middleware.
 
-A page of another site can make a browser send requests here, and a name that resolves to 127.0.0.1 makes them look
-local. So: the Host must be one of ours, requests that a browser calls foreign are refused, there are no cookies, and
-every action needs a token in a header, which no foreign page can set. Scrapers send it as `Authorization: Bearer`.
+Every user of this machine reaches a port on loopback, a page of another site can make a browser send requests here, and
+a name that resolves to 127.0.0.1 makes them look local. So: the Host must be one of ours, requests that a browser calls
+foreign are refused, and everything needs the token: from a browser once in the address, which it then loses for a
+cookie; from a scraper as `Authorization: Bearer`. With `public` only what changes something needs it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import hmac
 import ipaddress
+import os
 import secrets
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.base.errors import ConfigError
 
 TOKEN_HEADER = "x-everstep-token"
+TOKEN_PARAMETER = "token"
 API = "/api/"
+UNLOCK = "/api/token"
 METRICS = "/metrics"
+KNOWN = "everstep.known"
+"""In a request's scope: whether it has the token."""
 SHORTEST_TOKEN = 16
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -65,37 +75,67 @@ def checked_token(host: str, token: str | None, how: str = "give --token or EVER
     return token
 
 
+def kept_token(path: Path) -> str | None:
+    """The token in this file, made and put there once, for its owner alone, so that scrapers can be given the file.
+    None if that cannot be done."""
+    try:
+        if path.exists() and path.stat().st_mode & 0o077:
+            path.unlink()  # what others could read is no secret
+        if not path.exists():
+            _make_token(path)
+        return checked_token("", path.read_text().strip())
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def _make_token(path: Path) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(24))
+        with contextlib.suppress(FileExistsError):  # another process was quicker
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 class Guard:
     """Refuses what is not ours, and puts the same headers on every answer.
 
-    host: where the server listens; beyond loopback every request for data needs the token, on loopback only actions do.
+    host: where the server listens. public: who only reads needs no token.
     """
 
-    def __init__(self, app: ASGIApp, host: str, token: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, token: str, public: bool = False) -> None:
         self._app = app
         self._loopback = is_loopback(host)
         self._names = {"127.0.0.1", "localhost", "[::1]", host.lower(), f"[{host.lower()}]"}
         self._token = token
+        self._public = public
+        # A browser has one jar for all ports of a host: each token has a cookie of its own, which does not show it.
+        self._cookie = f"everstep-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+        self._pass = hmac.new(token.encode(), b"cookie", hashlib.sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        scope[KNOWN] = self._knows(scope)
+        answer: Any = self._refusal(scope) or self._welcome(scope) or self._app
+        lets_in = scope[KNOWN] and scope["method"] == "POST" and scope["path"] == UNLOCK
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *((k, v) for k, v in message["headers"] if k.decode("latin-1") not in _HEADERS),
                     *((name.encode(), value.encode()) for name, value in _HEADERS.items()),
+                    *([(b"set-cookie", self._set_cookie().encode())] if lets_in else []),
                 ]
             await send(message)
 
-        answer: Any = self._app if refusal is None else refusal
         await answer(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
@@ -108,18 +148,65 @@ class Guard:
         is_data = path.startswith(API) or path == METRICS
         if is_data and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _no(403, "requests from other sites are refused")
-        writes = scope["method"] not in ("GET", "HEAD")
+        writes = not _only_reads(scope)
         if writes and not path.startswith(API):
             return _no(405, "only /api/ takes actions")
-        if not is_data or (self._loopback and not writes):
-            return None
-        given = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
-            what = "actions need" if writes else "this server needs"
-            return _no(401, f"{what} the token with which it was started, or that it printed then")
+        if not scope[KNOWN] and (writes or not self._public):
+            what = "actions need" if writes and self._public else "this server needs"
+            return PlainTextResponse(
+                f"{what} the token with which it was started: open the address that it printed then, or send the token "
+                "as 'Authorization: Bearer TOKEN'\n",
+                status_code=401,
+                headers={"www-authenticate": "Bearer"},
+            )
         if writes and headers.get("content-type", "").partition(";")[0] != "application/json":
             return _no(415, "expected application/json")
         return None
+
+    def _knows(self, scope: Scope) -> bool:
+        """Whether a request has the token: in a header; as a cookie; or, to read, in the address."""
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [headers.get(TOKEN_HEADER, ""), bearer if scheme.lower() == "bearer" else ""]
+        if _only_reads(scope):
+            given += [value for name, value in _query(scope) if name == TOKEN_PARAMETER]
+        return any(_same(token, self._token) for token in given) or _same(self._shown(headers), self._pass)
+
+    def _shown(self, headers: Headers) -> str:
+        """Our cookie's value, "" if there is none."""
+        for line in headers.getlist("cookie"):
+            for part in line.split(";"):
+                name, _, value = part.strip().partition("=")
+                if name == self._cookie:
+                    return value
+        return ""
+
+    def _welcome(self, scope: Scope) -> Response | None:
+        """Who opens a page with the token in its address is sent to the same one without it, with a cookie. Programs
+        may not keep cookies, and are answered at once."""
+        rest = [(name, value) for name, value in _query(scope) if name != TOKEN_PARAMETER]
+        path = str(scope["path"])
+        if not scope[KNOWN] or not _only_reads(scope) or len(rest) == len(_query(scope)):
+            return None
+        if path.startswith(API) or (path == METRICS and "text/html" not in Headers(scope=scope).get("accept", "")):
+            return None
+        where = "/" + quote(path.lstrip("/")) + (f"?{urlencode(rest)}" if rest else "")
+        return RedirectResponse(where, status_code=303, headers={"set-cookie": self._set_cookie()})
+
+    def _set_cookie(self) -> str:
+        return f"{self._cookie}={self._pass}; Path=/; HttpOnly; SameSite=Strict"
+
+
+def _only_reads(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD")
+
+
+def _query(scope: Scope) -> list[tuple[str, str]]:
+    return parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _no(code: int, reason: str) -> JSONResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -12,29 +13,53 @@ from starlette.applications import Starlette
 from everstep.base.errors import ConfigError
 from everstep.dashboard.app import make_app, make_metrics_app
 from everstep.dashboard.feed import Audit, Feeds
-from everstep.dashboard.guard import METRICS, checked_token
+from everstep.dashboard.guard import METRICS, TOKEN_PARAMETER, checked_token, is_loopback, kept_token
+from everstep.runtime.address import METRICS_TOKEN_FILE
 
 
 def serve(
-    run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, tell: Callable[[str], None]
+    run_dirs: Sequence[Path],
+    host: str,
+    port: int,
+    token: str | None,
+    audit: Audit,
+    tell: Callable[[str], None],
+    public: bool = False,
 ) -> None:
-    """Serve the dashboard until interrupted. `tell` is given its address once it listens; port 0 is any that is free.
+    """Serve the dashboard until interrupted. `tell` is given its address, which lets in whoever opens it, once it
+    listens; port 0 is any that is free. public: who only reads needs no token.
 
     Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
     feeds = Feeds(run_dirs, audit)
-    _serve(make_app(feeds, host, token), feeds, host, port, lambda base: tell(f"{base}/#token={token}"))
+    app = make_app(feeds, host, token, public)
+    _serve(app, feeds, host, port, lambda base: tell(f"{base}/?{_parameter(token)}"))
 
 
-def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
-    """As `serve`, but only the metrics of one run.
+def serve_metrics(
+    run_dir: Path, host: str, port: int, token: str | None, tell: Callable[[str], None], public: bool = False
+) -> None:
+    """As `serve`, but only the metrics of one run. On loopback the token, where none is given, is the one that the run
+    directory keeps for scrapers.
 
     Raises: ConfigError, likewise.
     """
-    token = checked_token(host, token, "give --token or EVERSTEP_METRICS_TOKEN")
+    file = run_dir / METRICS_TOKEN_FILE
+    kept = None if public or token is not None or not is_loopback(host) else kept_token(file)
+    secret = checked_token("localhost" if public else host, token or kept, "give --token or EVERSTEP_METRICS_TOKEN")
     feeds = Feeds([run_dir])
-    _serve(make_metrics_app(feeds, host, token), feeds, host, port, lambda base: tell(base + METRICS))
+
+    def tell_all(base: str) -> None:
+        tell(base + METRICS + ("" if public else f"?{_parameter(secret)}"))
+        if kept is not None:
+            tell(f"for Prometheus: authorization.credentials_file is {file}")
+
+    _serve(make_metrics_app(feeds, host, secret, public), feeds, host, port, tell_all)
+
+
+def _parameter(token: str) -> str:
+    return f"{TOKEN_PARAMETER}={quote(token, safe='')}"
 
 
 def _serve(app: Starlette, feeds: Feeds, host: str, port: int, tell: Callable[[str], None]) -> None:

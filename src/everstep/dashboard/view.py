@@ -33,6 +33,7 @@ FIELDS = (
     "host",
     "life",
     "phase",
+    "cause",
     "reason",
     "since",
 )
@@ -100,12 +101,12 @@ def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
     state = str(live["state"]) if live else history.state(feed.running)
     rate = facts.samples_per_s() if state in ("running", "recovering") else None
     total, step = history.total_steps, facts.step
-    lately = _steps_per_s(facts)
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
         "task": one_line(history.job.get("task")),
         "state": state,
+        "cause": (live or {}).get("cause") or facts.cause,
         "reason": one_line((live or {}).get("reason")) or facts.reason,
         "running": feed.running,
         "answers": live is not None,
@@ -115,7 +116,7 @@ def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
         "loss": facts.loss,
         "rate": rate,
         "mean_rate": facts.mean_samples_per_s(),
-        "eta_s": (total - step) / lately if total and lately and state == "running" and step < total else None,
+        "eta_s": facts.eta_s(total) if state == "running" else None,
         "generation": facts.generation,
         "wanted": int(number((live or {}).get("target"))) or facts.wanted,
         "members": sum(s in MEMBERS for s in states),
@@ -124,7 +125,7 @@ def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
         "began_ns": facts.account.begin_ns,
         "ended_ns": facts.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
-        "faults": max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)),
+        "faults": facts.faults,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.steps_lost,
         "incident": _incident(facts),
@@ -163,6 +164,7 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
             one_line((now or {}).get("host") or worker.host, 80),
             life,
             one_line(measured.row.get("phase"), 20) if measured and feed.running else "",
+            worker.cause,
             worker.reason,
             worker.since_ns // 1_000_000,
         )
@@ -188,13 +190,6 @@ def _changed_rows(found: dict[str, Any], cursor: Cursor, rows: dict[int, tuple[A
     cursor.rows = rows
 
 
-def _steps_per_s(facts: Facts) -> float | None:
-    times, steps = facts.steps.columns[0][-12:], facts.steps.x[-12:]
-    if len(times) < 2 or times[-1] <= times[0]:
-        return None
-    return (steps[-1] - steps[0]) / (times[-1] - times[0])
-
-
 def _incident(facts: Facts) -> dict[str, Any] | None:
     """The newest fault, and how long it took to recover from it."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
@@ -202,6 +197,7 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
         return None
     recovery = facts.recoveries[-1] if facts.recoveries and facts.recoveries[-1].end_ns >= mark.time_ns else None
     return {
+        "cause": mark.cause,
         "text": mark.text,
         "time_ms": mark.time_ns // 1_000_000,
         "worker": mark.worker_id,
@@ -215,7 +211,17 @@ def _newest(items: Any, most: int = _LISTED) -> list[Any]:
 
 def _generations(facts: Facts) -> list[list[Any]]:
     return [
-        [g.number, g.time_ns // 1_000_000, g.step, g.members, list(g.joined), list(g.left), list(g.leaders), g.reason]
+        [
+            g.number,
+            g.time_ns // 1_000_000,
+            g.step,
+            g.members,
+            list(g.joined),
+            list(g.left),
+            list(g.leaders),
+            g.reason,
+            g.cause,
+        ]
         for g in _newest(facts.generations)
     ]
 
@@ -229,9 +235,10 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
             r.step,
             r.reason,
             [
-                [p.cause.removeprefix("recovery: "), (p.begin_ns - r.begin_ns) / 1e9, (p.end_ns - p.begin_ns) / 1e9]
+                [p.use.removeprefix("recovery: "), (p.begin_ns - r.begin_ns) / 1e9, (p.end_ns - p.begin_ns) / 1e9]
                 for p in r.phases
             ],
+            r.cause,
         ]
         for r in _newest(facts.recoveries, 60)
     ]
@@ -239,7 +246,7 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
 
 def _checkpoints(facts: Facts) -> list[list[Any]]:
     return [
-        [c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason]
+        [c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason, c.cause]
         for c in _newest(facts.checkpoints)
     ]
 

@@ -99,7 +99,7 @@ def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         ((tag, body),) = node.items()
         return _DECODERS[tag](body, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"state holds {str(node)[:80]!r}, which Everstep did not write: {error}") from error
 
 

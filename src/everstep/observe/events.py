@@ -1,7 +1,9 @@
 """events.jsonl: one JSON object per line, appended by several processes, read while it grows.
 
 Each line is a single `os.write` on an O_APPEND descriptor, so lines of different processes never mix. Events inform;
-they never stop training: what cannot be written (full disk) is dropped and counted, and tried anew with the next one.
+they never stop training: what cannot be written (full disk) is dropped and counted, and the next one that can be is
+followed by a warning that says how many were lost. Of a disk that is just full half a line may stay, to which another
+process appends: readers find the event that was begun last on a line.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from everstep.base.cause import Cause
 
 KINDS = frozenset(
     {
@@ -42,8 +46,9 @@ KINDS = frozenset(
         "job_failed",
     }
 )
-COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "reason")
+COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
 _TAIL_BYTES = 1 << 16
+_START = b'{"time_unix_ns":'
 
 
 class EventLog:
@@ -58,7 +63,7 @@ class EventLog:
         self.dropped = 0
         self._defaults = dict(defaults)
         self._fd: int | None = None
-        self._warned = False
+        self._unsaid = 0
         self._torn = False
         self._lock = threading.Lock()
 
@@ -71,11 +76,11 @@ class EventLog:
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
         with self._lock:
             try:
-                self._append(line)
+                self._append(line + self._said_of_lost())
             except OSError as error:
                 self._drop(error)
                 return False
-        self._warned = False
+            self._unsaid = 0
         return True
 
     def close(self) -> None:
@@ -87,7 +92,7 @@ class EventLog:
 
     def _append(self, line: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if self._torn:  # end the half line that a full disk left behind, so that it spoils no other
             line = b"\n" + line
         written = os.write(self._fd, line)
@@ -96,13 +101,19 @@ class EventLog:
             raise OSError(errno.ENOSPC, "only part of the line fitted")
         self._torn = False
 
+    def _said_of_lost(self) -> bytes:
+        if not self._unsaid:
+            return b""
+        reason = f"{self._unsaid} events of this process were lost: {self.path} could not be written"
+        return format_event("warning", None, {**self._defaults, "cause": Cause.DISK, "reason": reason})
+
     def _drop(self, error: OSError) -> None:
         self.dropped += 1
+        self._unsaid += 1
         if self._fd is not None:
             os.close(self._fd)  # the file may have been replaced or the mount come back: open anew next time
             self._fd = None
-        if not self._warned:
-            self._warned = True
+        if self._unsaid == 1:
             print(
                 f"everstep: cannot write {self.path}: {error.strerror or error}; events are dropped until it works"
                 " again, training goes on",
@@ -112,10 +123,13 @@ class EventLog:
 
 
 def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:
-    """One line, newline included: the common fields first, null where they do not apply, then the others."""
+    """One line, newline included: the common fields first, null where they do not apply, then the others. A reason
+    always has a cause beside it."""
     event: dict[str, Any] = {"time_unix_ns": time.time_ns() if time_unix_ns is None else time_unix_ns, "kind": kind}
     for name in COMMON[2:]:
         event[name] = fields.get(name)
+    if event["reason"] and event["cause"] is None:
+        event["cause"] = Cause.UNKNOWN
     for name, value in fields.items():
         if name not in event:
             event[name] = value
@@ -152,9 +166,17 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue
+            try:
+                event = json.loads(begun_last(line))
+            except ValueError:
+                continue
         if isinstance(event, dict) and "kind" in event:
             yield event
+
+
+def begun_last(line: bytes) -> bytes:
+    """The event that follows half a one on a line that is no event; within text its beginning would be escaped."""
+    return line[max(0, line.rfind(_START)) :]
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

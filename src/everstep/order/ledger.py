@@ -7,9 +7,9 @@ every lane, a digest of those that were really loaded; the audit computes what t
 
 from __future__ import annotations
 
-import json
+import contextlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -57,9 +57,15 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """What an audit found. steps: how many of the audited steps have a row. problems: one line each (1000 at most)."""
+    """What an audit found.
+
+    clean: every sample was used exactly once. complete: every audited step has its row, whatever that says; so what is
+    complete and not clean was done wrongly, and what is not complete cannot be shown. steps: how many of the audited
+    steps have a row. problems: one line each (1000 at most).
+    """
 
     clean: bool
+    complete: bool
     problems: tuple[str, ...]
     steps: int
     epochs: tuple[EpochReport, ...]
@@ -84,24 +90,33 @@ def decode_rows(data: bytes) -> list[LedgerRow]:
     That cannot make a ledger look better than it is, because the audit wants a row for every step.
     """
     rows: list[LedgerRow] = []
-    for line in data.split(b"\n"):
-        begin = line.rfind(_START)
-        row = _decode(line[begin:]) if begin >= 0 else None
-        if row is not None:
-            rows.append(row)
+    for line in _lines(data):
+        with contextlib.suppress(ValueError):  # a digest that is none
+            uses = tuple(LaneUse(lane, worker_id, count, int(use, 16)) for lane, worker_id, count, use in line.lanes)
+            rows.append(LedgerRow(line.step, line.generation, uses))
     return rows
 
 
-def _decode(text: bytes) -> LedgerRow | None:
-    try:
-        body = json.loads(text)
-        uses = tuple(
-            LaneUse(int(lane), int(worker_id), int(count), int(digest, 16))
-            for lane, worker_id, count, digest in body["lanes"]
-        )
-        return LedgerRow(int(body["step"]), int(body["generation"]), uses)
-    except (ValueError, TypeError, KeyError):
-        return None
+def steps_of(data: bytes) -> Iterator[int]:
+    """The steps of the rows in a file, for those who need no more of them."""
+    return (line.step for line in _lines(data))
+
+
+class _Line(msgspec.Struct):
+    step: int
+    generation: int
+    lanes: list[tuple[int, int, int, str]]
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+def _lines(data: bytes) -> Iterator[_Line]:
+    for text in data.split(b"\n"):
+        begin = text.rfind(_START)
+        if begin >= 0:
+            with contextlib.suppress(ValueError):
+                yield _decode(text[begin:])
 
 
 # ---- audit
@@ -138,7 +153,7 @@ def audit(
             present += 1
             _audit_row(row, order, counts, problems)
         counts.close_before(order.epoch_of(step + 1))
-    for first, final in _ranges(absent):
+    for first, final in ranges(absent):
         problems.add(f"step {first} has no row" if first == final else f"steps {first}..{final} have no row")
     epochs = counts.report(order.samples_before(min(upto_step, order.total_steps) + 1))
     for epoch in epochs:
@@ -147,7 +162,7 @@ def audit(
                 f"epoch {epoch.epoch}: {epoch.missing} of {epoch.samples} samples not counted, "
                 f"{epoch.duplicated} counted again"
             )
-    return LedgerReport(not problems.found, problems.lines(), present, epochs)
+    return LedgerReport(not problems.found, not absent, problems.lines(), present, epochs)
 
 
 class _Problems:
@@ -203,7 +218,7 @@ def _audit_row(row: LedgerRow, order: SampleOrder, counts: _Counts, problems: _P
             problems.add(f"step {row.step}, lane {lane}: not in the row")
 
 
-def _ranges(steps: list[int]) -> list[tuple[int, int]]:
+def ranges(steps: list[int]) -> list[tuple[int, int]]:
     """Ascending steps as runs (first, last)."""
     runs: list[tuple[int, int]] = []
     for step in steps:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_commands as commands
@@ -28,6 +29,7 @@ from everstep.protocol.coordinator_journal import replay
 from everstep.protocol.coordinator_state import (
     MILLISECOND_NS,
     SECOND_NS,
+    Alarm,
     Connection,
     Place,
     State,
@@ -80,8 +82,8 @@ class Coordinator:
             state.connections[event.connection] = Connection(event.role)
         elif isinstance(event, Disconnected):
             self._disconnected(event.connection)
-        for name in state.alarms.due(state.now):
-            self._ring(name)
+        for alarm in state.alarms.due(state.now):
+            self._ring(alarm)
         self._decide()
         if state.ended is not None and state.save_requests:
             saving.job_ended(state)
@@ -119,13 +121,13 @@ class Coordinator:
             if worker.agent_id is not None:
                 state.agents[worker.agent_id].restored.add(worker.key)
 
-    def _ring(self, name: str) -> None:
+    def _ring(self, alarm: Alarm) -> None:
         state = self._state
-        kind, _, rest = name.partition(":")
+        kind, who = alarm
         if kind == "agent":
-            health.check_agent(state, rest)
+            health.check_agent(state, who)
         elif kind == "gone":
-            health.check_gone(state, int(rest))
+            health.check_gone(state, int(who))
         elif kind == "grace":
             health.end_of_grace(state)
         elif kind == "links":
@@ -171,7 +173,7 @@ class Coordinator:
             agent = state.agents.get(connection.agent_id)
             if agent is not None and agent.connection == name:
                 agent.connection = None
-                state.alarms.set(f"agent:{agent.agent_id}", agent.detector.ceiling_at_ns)
+                state.alarms.set("agent", agent.detector.ceiling_at_ns, agent.agent_id)
         if connection.worker is not None:
             if all(connection.worker not in agent.lives for agent in state.agents.values()):
                 state.retiring.discard(connection.worker.worker_id)
@@ -182,7 +184,7 @@ class Coordinator:
                 if not state.in_any_plan(worker.key):
                     state.joins.pop(worker.key.worker_id, None)
                 state.dirty = True
-                state.alarms.set(f"gone:{worker.key.worker_id}", state.now + SECOND_NS)
+                state.alarms.set("gone", state.now + SECOND_NS, str(worker.key.worker_id))
 
     def _received(self, name: str, message: m.AnyMessage) -> None:
         state = self._state
@@ -245,10 +247,13 @@ class Coordinator:
             return
         known = state.workers.get(key.worker_id)
         if state.is_fenced(key) or (known is not None and known.key.incarnation > key.incarnation):
-            state.send(name, m.Dismissed(reason=f"{describe(key)} was evicted or replaced", drained=False))
+            cause = state.fenced_for[key.worker_id] if state.is_fenced(key) else Cause.REPLACED
+            text = f"{describe(key)} was evicted or replaced"
+            state.send(name, m.Dismissed(cause=cause, reason=text, drained=False))
             return
         if known is not None and known.key != key:
-            health.evict(state, known, f"its slot already runs incarnation {key.incarnation}", kill=True)
+            why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+            health.evict(state, known, why, kill=True)
             known = None
         worker = known or Worker(key)
         state.workers[key.worker_id] = worker
@@ -270,13 +275,13 @@ class Coordinator:
     def _report_joined(self, worker: Worker) -> None:
         self._state.report(
             "worker_joined",
+            Why(Cause.JOINED, "it is ready"),
             worker_id=worker.key.worker_id,
             incarnation=worker.key.incarnation,
             pid=worker.pid,
             host=worker.host,
             step=worker.step,
             generation=self._state.generation,
-            reason="it is ready",
         )
 
     def _catch_up(self, worker: Worker, hello: m.WorkerHello) -> None:
@@ -336,7 +341,7 @@ def _done(state: State, worker: Worker, message: m.WorkerDone) -> None:
     if message.final_written and plan is not None and plan.has(worker.key):
         state.step = max(state.step, message.step)
         recovery.complete(state)
-        state.end("completed", f"step {message.step} was the last", 0)
+        state.end("completed", Why(Cause.COMPLETED, f"step {message.step} was the last"), 0)
 
 
 _WORKER_ACTS: dict[type[Any], _WorkerAct] = {

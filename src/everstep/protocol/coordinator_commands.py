@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan
 from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_saving as saving
@@ -41,7 +42,9 @@ def _stop(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
     grace_s = args.get("grace_s")
     grace_ns = int(grace_s * 1e9) if isinstance(grace_s, int | float) else 0
-    saving.end_after_saving(state, "interrupted", str(args.get("reason") or "stopped by request"), code, grace_ns)
+    cause = Cause.read(args.get("cause") or Cause.REQUESTED)
+    why = Why(cause, str(args.get("reason") or "stopped by request"))
+    saving.end_after_saving(state, "interrupted", why, code, grace_ns)
     return "", {}
 
 
@@ -63,7 +66,7 @@ def _scale(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             chosen.add(fresh)
         fresh += 1
     was = state.target
-    state.set_target(wanted, chosen, f"scaled from {was} to {wanted} workers by request")
+    state.set_target(wanted, chosen, Why(Cause.SCALED, f"scaled from {was} to {wanted} workers by request"))
     return "", {"workers": wanted, "before": was}
 
 
@@ -80,7 +83,7 @@ def _drain(state: State, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if alone:
         where = f"stage {listed(set(alone))}"
         return f"cannot drain worker {worker_id}: nobody else holds {where}; let a backup join it first", {}
-    state.set_target(target, slots - {worker_id}, f"worker {worker_id} drained by request")
+    state.set_target(target, slots - {worker_id}, Why(Cause.DRAINED, f"worker {worker_id} drained by request"))
     return "", {"workers": target}
 
 
@@ -195,12 +198,14 @@ def _send_slots(state: State, agent: Agent, ids: list[int]) -> None:
 
 def status(state: State) -> dict[str, Any]:
     """What `everstep status --json` prints, the coordinator's own pid excepted."""
+    why = state.waiting if state.ended is None else Why(state.ended.cause, state.ended.reason)
     return {
         "state": job_state(state),
         "generation": state.plan.generation if state.plan is not None else 0,
         "step": state.step,
         "target": state.target,
-        "reason": state.ended.reason if state.ended is not None else state.waiting,
+        "cause": why.cause if why is not None else None,
+        "reason": why.reason if why is not None else "",
         "workers": [_worker_status(state, w) for _, w in sorted(state.workers.items())],
         **profiling.status(state),
     }

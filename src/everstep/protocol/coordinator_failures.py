@@ -6,6 +6,7 @@ holds it who could go on (all have raised, say), the members take a checkpoint f
 
 from __future__ import annotations
 
+from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_saving as saving
 from everstep.protocol.coordinator_health import evict
@@ -18,9 +19,9 @@ ALARM = "failed"
 def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
     """A worker's last words. The same error at the same step is the user's code, not chance, if it comes in a later
     generation: in another life, or at whom the work of the first went to. Several at once are no proof of that."""
-    who = describe(worker.key)
+    who, why = describe(worker.key), Why(message.cause, message.reason)
     if message.fatal:
-        state.end("failed", f"{who}: {message.reason}", message.exit_code)
+        state.end("failed", Why(why.cause, f"{who}: {message.reason}"), message.exit_code)
         return
     now = (worker.key, message.generation)
     first, generation = state.failures.setdefault((message.step, message.signature), now)
@@ -28,17 +29,17 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
     if first != worker.key and not 0 < message.generation <= generation:
         reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
         if state.ending is None:
-            saving.end_after_saving(state, "failed", reason, 1, state.config.save_ns)
+            saving.end_after_saving(state, "failed", Why(why.cause, reason), 1, state.config.save_ns)
         if state.ending is not None and not needed and len(state.survivors()) > 1:
-            evict(state, worker, message.reason, kill=False)  # the others hold the state
+            evict(state, worker, why, kill=False)  # the others hold the state
     elif needed:
-        state.failed[worker.key] = message.reason
+        state.failed[worker.key] = why
         state.alarms.set(ALARM, state.now + state.config.save_ns)
         text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
-        state.broken.append(text)
+        state.broken.append(Why(why.cause, text))
         state.dirty = True
     else:
-        evict(state, worker, message.reason, kill=False)
+        evict(state, worker, why, kill=False)
 
 
 def failed_early(state: State, message: WorkerFailed) -> None:
@@ -71,8 +72,8 @@ def saved(state: State, worker: Worker, message: Saved) -> None:
 
 def let_go(state: State) -> None:
     """The checkpoint is there, or the time for it is over."""
-    for key, reason in sorted(state.failed.items()):
+    for key, why in sorted(state.failed.items()):
         worker = state.alive(key)
         if worker is not None:
-            evict(state, worker, reason, kill=False)
+            evict(state, worker, why, kill=False)
     state.failed = {}

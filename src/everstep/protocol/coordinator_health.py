@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import coordinator_profiling as profiling
 from everstep.protocol import coordinator_recovery as recovery
@@ -49,7 +50,7 @@ EXEMPT_PHASES = ("idle", "starting")
 def evict(
     state: State,
     worker: Worker,
-    reason: str,
+    why: Why,
     *,
     kill: bool,
     notice_ns: int = 0,
@@ -67,7 +68,7 @@ def evict(
     state.speeds.pop(key.worker_id, None)
     state.accusations.pop(key.worker_id, None)
     state.failed.pop(key, None)
-    state.fence(key, reason)
+    state.fence(key, why)
     state.dirty = True
     fields = {
         "worker_id": key.worker_id,
@@ -77,34 +78,36 @@ def evict(
         "generation": state.plan.generation if state.plan is not None else 0,
     }
     if worker.member is None:
-        state.report("warning", reason=f"{describe(key)} ended before it was ready: {reason}", **fields)
+        early = Why(why.cause, f"{describe(key)} ended before it was ready: {why.reason}")
+        state.report("warning", early, **fields)
     else:
-        state.report("worker_evicted", reason=reason, died_unix_ns=died_unix_ns, **fields)
-    state.send(worker.connection, Dismissed(reason=reason, drained=False))
+        state.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
+    state.send(worker.connection, Dismissed(cause=why.cause, reason=why.reason, drained=False))
     if kill and agent is not None:
-        kill_life(state, agent, key, reason)
+        kill_life(state, agent, key, why)
     if state.in_any_plan(key):
-        text = f"{describe(key)}: {reason}"
-        state.broken.append(text)
-        recovery.begin(state, text, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
-        _shrink(state, key)
+        whose = Why(why.cause, f"{describe(key)}: {why.reason}")
+        state.broken.append(whose)
+        recovery.begin(state, whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
+        _shrink(state, key, why.cause)
 
 
-def _shrink(state: State, key: WorkerKey) -> None:
+def _shrink(state: State, key: WorkerKey, cause: Cause) -> None:
     if state.config.on_failure != "shrink" or not state.slot_wanted(key.worker_id):
         return
     if state.target > state.min_workers:
         reason = f"{describe(key)} was lost and on_failure is 'shrink'"
-        state.set_target(state.target - 1, state.slot_ids() - {key.worker_id}, reason)
+        state.set_target(state.target - 1, state.slot_ids() - {key.worker_id}, Why(cause, reason))
 
 
-def kill_life(state: State, agent: Agent, key: WorkerKey, reason: str) -> None:
+def kill_life(state: State, agent: Agent, key: WorkerKey, why: Why) -> None:
     """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
     last = agent.killed_ns.get(key)
     if agent.connection is None or (last is not None and state.now - last < KILL_AGAIN_NS):
         return
     agent.killed_ns[key] = state.now
-    state.send(agent.connection, KillWorker(worker_id=key.worker_id, incarnation=key.incarnation, reason=reason))
+    who = {"worker_id": key.worker_id, "incarnation": key.incarnation}
+    state.send(agent.connection, KillWorker(**who, cause=why.cause, reason=why.reason))
 
 
 # ---- what agents say
@@ -134,7 +137,7 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
     for key in sorted(before - agent.lives):
         worker = state.alive(key)
         if worker is not None and worker.agent_id == agent.agent_id:
-            evict(state, worker, f"it no longer runs on host {agent.host}", kill=False)
+            evict(state, worker, Why(Cause.EXITED, f"it no longer runs on host {agent.host}"), kill=False)
     running = {key.worker_id for key in agent.lives}
     state.retiring -= {i for i in state.retiring - running if state.slot_owner.get(i) == agent.agent_id}
 
@@ -149,7 +152,7 @@ def watch_agent(state: State, agent_id: str, host: str) -> Agent:
         interval_ns=interval,
         now_ns=state.now,
     )
-    state.alarms.set(f"agent:{agent_id}", detector.next_change_ns(state.now))
+    state.alarms.set("agent", detector.next_change_ns(state.now), agent_id)
     return Agent(agent_id, host, detector)
 
 
@@ -158,13 +161,14 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.lives.add(key)
     if state.is_fenced(key):
-        kill_life(state, agent, key, "it was evicted")
+        kill_life(state, agent, key, Why(state.fenced_for[key.worker_id], "it was evicted"))
         return
     known = state.workers.get(key.worker_id)
     if known is not None and known.key.incarnation > key.incarnation:
         return
     if known is not None and known.key.incarnation < key.incarnation:
-        evict(state, known, f"its slot already runs incarnation {key.incarnation}", kill=False)
+        why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+        evict(state, known, why, kill=False)
         known = None
     if known is None:
         known = state.workers[key.worker_id] = Worker(key, host=agent.host)
@@ -194,7 +198,8 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     if worker is not None:
         if state.plan is not None and state.plan.has(key):
             state.step = max(state.step, message.step)  # so that it is known how many steps are done again
-        evict(state, worker, message.reason, kill=False, died_unix_ns=message.died_unix_ns)
+        why = Why(message.cause, message.reason)
+        evict(state, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
 
 
 def slot_lost(state: State, message: SlotLost) -> None:
@@ -202,18 +207,18 @@ def slot_lost(state: State, message: SlotLost) -> None:
     if message.worker_id in state.lost_slots:
         return
     state.lost_slots[message.worker_id] = message.reason
-    state.persist("slot_lost", worker_id=message.worker_id, reason=message.reason)
+    state.persist("slot_lost", worker_id=message.worker_id, cause=message.cause, reason=message.reason)
     state.dirty = True
     left = len(state.slot_ids() - set(state.lost_slots))
     if left < state.min_workers:
-        state.end(
-            "failed",
+        text = (
             f"slot {message.worker_id} was given up ({message.reason}); {left} of the {state.min_workers} workers "
-            "that the job needs at least can still run",
-            1,
+            "that the job needs at least can still run"
         )
+        state.end("failed", Why(Cause.QUORUM, text), 1)
     else:
-        state.report("warning", worker_id=message.worker_id, reason=f"its slot was given up: {message.reason}")
+        why = Why(message.cause, f"its slot was given up: {message.reason}")
+        state.report("warning", why, worker_id=message.worker_id)
 
 
 # ---- heartbeats and hangs
@@ -254,10 +259,11 @@ def _check_unseen(state: State, agent: Agent, seen: set[WorkerKey]) -> None:
         if unseen < state.config.heartbeat_ceiling_ns // 2:
             continue
         if unseen < state.config.heartbeat_ceiling_ns or _hold_all_state(state, [worker]):
-            suspect(state, worker, what)
+            suspect(state, worker, Why(Cause.SILENT, what))
         else:
             limit_s = state.config.heartbeat_ceiling_ns / 1e9
-            evict(state, worker, f"{what} (limit {limit_s:.2f} s)", kill=False, notice_ns=unseen)
+            why = Why(Cause.SILENT, f"{what} (limit {limit_s:.2f} s)")
+            evict(state, worker, why, kill=False, notice_ns=unseen)
 
 
 def expected_interval_ns(state: State, agent: Agent) -> int:
@@ -275,7 +281,7 @@ def _outlived(state: State, agent: Agent, key: WorkerKey) -> None:
     if key not in agent.killed_ns:
         agent.killed_ns[key] = state.now
     else:
-        kill_life(state, agent, key, "it was evicted and still runs")
+        kill_life(state, agent, key, Why(state.fenced_for[key.worker_id], "it was evicted and still runs"))
 
 
 def hang_limit_ns(state: State, worker: Worker) -> int:
@@ -305,11 +311,11 @@ def _check_hang(state: State, worker: Worker, pulse: WorkerPulse) -> None:
         return
     limit = hang_limit_ns(state, worker)
     what = f"no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
-    what += f" (limit {limit / 1e9:.1f} s)"
+    why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s)")
     if still_ns >= limit:
-        evict(state, worker, what, kill=True, notice_ns=still_ns)
+        evict(state, worker, why, kill=True, notice_ns=still_ns)
     elif still_ns >= limit // 2:
-        suspect(state, worker, what)
+        suspect(state, worker, why)
     else:
         worker.suspected = False
 
@@ -324,18 +330,18 @@ def _owes(state: State, worker: Worker) -> bool:
     return in_plan and worker.key.worker_id not in state.entered
 
 
-def suspect(state: State, worker: Worker, reason: str) -> None:
+def suspect(state: State, worker: Worker, why: Why) -> None:
     """Say once that a worker may be in trouble."""
     if not worker.suspected:
         worker.suspected = True
         state.report(
             "worker_suspected",
+            why,
             worker_id=worker.key.worker_id,
             incarnation=worker.key.incarnation,
             pid=worker.pid,
             step=worker.step,
             generation=state.plan.generation if state.plan is not None else 0,
-            reason=reason,
         )
 
 
@@ -348,7 +354,7 @@ def check_agent(state: State, agent_id: str) -> None:
     if agent is None or state.ended is not None:
         return
     if state.in_grace:
-        state.alarms.set(f"agent:{agent_id}", state.grace_until_ns or state.now)
+        state.alarms.set("agent", state.grace_until_ns or state.now, agent_id)
         return
     suspicion = agent.detector.suspicion(state.now)
     connected = agent.connection is not None
@@ -356,29 +362,30 @@ def check_agent(state: State, agent_id: str) -> None:
     if not dead and (agent.suspected or not suspicion.suspect):
         # The usual case, once or twice per heartbeat: a thousand agents do not look at a thousand workers each.
         change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
-        state.alarms.set(f"agent:{agent_id}", max(change, state.now + MILLISECOND_NS))
+        state.alarms.set("agent", max(change, state.now + MILLISECOND_NS), agent_id)
         return
     workers = [w for _, w in sorted(state.workers.items()) if w.agent_id == agent_id]
     silence = agent.detector.silence_ns(state.now)
     if dead and silence < state.config.quorum_wait_ns and _hold_all_state(state, workers):
         for worker in workers:
-            suspect(state, worker, f"host {agent.host}: {suspicion.reason}; nobody else holds the training state")
-        state.alarms.set(f"agent:{agent_id}", state.now + SECOND_NS)
+            text = f"host {agent.host}: {suspicion.reason}; nobody else holds the training state"
+            suspect(state, worker, Why(Cause.HOST_LOST, text))
+        state.alarms.set("agent", state.now + SECOND_NS, agent_id)
         return
     if dead:
         del state.agents[agent_id]
         state.retiring -= {i for i in state.retiring if state.slot_owner.get(i) == agent_id}
         state.close(agent.connection, f"agent {agent_id}: {suspicion.reason}")
         for worker in workers:
-            text = f"its host {agent.host} is silent: {suspicion.reason}"
-            evict(state, worker, text, kill=False, notice_ns=silence)
+            why = Why(Cause.HOST_LOST, f"its host {agent.host} is silent: {suspicion.reason}")
+            evict(state, worker, why, kill=False, notice_ns=silence)
         return
     if suspicion.suspect and not agent.suspected:
         agent.suspected = True
         for worker in workers:
-            suspect(state, worker, f"host {agent.host}: {suspicion.reason}")
+            suspect(state, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
-    state.alarms.set(f"agent:{agent_id}", max(change, state.now + MILLISECOND_NS))
+    state.alarms.set("agent", max(change, state.now + MILLISECOND_NS), agent_id)
 
 
 def _hold_all_state(state: State, workers: list[Worker]) -> bool:
@@ -395,25 +402,25 @@ def check_gone(state: State, worker_id: int) -> None:
     worker = state.workers.get(worker_id)
     if worker is None or worker.gone_ns is None or worker.connection is not None or state.ended is not None:
         return
-    name = f"gone:{worker_id}"
+    who = str(worker_id)
     if state.in_grace:
-        state.alarms.set(name, state.grace_until_ns or state.now)
+        state.alarms.set("gone", state.grace_until_ns or state.now, who)
         return
     gone = state.now - worker.gone_ns
     if state.agent_of(worker) is None:
         if gone >= ALONE_LIMIT_NS:
             text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
-            evict(state, worker, text, kill=False, notice_ns=gone)
+            evict(state, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
         else:
-            state.alarms.set(name, worker.gone_ns + ALONE_LIMIT_NS)
+            state.alarms.set("gone", worker.gone_ns + ALONE_LIMIT_NS, who)
         return
     # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
     ceiling = state.config.heartbeat_ceiling_ns
     if gone >= ceiling and _awaited(state, worker) and not _hold_all_state(state, [worker]):
         text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
-        evict(state, worker, text, kill=True, notice_ns=gone)
+        evict(state, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
     else:
-        state.alarms.set(name, max(worker.gone_ns + ceiling, state.now + SECOND_NS))
+        state.alarms.set("gone", max(worker.gone_ns + ceiling, state.now + SECOND_NS), who)
 
 
 def _awaited(state: State, worker: Worker) -> bool:
@@ -441,9 +448,10 @@ def end_of_grace(state: State) -> None:
         agent = state.agent_of(worker)
         if agent is not None and worker.key in agent.lives:
             worker.gone_ns = state.now
-            state.alarms.set(f"gone:{worker.key.worker_id}", state.now)
+            state.alarms.set("gone", state.now, str(worker.key.worker_id))
         else:
-            evict(state, worker, "it did not come back after the coordinator's restart", kill=True)
+            why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
+            evict(state, worker, why, kill=True)
 
 
 def pardon(state: State, gap_ns: int) -> None:

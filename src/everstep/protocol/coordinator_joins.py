@@ -6,6 +6,7 @@ tickets to joiners, and prepares a plan once joiners have healed or members are 
 
 from __future__ import annotations
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Seat
 from everstep.protocol.coordinator_health import evict
 from everstep.protocol.coordinator_plans import candidates, dismiss, prepare
@@ -46,7 +47,8 @@ def _dismiss_unwanted(state: State) -> None:
     for _, worker in sorted(state.workers.items()):
         wanted = state.slot_wanted(worker.key.worker_id)
         if worker.ready and not wanted and not state.in_any_plan(worker.key):
-            dismiss(state, worker, f"its slot is not wanted any more (workers wanted: {state.target})")
+            text = f"its slot is not wanted any more (workers wanted: {state.target})"
+            dismiss(state, worker, Why(_asked(state, [worker]), text))
 
 
 def _choose_joiners(state: State, leaving: list[Worker]) -> None:
@@ -134,7 +136,8 @@ def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
     plan = state.plan
     waits = plan is not None and plan.prepared and plan.has(worker.key) and worker.key.worker_id not in state.entered
     if waits or (state.prepared is not None and state.prepared.has(worker.key)):
-        state.broken.append(f"{describe(worker.key)} could not follow to the switch: {message.reason}")
+        text = f"{describe(worker.key)} could not follow to the switch: {message.reason}"
+        state.broken.append(Why(message.cause, text))
         state.dirty = True
         return
     join = state.joins.get(worker.key.worker_id)
@@ -143,7 +146,8 @@ def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
     worker.heal_failures += 1
     state.dirty = True
     if worker.heal_failures >= MOST_FAILURES:
-        evict(state, worker, f"it could not heal in {MOST_FAILURES} attempts: {message.reason}", kill=True)
+        why = Why(message.cause, f"it could not heal in {MOST_FAILURES} attempts: {message.reason}")
+        evict(state, worker, why, kill=True)
         return
     delay = 0 if worker.heal_failures == 1 else min(RETRY_NS << (worker.heal_failures - 2), RETRY_MOST_NS)
     join.healed_ns, join.retry_ns = None, state.now + delay
@@ -193,13 +197,20 @@ def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
     healed = healed[: max(0, room)]
     joiners = [(w, j.stages) for w, j in ((state.alive(j.key), j) for j in healed) if w is not None]
     going = _may_go(state, leaving, healed)
-    parts = []
+    parts, cause = [], Cause.REBALANCED
     if not joiners and not going:
         if not _idle_members(state):
             return
         parts.append("members without lanes get their share")
     if joiners:
+        cause = Cause.JOINED
         parts.append(f"worker {listed({w.key.worker_id for w, _ in joiners})} healed and joins")
     if going:
+        cause = _asked(state, going)
         parts.append(f"worker {listed({w.key.worker_id for w in going})} leaves as asked")
-    prepare(state, joiners, [w.key for w in going], "; ".join(parts))
+    prepare(state, joiners, [w.key for w in going], Why(cause, "; ".join(parts)))
+
+
+def _asked(state: State, going: list[Worker]) -> Cause:
+    """How the first of these was asked to leave."""
+    return state.unwanted.get(going[0].key.worker_id, Cause.SCALED)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.protocol.coordinator_state import State, Worker
@@ -42,6 +43,7 @@ def record_plan(state: State, plan: Plan) -> None:
 
 
 def _replay_target(state: State, entry: dict[str, Any]) -> None:
+    state.unwanted |= dict.fromkeys(state.slot_ids() - set(entry["slots"]), Cause.read(entry.get("cause")))
     state.target = entry["target"]
     state.slots = set(entry["slots"])
 
@@ -68,6 +70,7 @@ def _replay_entered(state: State, entry: dict[str, Any]) -> None:
 def _replay_evict(state: State, entry: dict[str, Any]) -> None:
     key = WorkerKey(entry["worker_id"], entry["incarnation"])
     state.fenced[key.worker_id] = max(key.incarnation, state.fenced.get(key.worker_id, -1))
+    state.fenced_for[key.worker_id] = Cause.read(entry.get("cause"))
     worker = state.workers.get(key.worker_id)
     if worker is not None and state.is_fenced(worker.key):
         del state.workers[key.worker_id]
@@ -82,7 +85,8 @@ def _replay_slot_lost(state: State, entry: dict[str, Any]) -> None:
 
 
 def _replay_ended(state: State, entry: dict[str, Any]) -> None:
-    state.ended = JobEnded(state=entry["state"], reason=entry["reason"], exit_code=entry["exit_code"])
+    cause = Cause.read(entry.get("cause"))
+    state.ended = JobEnded(state=entry["state"], cause=cause, reason=entry["reason"], exit_code=entry["exit_code"])
 
 
 _REPLAY: dict[str, Callable[[State, dict[str, Any]], None]] = {
@@ -124,6 +128,7 @@ def replay(state: State, journal: Iterable[dict[str, Any]]) -> bool:
         if state.prepared is not None:
             lost += [m.key for m in state.prepared.members if state.alive(m.key) is None]
         if lost:
+            cause = state.fenced_for.get(min(lost).worker_id, Cause.UNKNOWN)
             names = ", ".join(str(k) for k in sorted(set(lost)))
-            state.broken.append(f"members evicted before the coordinator restarted: {names}")
+            state.broken.append(Why(cause, f"members evicted before the coordinator restarted: {names}"))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations
 
+from everstep.base.cause import Cause, Why
 from everstep.protocol import coordinator_recovery as recovery
 from everstep.protocol.coordinator_health import evict
 from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, State, Worker, listed
@@ -42,10 +43,10 @@ def peer_fault(state: State, worker: Worker, message: PeerFault) -> None:
 
 def left_behind(state: State, worker_ids: list[int], reason: str) -> None:
     """Members lost their peers just when these switched to a prepared plan: nobody will bring them there."""
-    text = f"worker {listed(worker_ids)} could not follow to the switch: {reason}"
-    state.broken.append(text)
+    why = Why(Cause.LINK, f"worker {listed(worker_ids)} could not follow to the switch: {reason}")
+    state.broken.append(why)
     state.dirty = True
-    recovery.begin(state, text)
+    recovery.begin(state, why)
 
 
 def close_window(state: State) -> None:
@@ -65,7 +66,7 @@ def close_window(state: State) -> None:
                 votes[other] = votes.get(other, 0) + 1
     if not links:
         return
-    why = "; ".join(reasons)
+    said = "; ".join(reasons)
     repeated = [link for link in sorted(links) if _seen_lately(state, link)]
     for link in links:
         state.link_faults.setdefault(link, []).append((plan.generation, state.now))
@@ -79,12 +80,12 @@ def close_window(state: State) -> None:
             chosen = smallest_cover(repeated, votes)
         for worker_id in chosen:
             worker = state.workers[worker_id]
-            text = f"its links failed again ({_named(repeated)}) though both ends live: {why}"
-            evict(state, worker, text, kill=True)
+            text = f"its links failed again ({_named(repeated)}) though both ends live: {said}"
+            evict(state, worker, Why(Cause.LINK, text), kill=True)
         return
-    text = f"transfers failed between live workers ({_named(links)}): {why}"
-    state.broken.append(text)
-    recovery.begin(state, text)
+    fault = Why(Cause.LINK, f"transfers failed between live workers ({_named(links)}): {said}")
+    state.broken.append(fault)
+    recovery.begin(state, fault)
 
 
 def _named(links: Mapping[Link, int] | list[Link]) -> str:

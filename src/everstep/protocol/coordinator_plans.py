@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.protocol import coordinator_recovery as recovery
@@ -51,7 +52,7 @@ def _too_few_came(state: State) -> bool:
 
 
 def _start(state: State) -> None:
-    _await(state, "")
+    _await(state)
     if _too_few_came(state):
         if state.first_hello_ns is not None:
             state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
@@ -65,7 +66,7 @@ def _start(state: State) -> None:
     all_there = len(willing) >= expected or (bool(state.lost_slots) and len(ready) >= expected)
     if all_there and expected >= state.min_workers:
         some = willing if len(willing) >= expected else ready
-        _make_now(state, some[:expected], "all workers are there", fresh=True)
+        _make_now(state, some[:expected], Why(Cause.STARTED, "all workers are there"), fresh=True)
     elif state.first_hello_ns is not None:
         patient_until = state.first_hello_ns + START_PATIENCE_NS
         if state.now < patient_until:
@@ -73,7 +74,7 @@ def _start(state: State) -> None:
         elif len(ready) >= state.min_workers:
             some = ready[: state.target]
             text = f"{len(some)} of {state.target} workers came within {START_PATIENCE_NS // SECOND_NS} s"
-            _make_now(state, some, text, fresh=True)
+            _make_now(state, some, Why(Cause.STARTED, text), fresh=True)
 
 
 def _regroup(state: State) -> None:
@@ -85,7 +86,7 @@ def _regroup(state: State) -> None:
     if not survivors:
         _fall_back(state)
         return
-    cause = "; ".join(state.broken)
+    cause, text = state.broken[0].cause, _said(state)
     wait_for_all = state.config.on_failure == "wait"
     needed = state.min_workers
     if wait_for_all and state.plan is not None:
@@ -95,16 +96,22 @@ def _regroup(state: State) -> None:
     if len(members) >= needed:
         newcomers = {w.key.worker_id for w in members[len(survivors) :]}
         if newcomers:
-            cause += f"; worker {listed(newcomers)} takes part from here"
+            text += f"; worker {listed(newcomers)} takes part from here"
         if lost:
-            cause += f"; stage {listed(set(lost))} has lost its whole pool: every stage goes back to the newest copy"
+            text += f"; stage {listed(set(lost))} has lost its whole pool: every stage goes back to the newest copy"
         if not state.entered:  # what was to be restored before may still be nowhere
             lost = sorted({*lost, *state.lost_stages})
-        _make_now(state, members, cause, fresh=False)
+        _make_now(state, members, Why(cause, text), fresh=False)
         state.lost_stages = list(lost)
         return
     policy = "on_failure is 'wait'" if needed > state.min_workers else "min_workers is the least the job may run with"
-    _await(state, f"{cause}. {len(members)} of {needed} workers are ready ({policy}): waiting for more")
+    text = f"{text}. {len(members)} of {needed} workers are ready ({policy}): waiting for more"
+    _await(state, Why(cause, text))
+
+
+def _said(state: State) -> str:
+    """All that broke the plan, in words."""
+    return "; ".join(why.reason for why in state.broken)
 
 
 def _lost_stages(state: State, survivors: Sequence[Worker]) -> list[int]:
@@ -145,8 +152,10 @@ def _followed(state: State, worker: Worker) -> set[int]:
 
 
 def _fall_back(state: State) -> None:
-    if state.ending is not None:
-        state.end(state.ending.state, f"{state.ending.reason}; no checkpoint: nobody is left", state.ending.exit_code)
+    ending = state.ending
+    if ending is not None:
+        text = f"{ending.why.reason}; no checkpoint: nobody is left"
+        state.end(ending.state, Why(ending.why.cause, text), ending.exit_code)
         return
     if not state.fallback:
         state.fallback = True
@@ -159,23 +168,22 @@ def _fall_back(state: State) -> None:
     expected = max(state.min_workers, state.expected())
     patient = state.first_hello_ns is not None and state.now < state.first_hello_ns + START_PATIENCE_NS
     enough = len(ready) >= expected or (len(ready) >= state.min_workers and not patient and not wait_for_all)
-    cause = "; ".join(state.broken)
+    cause, text = state.broken[0].cause, f"every worker that held the training state is gone ({_said(state)}): "
     if not enough:
-        _await(state, f"every worker that held the training state is gone ({cause}): waiting for workers to start over")
+        _await(state, Why(cause, f"{text}waiting for workers to start over"))
         if patient and state.first_hello_ns is not None:
             state.alarms.set("start", state.first_hello_ns + START_PATIENCE_NS)
         return
     step = _held_step(state, ready[0])
-    text = f"every worker that held the training state is gone ({cause}): "
     if step:
         text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
     else:
         text += "starting over from step 0, or from the newest copy that is left"
     fell_from = 0 if step else max(state.fell_from, state.step)
     if not fell_from:  # otherwise it is told when it is known how many steps are done again
-        state.report("fallback", reason=text, step=step or None, generation=state.generation + 1)
+        state.report("fallback", Why(cause, text), step=step or None, generation=state.generation + 1)
     state.fell_from, state.step, state.lost_stages = fell_from, step, []
-    _make_now(state, ready[: state.target], text, fresh=True)
+    _make_now(state, ready[: state.target], Why(cause, text), fresh=True)
 
 
 def _held_step(state: State, worker: Worker) -> int:
@@ -186,14 +194,13 @@ def _held_step(state: State, worker: Worker) -> int:
     return worker.step if healed or prepared else 0
 
 
-def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bool) -> None:
+def _make_now(state: State, members: Sequence[Worker], why: Why, *, fresh: bool) -> None:
     old = state.plan
     repaired = old is not None and not fresh
     ids = sorted(w.key.worker_id for w in members)
     followed = [Seat(w.key.worker_id, k, "standby", ()) for w in members for k in sorted(_followed(state, w))]
     seats = state.seats(ids, [*old.seats, *followed] if old is not None and repaired else ())
-    if old is not None and repaired:
-        reason += _promotions(old, seats)
+    reason = why.reason + (_promotions(old, seats) if old is not None and repaired else "")
     newcomers = []
     if old is not None and not fresh:
         still_new = set(old.joining) - state.entered
@@ -210,6 +217,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
         joining=tuple(sorted(newcomers)),
         leaders=_leaders(state, seats),
         save=_save_reason(state),
+        cause=why.cause,
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
@@ -217,7 +225,7 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
     state.broken, state.accusations, state.accusation_reasons = [], {}, []
     state.fallback = False
     state.first_hello_ns = state.quorum_since_ns = None
-    state.waiting = ""
+    state.waiting = None
     for worker_id in plan.worker_ids:
         state.joins.pop(worker_id, None)
     recovery.decided(state, plan.generation)
@@ -229,8 +237,8 @@ def _make_now(state: State, members: Sequence[Worker], reason: str, *, fresh: bo
 def _save_reason(state: State) -> str:
     """Why the members of the next plan are to take a checkpoint at once; "": they are not."""
     if state.ending is not None:
-        return state.ending.reason
-    return "; ".join(f"before the end of {describe(key)}: {why}" for key, why in sorted(state.failed.items()))
+        return state.ending.why.reason
+    return "; ".join(f"before the end of {describe(key)}: {why.reason}" for key, why in sorted(state.failed.items()))
 
 
 def _speeds_of(state: State, members: Sequence[Worker]) -> tuple[tuple[int, float], ...]:
@@ -288,12 +296,12 @@ def order(state: State, worker: Worker, message: PlanNow | PlanPrepared) -> None
     state.send(worker.connection, message)
 
 
-def _await(state: State, reason: str) -> None:
+def _await(state: State, why: Why | None = None) -> None:
     if state.quorum_since_ns is None:
         state.quorum_since_ns = state.now
-    if reason and reason != state.waiting:
-        state.waiting = reason
-        state.report("waiting", reason=reason, step=state.step, generation=state.generation)
+    if why is not None and why != state.waiting:
+        state.waiting = why
+        state.report("waiting", why, step=state.step, generation=state.generation)
     state.alarms.set("quorum", state.quorum_since_ns + state.config.quorum_wait_ns)
 
 
@@ -306,8 +314,9 @@ def check_quorum(state: State) -> None:
         state.alarms.set("quorum", since + state.config.quorum_wait_ns)
         return
     waited = state.config.quorum_wait_ns / 1e9
-    what = state.waiting or f"{len(candidates(state))} of {state.expected()} workers came"
-    state.end("failed", f"gave up after waiting {waited:g} s for workers: {what}", 3)
+    came = f"{len(candidates(state))} of {state.expected()} workers came"
+    text = f"gave up after waiting {waited:g} s for workers: {state.waiting.reason if state.waiting else came}"
+    state.end("failed", Why(Cause.QUORUM, text), 3)
 
 
 # ---- prepared plans
@@ -331,7 +340,7 @@ def prepare(
     state: State,
     joiners: Sequence[tuple[Worker, tuple[int, ...]]],
     leaving: Sequence[WorkerKey],
-    reason: str,
+    why: Why,
     move: Move | None = None,
 ) -> None:
     """Hand out a plan to which the members switch by themselves, after an agree in which all hold it.
@@ -350,7 +359,7 @@ def prepare(
     seats = state.seats([w.key.worker_id for w in members], [*before, *healed], anew=True)
     prepared = Plan(
         generation=state.generation + 1,
-        reason=reason,
+        reason=why.reason,
         members=tuple(w.member for w in members if w.member is not None),
         seats=seats,
         lanes=state.config.lanes,
@@ -359,6 +368,7 @@ def prepare(
         prepared=True,
         joining=tuple(sorted([*(w.key.worker_id for w, _ in joiners), *([] if move is None else [move.worker_id])])),
         leaders=_leaders(state, seats),
+        cause=why.cause,
     )
     _issue(state, prepared)
     state.prepared = prepared
@@ -390,11 +400,11 @@ def _note_step(state: State, plan: Plan, step: int) -> None:
         _tell_fallback(state, plan, step)
     if state.entered or plan.prepared or step >= state.step:
         state.step = max(state.step, step)
-        state.doubt = "" if state.entered else state.doubt
+        state.doubt = None if state.entered else state.doubt
         return
     if state.doubt:
         _tell_fallback(state, plan, step)
-    state.step, state.doubt = step, ""
+    state.step, state.doubt = step, None
 
 
 def _tell_fallback(state: State, plan: Plan, step: int) -> None:
@@ -405,19 +415,22 @@ def _tell_fallback(state: State, plan: Plan, step: int) -> None:
         source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
         what = f"every worker that held the training state was gone: all go on from {source}"
     elif state.doubt:
-        what = f"{state.doubt}; all go back to {source}"
+        what = f"{state.doubt.reason}; all go back to {source}"
     else:
         who = "; ".join(f"worker {listed({s.worker_id for s in plan.pool(k)})} takes stage {k}" for k in lost)
         what = f"stage {listed(set(lost))} had lost its whole pool: {who}, and every stage goes on from {source}"
     redone = max(0, reached - step)
+    text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits"
+    cause = state.recovery.why.cause if state.recovery is not None else plan.cause
     state.report(
         "fallback",
-        reason=f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits",
+        Why(state.doubt.cause if state.doubt and not state.fell_from else cause, text),
         step=step,
         generation=plan.generation,
         steps_redone=redone,
+        source="start" if not step else "checkpoint" if state.fell_from else "copy",
     )
-    state.fell_from, state.lost_stages, state.doubt = 0, [], ""
+    state.fell_from, state.lost_stages, state.doubt = 0, [], None
 
 
 def follow(state: State, generation: int) -> None:
@@ -447,12 +460,12 @@ def back_in(state: State, worker: Worker) -> None:
 def _report_healed(state: State, worker: Worker, step: int) -> None:
     state.report(
         "worker_healed",
+        Why(Cause.JOINED, "it holds the state of the others and takes part"),
         worker_id=worker.key.worker_id,
         incarnation=worker.key.incarnation,
         pid=worker.pid,
         step=step - 1,
         generation=state.plan.generation if state.plan is not None else 0,
-        reason="it holds the state of the others and takes part",
     )
 
 
@@ -467,7 +480,8 @@ def _switch(state: State) -> None:
     behind = [i for i in sorted(state.accusations) if i in plan.worker_ids]
     if behind:
         # They lost a peer before they had decided the switch; in the new generation the others wait for them.
-        state.broken.append(f"worker {listed(behind)} could not follow to the switch: {state.accusation_reasons[0]}")
+        text = f"worker {listed(behind)} could not follow to the switch: {state.accusation_reasons[0]}"
+        state.broken.append(Why(Cause.LINK, text))
     state.accusations, state.accusation_reasons = {}, []
     state.dirty = True
     for worker_id in plan.joining:
@@ -476,15 +490,15 @@ def _switch(state: State) -> None:
     for member in old.members:
         worker = state.alive(member.key)
         if worker is not None and not plan.has(member.key):
-            dismiss(state, worker, plan.reason)
+            dismiss(state, worker, Why(plan.cause, plan.reason))
 
 
-def dismiss(state: State, worker: Worker, reason: str) -> None:
+def dismiss(state: State, worker: Worker, why: Why) -> None:
     """A worker is no longer wanted: it leaves without fault."""
     del state.workers[worker.key.worker_id]
     state.joins.pop(worker.key.worker_id, None)
-    state.fence(worker.key, reason)
-    state.send(worker.connection, Dismissed(reason=reason, drained=True))
+    state.fence(worker.key, why)
+    state.send(worker.connection, Dismissed(cause=why.cause, reason=why.reason, drained=True))
     state.dirty = True
 
 
@@ -498,9 +512,9 @@ def _announce(state: State, old: Plan | None) -> None:
     leader = plan.leader(0)
     state.report(
         "generation_started",
+        Why(plan.cause, plan.reason),
         generation=plan.generation,
         step=state.step,
-        reason=plan.reason,
         workers=list(plan.worker_ids),
         leader=leader,
         lanes={str(seat.worker_id): list(seat.lanes) for seat in plan.pool(0)},
@@ -517,14 +531,15 @@ def _announce_leader(state: State, plan: Plan, old: Plan | None, stage: int) -> 
         return
     where = f" of stage {stage}" if plan.stages > 1 else ""
     named = "the leader that the map names" if plan.leaders and plan.leaders[stage] == leader else "the first member"
+    text = f"worker {leader} is {named}{where} of generation {plan.generation}: {plan.reason}"
     state.report(
         "leader_changed",
+        Why(plan.cause, text),
         generation=plan.generation,
         step=state.step,
         worker_id=leader,
         incarnation=plan.member(leader).incarnation,
         stage=stage,
-        reason=f"worker {leader} is {named}{where} of generation {plan.generation}: {plan.reason}",
     )
 
 
@@ -536,17 +551,17 @@ def adopt(state: State, plan: Plan, source: WorkerKey) -> None:
     state.plan, state.prepared = plan, None
     state.entered, state.joins, state.broken = set(), {}, []
     state.first_hello_ns = state.quorum_since_ns = None
-    state.waiting, state.fallback = "", False
+    state.waiting, state.fallback = None, False
     state.grace_until_ns = state.now + state.config.grace_ns
     state.alarms.set("grace", state.grace_until_ns)
     state.dirty = True
     for member in plan.members:
         restore_member(state, member, None)
         if state.alive(member.key) is None:
-            state.broken.append(f"{describe(member.key)} was evicted before")
-    state.report(
-        "warning",
-        generation=plan.generation,
-        reason=f"{describe(source)} follows generation {plan.generation} with workers {listed(set(plan.worker_ids))}, "
-        f"of which the journal, at generation {known}, knows nothing: adopted",
+            cause = state.fenced_for.get(member.worker_id, Cause.UNKNOWN)
+            state.broken.append(Why(cause, f"{describe(member.key)} was evicted before"))
+    text = (
+        f"{describe(source)} follows generation {plan.generation} with workers {listed(set(plan.worker_ids))}, "
+        f"of which the journal, at generation {known}, knows nothing: adopted"
     )
+    state.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)

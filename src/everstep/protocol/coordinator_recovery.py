@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator_state import Recovery, State
 
@@ -16,11 +17,11 @@ PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 
 
 def begin(
-    state: State, reason: str, *, key: WorkerKey | None = None, notice_ns: int = 0, died_unix_ns: int | None = None
+    state: State, why: Why, *, key: WorkerKey | None = None, notice_ns: int = 0, died_unix_ns: int | None = None
 ) -> None:
     """A fault has been noticed, `notice_ns` after it happened. A fault during a recovery belongs to it."""
     if state.recovery is None:
-        state.recovery = Recovery(state.now, notice_ns / 1e9, reason, key, died_unix_ns)
+        state.recovery = Recovery(state.now, notice_ns / 1e9, why, key, died_unix_ns)
 
 
 def decided(state: State, generation: int) -> None:
@@ -54,11 +55,11 @@ def complete(state: State) -> None:
     phases["redo"] = (state.now - recovery.settled_ns) / 1e9 if recovery.settled_ns is not None else 0.0
     state.report(
         "recovery_completed",
+        recovery.why,
         generation=state.plan.generation,
         step=state.step,
         worker_id=recovery.key.worker_id if recovery.key is not None else None,
         incarnation=recovery.key.incarnation if recovery.key is not None else None,
-        reason=recovery.reason,
         duration_s=recovery.notice_s + (state.now - recovery.noticed_ns) / 1e9,
         phases_s=phases,
         died_unix_ns=recovery.died_unix_ns,

@@ -6,6 +6,7 @@ have settled: that interrupts a step wherever it is, and all of them stand at th
 
 from __future__ import annotations
 
+from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator_recovery import begin
 from everstep.protocol.coordinator_state import Ending, State, Worker
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, SettleAgain
@@ -13,17 +14,17 @@ from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, Se
 ALARM = "ending"
 
 
-def end_after_saving(state: State, name: str, reason: str, exit_code: int, grace_ns: int) -> None:
+def end_after_saving(state: State, name: str, why: Why, exit_code: int, grace_ns: int) -> None:
     """End the job, with a checkpoint first where that is possible; at once if not."""
     able = state.plan is not None and state.entered and not state.fallback and not state.waiting
     if not able or grace_ns <= 0 or not state.survivors():
-        state.end(name, reason, exit_code)
+        state.end(name, why, exit_code)
         return
     if state.ending is not None:
         return
-    state.ending = Ending(name, reason, exit_code, state.now + grace_ns)
+    state.ending = Ending(name, why, exit_code, state.now + grace_ns)
     state.alarms.set(ALARM, state.ending.until_ns)
-    state.broken.append(f"{reason}: a checkpoint is taken first")
+    state.broken.append(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
     state.dirty = True
 
 
@@ -35,7 +36,11 @@ def ring(state: State) -> None:
     if state.now < ending.until_ns:
         state.alarms.set(ALARM, ending.until_ns)
         return
-    state.end(ending.state, f"{ending.reason}; no checkpoint was completed in time", ending.exit_code)
+    _end(state, ending, "no checkpoint was completed in time")
+
+
+def _end(state: State, ending: Ending, outcome: str) -> None:
+    state.end(ending.state, Why(ending.why.cause, f"{ending.why.reason}; {outcome}"), ending.exit_code)
 
 
 def saved(state: State, worker: Worker, message: Saved) -> None:
@@ -45,8 +50,7 @@ def saved(state: State, worker: Worker, message: Saved) -> None:
         plan = state.plan
         if plan is not None and plan.save:
             what = f"checkpoint of step {message.step} in {message.where}" if message.ok else message.reason
-            text = what if message.ok else f"no checkpoint: {what}"
-            state.end(ending.state, f"{ending.reason}; {text}", ending.exit_code)
+            _end(state, ending, what if message.ok else f"no checkpoint: {what}")
         return
     waiting, state.save_requests = state.save_requests, []
     error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
@@ -58,7 +62,8 @@ def saved(state: State, worker: Worker, message: Saved) -> None:
 def ask(state: State, connection: str, message: Command) -> None:
     """Somebody wants a checkpoint; the reply comes when it is there."""
     state.save_requests.append((connection, message.request))
-    state.save_reason = str(message.args.get("reason") or "requested")
+    cause = Cause.read(message.args.get("cause") or Cause.REQUESTED)
+    state.save_why = Why(cause, str(message.args.get("reason") or "requested"))
     remind(state)
 
 
@@ -70,7 +75,7 @@ def remind(state: State) -> None:
         return
     worker = state.workers.get(leader)
     if worker is not None:
-        state.send(worker.connection, SaveNow(reason=state.save_reason))
+        state.send(worker.connection, SaveNow(cause=state.save_why.cause, reason=state.save_why.reason))
 
 
 def job_ended(state: State) -> None:
@@ -88,8 +93,9 @@ def settle_again(state: State, worker: Worker, message: SettleAgain) -> None:
         return
     if plan is None or message.generation != plan.generation or not plan.has(worker.key):
         return
-    state.broken.append(message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}")
-    begin(state, message.reason)
+    text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
+    state.broken.append(Why(message.cause, text))
+    begin(state, Why(message.cause, message.reason))
     state.dirty = True
 
 
@@ -97,7 +103,8 @@ def _repeated(state: State, message: SettleAgain) -> bool:
     """States differ: once, all go back to where they were alike. Where they differ again, that is no chance."""
     first = state.tainted.setdefault(message.tainted, message.decided_in)
     if first != message.decided_in:
-        state.end("failed", f"{message.reason}; this is the second time at this step, going back does not help", 1)
+        text = f"{message.reason}; this is the second time at this step, going back does not help"
+        state.end("failed", Why(message.cause, text), 1)
         return True
-    state.doubt = message.reason
+    state.doubt = Why(message.cause, message.reason)
     return False

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, Seat
 from everstep.protocol.coordinator_plans import Move, moved, prepare
 from everstep.protocol.coordinator_state import State
@@ -57,7 +58,7 @@ def look(state: State) -> None:
     if change.move is not None:
         worker = state.workers[change.move.worker_id]
         worker.lane_times_ms.clear()  # those of another stage
-    prepare(state, [], [], change.reason, change.move)
+    prepare(state, [], [], change.why, change.move)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class _Change:
     """What would make the steps shorter."""
 
     speeds: dict[int, float]
-    reason: str
+    why: Why
     move: Move | None = None
 
 
@@ -85,12 +86,12 @@ def _better(state: State, plan: Plan, found: Mapping[int, float]) -> _Change | N
                 f"and makes all others wait: the busiest worker is to compute {moved_ms:.0f} ms per step instead of "
                 f"{now_ms:.0f} ms"
             )
-            best = moved_ms, _Change(by_speed(there), text, move)
+            best = moved_ms, _Change(by_speed(there), Why(Cause.REBALANCED, text), move)
     if best is not None:
         return best[1]
     if then_ms > now_ms * (1 - LEAST_GAIN):
         return None
-    return _Change(speeds, reason(found, now_ms, then_ms))
+    return _Change(speeds, Why(Cause.SLOW if speeds else Cause.REBALANCED, reason(found, now_ms, then_ms)))
 
 
 def _moves(state: State, plan: Plan) -> list[Move]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.pool_wish import PoolWish
@@ -29,6 +30,9 @@ from everstep.protocol.messages import AnyMessage, JobEnded, ProfileNow
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
+
+
+Alarm = tuple[str, str]
 
 
 class Place(Protocol):
@@ -132,7 +136,7 @@ class Recovery:
 
     noticed_ns: int
     notice_s: float
-    reason: str
+    why: Why
     key: WorkerKey | None
     died_unix_ns: int | None
     decided_ns: int | None = None
@@ -146,7 +150,7 @@ class Ending:
     """How the job ends once a checkpoint is complete, or at `until_ns`."""
 
     state: str
-    reason: str
+    why: Why
     exit_code: int
     until_ns: int
 
@@ -161,20 +165,22 @@ class Profile:
 
 
 class Alarms:
-    """Named moments at which the coordinator wants to be called. One may ring early; whoever set it looks again."""
+    """Moments at which the coordinator wants to be called, for what and about whom (an agent's id or a worker's as
+    text; "" where there is only one). One may ring early; whoever set it looks again."""
 
     def __init__(self) -> None:
-        self._at: dict[str, int] = {}
-        self._heap: list[tuple[int, str]] = []
+        self._at: dict[Alarm, int] = {}
+        self._heap: list[tuple[int, Alarm]] = []
 
-    def set(self, name: str, at_ns: int) -> None:
-        """Ring `name` at `at_ns` at the latest."""
+    def set(self, what: str, at_ns: int, who: str = "") -> None:
+        """Ring for this at `at_ns` at the latest."""
+        name = (what, who)
         known = self._at.get(name)
         if known is None or at_ns < known:
             self._at[name] = at_ns
             heapq.heappush(self._heap, (at_ns, name))
 
-    def due(self, now_ns: int) -> Iterator[str]:
+    def due(self, now_ns: int) -> Iterator[Alarm]:
         """Take out what has become due; alarms set meanwhile for the past ring in the next call."""
         names = []
         while self._heap and self._heap[0][0] <= now_ns:
@@ -207,13 +213,14 @@ class State:
         self.agents: dict[str, Agent] = {}
         self.workers: dict[int, Worker] = {}
         self.fenced: dict[int, int] = {}  # worker_id -> newest evicted incarnation
+        self.fenced_for: dict[int, Cause] = {}  # why that one was
         # What was agreed.
         self.plan: Plan | None = None
         self.prepared: Plan | None = None
         self.generation = 0  # the highest ever given out or heard of
         self.entered: set[int] = set()  # members that have settled in `plan`
         self.switched = 0  # the prepared generation whose beginning this life of the coordinator has told
-        self.broken: list[str] = []  # why the current plan cannot go on
+        self.broken: list[Why] = []  # why the current plan cannot go on
         self.fallback = False  # all state is lost; the next plan starts at step 0
         self.step = 0
         self.lost_stages: list[int] = []  # whose whole pool was gone; until it is told what they were restored from
@@ -221,6 +228,7 @@ class State:
         self.target = config.workers
         self.slots: set[int] | None = None  # None: as the agents started them
         self.retiring: set[int] = set()  # slots not wanted any more whose worker has not left yet
+        self.unwanted: dict[int, Cause] = {}  # why slots are not wanted any more
         self.slot_owner: dict[int, str] = {}
         self.lost_slots: dict[int, str] = {}
         # What is going on.
@@ -231,13 +239,13 @@ class State:
         self.recovery: Recovery | None = None
         self.first_hello_ns: int | None = None
         self.quorum_since_ns: int | None = None
-        self.waiting = ""
+        self.waiting: Why | None = None
         self.grace_until_ns: int | None = None
         self.absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
         self.failures: dict[tuple[int, str], tuple[WorkerKey, int]] = {}  # the first like this, and its generation
-        self.failed: dict[WorkerKey, str] = {}  # whose loop has raised, and who stay until a checkpoint is taken
+        self.failed: dict[WorkerKey, Why] = {}  # whose loop has raised, and who stay until a checkpoint is taken
         self.tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
-        self.doubt = ""  # why all go back: the states of the newest steps are tainted
+        self.doubt: Why | None = None  # why all go back: the states of the newest steps are tainted
         self.accusations: dict[int, set[int]] = {}
         self.accusation_reasons: list[str] = []
         self.link_faults: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -250,7 +258,7 @@ class State:
         self.ending: Ending | None = None
         self.save_requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
         self.newest_fault = 0  # the number of the newest fault that was asked for; no coordinator gives one out twice
-        self.save_reason = ""  # of the newest of them
+        self.save_why = Why(Cause.REQUESTED, "requested")  # of the newest of them
         self.profile: Profile | None = None  # the newest
         self.ended: JobEnded | None = None
 
@@ -259,8 +267,8 @@ class State:
     def persist(self, kind: str, **fields: Any) -> None:
         self.persists.append(Persist({"kind": kind, **fields}))
 
-    def report(self, kind: str, **fields: Any) -> None:
-        self.effects.append(Report(kind, fields))
+    def report(self, kind: str, why: Why, **fields: Any) -> None:
+        self.effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
 
     def send(self, connection: str | None, message: AnyMessage) -> None:
         """To a connection, if there is one."""
@@ -352,32 +360,34 @@ class State:
     def in_any_plan(self, key: WorkerKey) -> bool:
         return any(p is not None and p.has(key) for p in (self.plan, self.prepared))
 
-    def fence(self, key: WorkerKey, reason: str) -> None:
+    def fence(self, key: WorkerKey, why: Why) -> None:
         """No message of this life, or of an older one of its slot, takes effect from here on."""
         check(key.incarnation > self.fenced.get(key.worker_id, -1), f"worker {key} is fenced twice")
-        self.fenced[key.worker_id] = key.incarnation
-        self.persist("evict", worker_id=key.worker_id, incarnation=key.incarnation, reason=reason)
+        self.fenced[key.worker_id], self.fenced_for[key.worker_id] = key.incarnation, why.cause
+        who = {"worker_id": key.worker_id, "incarnation": key.incarnation}
+        self.persist("evict", **who, cause=why.cause, reason=why.reason)
 
-    def set_target(self, target: int, slots: set[int], reason: str) -> None:
+    def set_target(self, target: int, slots: set[int], why: Why) -> None:
         """Change how many members, and which slots, are wanted."""
         running = {key.worker_id for agent in self.agents.values() for key in agent.lives}
         running |= {worker_id for worker_id, worker in self.workers.items() if worker.connection is not None}
         self.retiring = (self.retiring | (self.slot_ids() & running)) - slots
+        self.unwanted |= dict.fromkeys(self.slot_ids() - slots, why.cause)
         self.target, self.slots, self.dirty = target, set(slots), True
-        self.persist("target", target=target, slots=sorted(slots), reason=reason)
+        self.persist("target", target=target, slots=sorted(slots), cause=why.cause, reason=why.reason)
 
-    def end(self, state: str, reason: str, exit_code: int) -> None:
+    def end(self, state: str, why: Why, exit_code: int) -> None:
         """The job is over: journal it, tell all workers and agents."""
         if self.ended is not None:
             return
-        self.ended = JobEnded(state=state, reason=reason, exit_code=exit_code)
-        self.persist("ended", state=state, reason=reason, exit_code=exit_code)
+        self.ended = JobEnded(state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
+        self.persist("ended", state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
         for name in sorted(self.connections):
             if self.connections[name].role != "client":
                 self.send(name, self.ended)
         self.report(
             "job_completed" if state == "completed" else "job_failed",
-            reason=reason,
+            why,
             state=state,
             exit_code=exit_code,
             step=self.step,

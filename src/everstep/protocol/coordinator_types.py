@@ -97,7 +97,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Report:
-    """For events.jsonl: `kind` and fields of INTERFACE (reason, worker_id, incarnation, pid, step, generation, ...)."""
+    """For events.jsonl: `kind` and the fields of an event (cause, reason, worker_id, incarnation, pid, step, ...)."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)

@@ -10,15 +10,16 @@ from typing import Any
 
 import msgspec
 
+from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 64 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that crosses a control connection."""
+    """Base of everything that crosses a control connection. `reason`: for people; `cause`: the same for programs."""
 
 
 # ---- agent (one per host) -> coordinator
@@ -85,6 +86,7 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     died_unix_ns: int
     in_order: bool = False
     step: int = 0
+    cause: Cause = Cause.UNKNOWN
 
 
 class SlotLost(Message, frozen=True, kw_only=True):
@@ -93,6 +95,7 @@ class SlotLost(Message, frozen=True, kw_only=True):
     agent_id: str
     worker_id: int
     reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 # ---- worker -> coordinator
@@ -128,6 +131,7 @@ class HealFailed(Message, frozen=True, kw_only=True):
     incarnation: int
     ticket: int
     reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 class GenerationEntered(Message, frozen=True, kw_only=True):
@@ -161,6 +165,7 @@ class PeerFault(Message, frozen=True, kw_only=True):
     generation: int
     accused: list[int]
     reason: str
+    cause: Cause = Cause.LINK
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
@@ -180,6 +185,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     generation: int = 0
     exit_code: int = 1
     holds: bool = False
+    cause: Cause = Cause.UNKNOWN
 
 
 class WorkerDone(Message, frozen=True, kw_only=True):
@@ -205,6 +211,7 @@ class SettleAgain(Message, frozen=True, kw_only=True):
     reason: str
     tainted: int = 0
     decided_in: int = 0
+    cause: Cause = Cause.UNKNOWN
 
 
 class Saved(Message, frozen=True, kw_only=True):
@@ -248,6 +255,7 @@ class SaveNow(Message, frozen=True, kw_only=True):
     """To the leader: take a checkpoint after the present step, and tell (`Saved`)."""
 
     reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 class InjectFault(Message, frozen=True, kw_only=True):
@@ -288,6 +296,7 @@ class Dismissed(Message, frozen=True, kw_only=True):
 
     reason: str
     drained: bool
+    cause: Cause = Cause.UNKNOWN
 
 
 class JobEnded(Message, frozen=True, kw_only=True):
@@ -296,6 +305,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
     state: str
     reason: str
     exit_code: int
+    cause: Cause = Cause.UNKNOWN
 
 
 # ---- coordinator -> agent
@@ -307,6 +317,7 @@ class KillWorker(Message, frozen=True, kw_only=True):
     worker_id: int
     incarnation: int
     reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 class SetSlots(Message, frozen=True, kw_only=True):

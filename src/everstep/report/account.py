@@ -1,6 +1,6 @@
 """Where each second of a job's wall time went. Pure.
 
-Intervals are painted with a cause; where they overlap, the more specific cause counts. What nobody painted, between the
+Intervals are painted with a use; where they overlap, the more specific use counts. What nobody painted, between the
 first and the last moment, is training. So the parts always add up to the whole.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
-CAUSES = (
+USES = (
     "training",
     "start-up",
     *(f"recovery: {phase}" for phase in PHASES),
@@ -37,16 +37,16 @@ _MOST_INTERVALS = 20_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of wall time, in ns since 1970, and its cause."""
+    """A stretch of wall time, in ns since 1970, and what it went into."""
 
     begin_ns: int
     end_ns: int
-    cause: str
+    use: str
 
     @property
     def priority(self) -> int:
         """The higher one counts where two overlap."""
-        return _PRIORITY.get(self.cause, _RECOVERY if self.cause.startswith("recovery") else 0)
+        return _PRIORITY.get(self.use, _RECOVERY if self.use.startswith("recovery") else 0)
 
 
 class Account:
@@ -65,10 +65,10 @@ class Account:
             self.begin_ns = self._folded_through_ns = time_ns
         self.end_ns = max(self.end_ns, time_ns)
 
-    def paint(self, begin_ns: int, end_ns: int, cause: str) -> None:
+    def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
         """This stretch went there."""
         if end_ns > begin_ns:
-            self.intervals.append(Interval(begin_ns, end_ns, cause))
+            self.intervals.append(Interval(begin_ns, end_ns, use))
         if len(self.intervals) > _MOST_INTERVALS:
             self._fold()
 
@@ -91,37 +91,37 @@ class Account:
         if end_ns - at > 1000:
             found.append(Interval(at, end_ns, "recovery: other"))
         for interval in found:
-            self.paint(interval.begin_ns, interval.end_ns, interval.cause)
+            self.paint(interval.begin_ns, interval.end_ns, interval.use)
         return found
 
     def seconds(self, extra: Iterable[Interval] = ()) -> dict[str, float]:
-        """Seconds by cause, in the order of CAUSES; the sum is the wall time. extra: what is still under way."""
+        """Seconds by use, in the order of USES; the sum is the wall time. extra: what is still under way."""
         if self.begin_ns is None:
             return {}
         total = dict(self._folded)
         recent = _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns)
-        for cause, nanoseconds in recent.items():
-            total[cause] = total.get(cause, 0) + nanoseconds
-        return {cause: total[cause] / 1e9 for cause in CAUSES if total.get(cause)}
+        for use, nanoseconds in recent.items():
+            total[use] = total.get(use, 0) + nanoseconds
+        return {use: total[use] / 1e9 for use in USES if total.get(use)}
 
     def _fold(self) -> None:
         self.intervals.sort(key=lambda i: i.end_ns)
         half = len(self.intervals) // 2
         through_ns = max(self._folded_through_ns, self.intervals[half].end_ns)
-        for cause, nanoseconds in _sweep(self.intervals, self._folded_through_ns, through_ns).items():
-            self._folded[cause] = self._folded.get(cause, 0) + nanoseconds
+        for use, nanoseconds in _sweep(self.intervals, self._folded_through_ns, through_ns).items():
+            self._folded[use] = self._folded.get(use, 0) + nanoseconds
         self._folded_through_ns = through_ns
         self.intervals = [i for i in self.intervals[half:] if i.end_ns > through_ns]
 
 
 def goodput(seconds: dict[str, float]) -> float | None:
     """Training's share of the time in which the job was running, None before there was any."""
-    running = sum(value for cause, value in seconds.items() if cause != "not running")
+    running = sum(value for use, value in seconds.items() if use != "not running")
     return seconds.get("training", 0.0) / running if running > 0 else None
 
 
 def _sweep(intervals: list[Interval], begin_ns: int, end_ns: int) -> dict[str, int]:
-    """Nanoseconds by cause between two moments."""
+    """Nanoseconds by use between two moments."""
     edges: list[tuple[int, int, Interval]] = []
     for interval in intervals:
         first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)
@@ -133,10 +133,10 @@ def _sweep(intervals: list[Interval], begin_ns: int, end_ns: int) -> dict[str, i
     at = begin_ns
     for time_ns, sign, interval in edges:
         if time_ns > at:
-            cause = max(active)[1] if active else "training"
-            total[cause] = total.get(cause, 0) + time_ns - at
+            use = max(active)[1] if active else "training"
+            total[use] = total.get(use, 0) + time_ns - at
             at = time_ns
-        key = (interval.priority, interval.cause)
+        key = (interval.priority, interval.use)
         active[key] = active.get(key, 0) + sign
         if not active[key]:
             del active[key]

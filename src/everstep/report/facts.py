@@ -6,11 +6,13 @@ Everything is bounded: curves are decimated, lists keep their newest entries and
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from everstep.base.cause import Cause
 from everstep.report.account import Account, Interval
 from everstep.report.series import POINTS, Series
-from everstep.report.words import Event, level, number, one_line, sentence, whole_number
+from everstep.report.words import Event, cause, level, number, one_line, sentence, whole_number
 
 MEMBERS = ("leader", "active", "standby")
 STEP_COLUMNS = ("time_s", "loss", "loss_min", "loss_max", "lr", "samples", "workers")
@@ -19,6 +21,7 @@ _MOST_LOG = 4000
 _MOST_LISTED = 1000
 _MOST_SPANS = 8000
 _LATELY_NS = 60_000_000_000
+_LEFT = (Cause.DRAINED, Cause.SCALED)
 _MARKED = {
     "fault_injected": "fault",
     "worker_evicted": "evicted",
@@ -31,7 +34,8 @@ _MARKED = {
 
 @dataclass
 class Worker:
-    """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left."""
+    """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the
+    same, whether it lives or not. cause and reason: of the state, None and "" where there is nothing to say."""
 
     worker_id: int
     incarnation: int = 0
@@ -42,6 +46,7 @@ class Worker:
     pid: int | None = None
     host: str = ""
     since_ns: int = 0
+    cause: Cause | None = None
     reason: str = ""
     role: str = "spare"
 
@@ -53,6 +58,7 @@ class Generation:
     number: int
     time_ns: int
     step: int
+    cause: Cause
     reason: str
     members: int
     joined: tuple[int, ...]
@@ -69,6 +75,7 @@ class Recovery:
     generation: int
     step: int
     worker_id: int | None
+    cause: Cause
     reason: str
     duration_s: float
     phases_s: dict[str, float]
@@ -86,6 +93,7 @@ class Checkpoint:
     duration_s: float
     size_bytes: int
     stall_s: float
+    cause: Cause
     reason: str
 
 
@@ -108,6 +116,7 @@ class Mark:
     step: int
     kind: str
     worker_id: int | None
+    cause: Cause
     text: str
 
 
@@ -130,6 +139,7 @@ class Facts:
     """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers."""
 
     state: str = "starting"
+    cause: Cause | None = None
     reason: str = ""
     step: int = 0
     loss: float | None = None
@@ -188,7 +198,7 @@ class Facts:
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark = _MARKED.get(kind, "checkpoint")
             step = self._struck_at(event, time_ns) if mark == "evicted" else _integer(event, "step") or self.step
-            self.marks.append(Mark(time_ns, step, mark, _id(event), sentence(event)))
+            self.marks.append(Mark(time_ns, step, mark, _id(event), cause(event), sentence(event)))
         self._note(event, kind, time_ns)
 
     def _struck_at(self, event: Event, time_ns: int) -> int:
@@ -233,6 +243,25 @@ class Facts:
             return None
         return sum(samples[1:]) / (times[-1] - times[0])
 
+    def eta_s(self, total_steps: int | None, points: int = 12) -> float | None:
+        """Seconds to the last step at the speed of the newest points; None if unknown, or there already."""
+        times, steps = self.steps.columns[0][-points:], self.steps.x[-points:]
+        if total_steps is None or self.step >= total_steps or len(times) < 2 or times[-1] <= times[0]:
+            return None
+        steps_per_s = (steps[-1] - steps[0]) / (times[-1] - times[0])
+        return (total_steps - self.step) / steps_per_s if steps_per_s > 0 else None
+
+    @property
+    def faults(self) -> int:
+        """Those that were injected, or noticed without having been injected."""
+        noticed = self.counts.get("worker_evicted", 0) + self.counts.get("coordinator_restarted", 0)
+        return max(self.counts.get("fault_injected", 0), noticed)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The newest step of which there is a checkpoint, as far as events tell; 0 if none."""
+        return max((c.step for c in self.checkpoints if c.ok), default=0)
+
     def mean_samples_per_s(self) -> float | None:
         """Over all steps that no change of generation and no evaluation fell into."""
         spent = sum(seconds for _, seconds, _ in self.rates.values())
@@ -267,7 +296,8 @@ class Facts:
 
     def _job_started(self, event: Event, time_ns: int) -> None:
         self.attempts += 1
-        self.state, self.reason, self.exit_code, self.ended_ns = "starting", "", None, None
+        self._is("starting")
+        self.exit_code, self.ended_ns = None, None
         self.wanted = _integer(event, "workers")
         self._started_ns, self._waiting_ns, self._fault_ns = time_ns, None, None
         self._go_back(_integer(event, "step"), time_ns)
@@ -303,11 +333,11 @@ class Facts:
             self.account.paint(self._started_ns, time_ns, "start-up")
         self._end_of_waiting(time_ns)
         self._started_ns = self._fault_ns = None
-        self.state, self.reason = "running", ""
+        self._is("running")
         if self._suspected:
             for worker in self.workers.values():
                 if worker.state == "suspect":
-                    self._be(worker, worker.role, time_ns, "")
+                    self._be(worker, worker.role, time_ns)
             self._suspected = False
 
     def _end_of_waiting(self, time_ns: int) -> None:
@@ -325,35 +355,37 @@ class Facts:
         leaders = event.get("leaders")
         if not isinstance(leaders, list):
             leaders = [event.get("leader")]
-        reason = one_line(event.get("reason"))
+        asked = event if cause(event) in _LEFT else None
         for i, worker in self.workers.items():
             if i not in seats and worker.state not in ("dead", "left"):
-                gone = i in before and "leaves as asked" in reason
-                outside = "left" if gone else self._outside(len(seats))
+                why = asked if i in before else None
+                outside = "left" if why is not None else self._outside(len(seats))
                 worker.lanes, worker.stages, worker.role = (), (), outside
-                self._be(worker, outside, time_ns, "left as asked" if gone else "")
+                self._be(worker, outside, time_ns, why)
         for i, held in seats.items():
             worker = self.workers.setdefault(i, Worker(i, since_ns=time_ns))
             worker.stages = tuple(sorted({stage for stage, _, _ in held}))
             worker.stage = worker.stages[0]
             worker.lanes = tuple(sorted({lane for _, _, lanes in held for lane in lanes}))
             worker.role = "leader" if i in leaders else "active" if worker.lanes else "standby"
-            self._be(worker, worker.role, time_ns, "")
+            self._be(worker, worker.role, time_ns)
         self._members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
         self._clean = False
         self._end_of_waiting(time_ns)
         if self.state == "waiting":
-            self.state, self.reason = ("recovering" if self.step else "starting"), ""
+            self._is("recovering" if self.step else "starting")
         if self._started_ns is not None:
             self.account.paint(self._started_ns, time_ns, "start-up")
-            self._started_ns, self.state = None, "running"
+            self._started_ns = None
+            self._is("running")
         joined, left = tuple(sorted(seats.keys() - before)), tuple(sorted(before - seats.keys()))
         self.generations.append(
             Generation(
                 _integer(event, "generation"),
                 time_ns,
                 _integer(event, "step"),
-                reason,
+                cause(event),
+                one_line(event.get("reason")),
                 len(seats),
                 joined[:50],
                 left[:50],
@@ -371,16 +403,16 @@ class Facts:
         known = self.workers.get(i)
         if known is None or known.incarnation != incarnation or known.state in ("dead", "left"):
             members = sum(w.role in MEMBERS and w.state not in ("dead", "left") for w in self.workers.values())
-            worker = Worker(i, incarnation, "", role=self._outside(members), stage=known.stage if known else None)
+            worker = Worker(i, incarnation, role=self._outside(members), stage=known.stage if known else None)
             self.workers[i] = worker
-            self._be(worker, worker.role, time_ns, "")
+            self._be(worker, worker.role, time_ns)
         self.workers[i].pid = event.get("pid") if isinstance(event.get("pid"), int) else None
         self.workers[i].host = one_line(event.get("host"), 80)
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:
         worker = self.workers.get(int(event["worker_id"]))
         if worker is not None and worker.state not in ("dead", "left"):
-            self._be(worker, "suspect", time_ns, one_line(event.get("reason")))
+            self._be(worker, "suspect", time_ns, event)
             self._suspected = True
         self._fault_ns = self._fault_ns or time_ns
 
@@ -389,8 +421,9 @@ class Facts:
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
         worker = self.workers.setdefault(i, Worker(i, _integer(event, "incarnation")))
         worker.lanes = ()
-        self._be(worker, "dead", died_ns, one_line(event.get("reason")))
-        self.state, self.reason = "recovering", f"worker {i}: {one_line(event.get('reason'))}"
+        self._be(worker, "dead", died_ns, event)
+        self._is("recovering", event)
+        self.reason = f"worker {i}: {self.reason}"
         self._fault_ns = min(self._fault_ns or died_ns, died_ns)
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
@@ -406,6 +439,7 @@ class Facts:
                 _integer(event, "generation"),
                 _integer(event, "step"),
                 _id(event),
+                cause(event),
                 one_line(event.get("reason")),
                 duration_s,
                 known,
@@ -415,7 +449,11 @@ class Facts:
 
     def _fallback(self, event: Event, time_ns: int) -> None:
         back_to = event.get("step")
-        if not isinstance(back_to, int) or (event.get("steps_redone") is None and back_to >= self.step):
+        if (
+            not isinstance(back_to, int) or event.get("what") == "checkpoint"
+        ):  # that one is not used, which tells no more
+            return
+        if event.get("steps_redone") is None and back_to >= self.step:
             return
         self.steps_lost += max(0, self.step - back_to)
         self._go_back(back_to, time_ns)
@@ -430,7 +468,7 @@ class Facts:
         self.step = min(self.step, back_to)
 
     def _waiting(self, event: Event, time_ns: int) -> None:
-        self.state, self.reason = "waiting", one_line(event.get("reason"))
+        self._is("waiting", event)
         self._waiting_ns = self._waiting_ns or time_ns
 
     def _evaluated(self, event: Event, time_ns: int) -> None:
@@ -451,16 +489,16 @@ class Facts:
         ok = event["kind"] == "checkpoint_completed"
         stall_s = number(event.get("stall_s"))
         size = int(number(event.get("size_bytes") or event.get("bytes")))
-        duration_s, reason = number(event.get("duration_s")), one_line(event.get("reason"))
+        duration_s = number(event.get("duration_s"))
+        why = (cause(event), one_line(event.get("reason")))
         tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
-        self.checkpoints.append(Checkpoint(tier, step, time_ns, ok, duration_s, size, stall_s, reason))
+        self.checkpoints.append(Checkpoint(tier, step, time_ns, ok, duration_s, size, stall_s, *why))
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _ended(self, event: Event, time_ns: int) -> None:
         default = "completed" if event["kind"] == "job_completed" else "failed"
-        self.state = one_line(event.get("state"), 20) or default
-        self.reason = one_line(event.get("reason"))
+        self._is(one_line(event.get("state"), 20) or default, event)
         code = event.get("exit_code")
         self.exit_code = code if isinstance(code, int) else None
         self.account.intervals.extend(self.under_way(time_ns))
@@ -472,9 +510,14 @@ class Facts:
             span.end_ns = time_ns
         self._open.clear()
 
-    def _be(self, worker: Worker, state: str, time_ns: int, reason: str) -> None:
-        """From now on the worker is in this state."""
-        worker.reason = reason
+    def _is(self, state: str, why: Event | None = None) -> None:
+        """From now on the job is in this state; why: the event that says so, where there is something to say."""
+        self.state = state
+        self.cause, self.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
+
+    def _be(self, worker: Worker, state: str, time_ns: int, why: Event | None = None) -> None:
+        """From now on the worker is in this state; why: likewise."""
+        worker.cause, worker.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
         if worker.state == state and worker.worker_id in self._open:
             return
         worker.state, worker.since_ns = state, time_ns
@@ -487,6 +530,14 @@ class Facts:
             span.end_ns = time_ns
         else:
             self._open[worker.worker_id] = span
+
+
+def facts_of(events: Iterable[Event]) -> Facts:
+    """What these events add up to."""
+    facts = Facts()
+    for event in events:
+        facts.take(event)
+    return facts
 
 
 _ACTS = {

@@ -116,13 +116,12 @@ def recoveries_chart(facts: Facts) -> str:
     bars, names, values = [], [], []
     for row, recovery in enumerate(newest):
         at_s = (recovery.begin_ns - begin_ns(facts)) / 1e9
-        names.append(
-            f"at {time_text(max(0.0, at_s))}" + ("" if recovery.worker_id is None else f", worker {recovery.worker_id}")
-        )
+        whose = "" if recovery.worker_id is None else f", worker {recovery.worker_id}"
+        names.append(f"at {time_text(max(0.0, at_s))}{whose}, {recovery.cause}")
         values.append(time_text(recovery.duration_s))
         for part in recovery.phases:
             x0, x1 = ((t - recovery.begin_ns) / 1e6 for t in (part.begin_ns, part.end_ns))
-            phase = part.cause.removeprefix("recovery: ")
+            phase = part.use.removeprefix("recovery: ")
             bars.append(Bar(row, x0, x1, f"f{_phase_colour(phase)}", f"{phase}: {time_text((x1 - x0) / 1e3)}"))
     legend = [(phase, f"f{_phase_colour(phase)}") for phase in (*PHASES, "other")]
     return rows_chart("Recoveries", names, bars, "milliseconds since the fault", (), legend, values=values)
@@ -132,18 +131,18 @@ def goodput_chart(seconds: dict[str, float], title: str = "Where the time went")
     """The account of the wall time as one bar; the phases of recoveries are one part of it."""
     whole = sum(seconds.values()) or 1.0
     together: dict[str, float] = {}
-    for cause, value in seconds.items():
-        name = cause.partition(":")[0]
+    for use, value in seconds.items():
+        name = use.partition(":")[0]
         together[name] = together.get(name, 0.0) + value
-    parts = [(cause, value / whole, cause_style(cause), time_text(value)) for cause, value in together.items()]
+    parts = [(use, value / whole, use_style(use), time_text(value)) for use, value in together.items()]
     return stacked_bar(title, parts)
 
 
-def cause_style(cause: str) -> str:
-    """The class of a cause in bars."""
+def use_style(use: str) -> str:
+    """The class of a use of time in bars."""
     styles = {"training": "f2", "start-up": "f0", "waiting for workers": "s-suspect", "steps done again": "f5"}
     styles |= {"evaluation": "f4", "checkpoints": "f3", "finishing": "f7", "not running": "s-left"}
-    return styles.get(cause, "s-dead")
+    return styles.get(use, "s-dead")
 
 
 def step_time_chart(history: History) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.observe.events import KINDS
+from everstep.observe.events import KINDS, begun_last
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
 from everstep.report.tail import Folder, Tail
@@ -158,7 +158,7 @@ class History:
             found = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             try:
-                found = json.loads(line)  # NaN, which strict readers refuse
+                found = json.loads(begun_last(line))  # after half a line, or NaN, which strict readers refuse
             except (ValueError, RecursionError):
                 self.foreign += 1
                 return None

@@ -248,16 +248,17 @@ def _generations(history: History) -> str:
             str(g.step),
             str(g.members),
             ", ".join(map(str, g.leaders)),
+            g.cause,
             g.reason,
         ]
         for g in list(history.facts.generations)[-_MOST_ROWS:]
     ]
-    return _table(["generation", "time", "step", "members", "leaders", "why"], rows, (0, 1, 2, 3))
+    return _table(["generation", "time", "step", "members", "leaders", "cause", "why"], rows, (0, 1, 2, 3))
 
 
 def _account(seconds: dict[str, float]) -> str:
     whole = sum(seconds.values()) or 1.0
-    rows = [[cause, f"{value:.3f}", f"{100 * value / whole:.2f} %"] for cause, value in seconds.items()]
+    rows = [[use, f"{value:.3f}", f"{100 * value / whole:.2f} %"] for use, value in seconds.items()]
     rows.append(["all", f"{sum(seconds.values()):.3f}", "100.00 %"])
     return _table(["where", "seconds", "share"], rows, (1, 2))
 
@@ -273,7 +274,7 @@ def _checkpoints(history: History) -> str:
             f"{(c.time_ns - start) / 1e9:.2f} s",
             c.tier,
             str(c.step),
-            "complete" if c.ok else f"failed: {c.reason}",
+            "complete" if c.ok else f"failed ({c.cause}): {c.reason}",
             size_text(c.size_bytes) if c.size_bytes else "",
             time_text(c.duration_s) if c.duration_s else "",
             time_text(c.stall_s) if c.stall_s else "",

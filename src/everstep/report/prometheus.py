@@ -114,8 +114,8 @@ def _workers(history: History, status: Mapping[str, Any] | None) -> Iterator[Met
 
 def _recoveries(history: History) -> Iterator[Metric]:
     tally = history.tally
-    text = "Recoveries, by what was wrong."
-    yield _by_label(CounterMetricFamily, "recoveries", text, "reason", tally.recoveries)
+    text = "Recoveries, by the cause of the event that began them."
+    yield _by_label(CounterMetricFamily, "recoveries", text, "cause", {str(k): n for k, n in tally.recoveries.items()})
     text = (
         f"Seconds from a fault to the next committed step (phase {TOTAL}), and in each phase of a recovery; phases of "
         "different workers overlap."
@@ -133,8 +133,11 @@ def _checkpoints(history: History) -> Iterator[Metric]:
     times = {tier: time_ns / 1e9 for tier, time_ns in tally.checkpoint_ns.items()}
     text = "When the newest checkpoint was complete."
     yield _by_label(GaugeMetricFamily, "last_checkpoint_timestamp_seconds", text, "tier", times)
-    text = "Checkpoints that failed."
-    yield _by_label(CounterMetricFamily, "checkpoint_failures", text, "tier", tally.checkpoint_failures)
+    text = "Checkpoints that were not taken, or failed; busy and regrouped are no failures of the tier."
+    failures = CounterMetricFamily("everstep_checkpoint_failures", text, labels=["tier", "cause"])
+    for labels, count in tally.checkpoint_failures.items():
+        failures.add_metric(list(labels), count)
+    yield failures
 
 
 def _spent(history: History) -> Iterator[Metric]:

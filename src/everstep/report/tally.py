@@ -6,48 +6,39 @@ the beginning arrives at the same numbers.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable
 
+from everstep.base.cause import Cause
 from everstep.report.account import PHASES
 from everstep.report.histogram import Histogram
-from everstep.report.words import Event, number, one_line, whole_number
+from everstep.report.words import Event, cause, number, whole_number
 
 TOTAL = "total"
 STEP_BOUNDS_S = (*(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2, 5)), 100.0)
 WAIT_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 TIERS = ("memory", "disk", "object", "other")
-REASONS = ("killed", "exited", "exception", "hang", "partition", "coordinator", "other")
+FAULTS = tuple(cause for cause in Cause if cause.is_fault)
+NO_CHECKPOINT = (
+    Cause.BUSY,
+    Cause.REGROUPED,
+    Cause.SLOW,
+    Cause.DISK,
+    Cause.STORE,
+    Cause.OOM,
+    Cause.CORRUPT,
+    Cause.CONFIG,
+    Cause.UNKNOWN,
+)
+"""What is counted from zero on: a series that begins with its first event has no increase then."""
 _RECENT_STEPS = 32
 _SLOW = 3
 _MOST_SAMPLES = 1 << 40
 
-_WHO = re.compile(r"worker \d+ \(incarnation \d+\): ")
-_CAUSES = (
-    ("killed", re.compile(r"killed by ")),
-    ("exited", re.compile(r"exit code |it no longer runs")),
-    ("hang", re.compile(r"no progress for ")),
-    (
-        "partition",
-        re.compile(
-            r"host \S+ has seen nothing|its host \S+ is silent|its links failed|transfers failed between"
-            r"|worker [\d, and]+ could not follow|its connection |its process lives, but"
-        ),
-    ),
-    ("coordinator", re.compile(r"it did not come back after the coordinator's restart")),
-    ("exception", re.compile(r"[A-Za-z_][\w.]*: |chaos fault '[^']*' raised")),
-)
-
-
-def reason_class(reason: str) -> str:
-    """One of REASONS for the text with which a recovery or an eviction gives its reason."""
-    text = _WHO.sub("", reason, count=1)
-    return next((name for name, pattern in _CAUSES if pattern.match(text)), "other")
-
 
 class Tally:
-    """Takes in events in file order. Dictionaries have every key of REASONS, TIERS, or TOTAL and the recovery's phases.
+    """Takes in events in file order. Dictionaries have every key of FAULTS, of TIERS (and NO_CHECKPOINT), or TOTAL and
+    the recovery's phases; causes that are none of these are added as they come.
 
     step_seconds: from commit to commit of two steps that follow one another, whatever came between them; started_ns,
     progress_ns: of the newest start, and of the newest step since (the start itself before the first one).
@@ -57,10 +48,10 @@ class Tally:
         self.steps = 0
         self.samples = 0
         self.step_seconds = Histogram(STEP_BOUNDS_S)
-        self.recoveries = dict.fromkeys(REASONS, 0)
+        self.recoveries = dict.fromkeys(FAULTS, 0)
         self.recovery_seconds = {phase: Histogram(WAIT_BOUNDS_S) for phase in (TOTAL, *PHASES)}
         self.checkpoint_seconds = {tier: Histogram(WAIT_BOUNDS_S) for tier in TIERS}
-        self.checkpoint_failures = dict.fromkeys(TIERS, 0)
+        self.checkpoint_failures = {(tier, cause): 0 for tier in TIERS for cause in NO_CHECKPOINT}
         self.checkpoint_bytes: dict[str, int] = {}
         self.checkpoint_ns: dict[str, int] = {}
         self.coordinator_restarts = 0
@@ -102,7 +93,8 @@ class Tally:
         self._recent.append((time_ns, samples))
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
-        self.recoveries[reason_class(one_line(event.get("reason")))] += 1
+        why = cause(event)
+        self.recoveries[why] = self.recoveries.get(why, 0) + 1
         phases = event.get("phases_s")
         spent = {TOTAL: event.get("duration_s"), **(phases if isinstance(phases, dict) else {})}
         for phase, histogram in self.recovery_seconds.items():
@@ -115,7 +107,8 @@ class Tally:
         self.checkpoint_ns[tier] = time_ns
 
     def _checkpoint_failed(self, event: Event, time_ns: int) -> None:
-        self.checkpoint_failures[_tier(event)] += 1
+        key = (_tier(event), cause(event))
+        self.checkpoint_failures[key] = self.checkpoint_failures.get(key, 0) + 1
 
     def _coordinator_restarted(self, event: Event, time_ns: int) -> None:
         self.coordinator_restarts += 1

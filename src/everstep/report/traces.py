@@ -159,12 +159,12 @@ def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterat
     generations = list(facts.generations)
     for g, until_ns in zip(generations, [*(g.time_ns for g in generations[1:]), end_ns], strict=True):
         if until_ns > begin_ns and g.time_ns < end_ns:
-            said = {"reason": g.reason, "members": g.members, "since step": g.step}
+            said = {"cause": g.cause, "reason": g.reason, "members": g.members, "since step": g.step}
             since_ns, until_ns = max(begin_ns, g.time_ns) - zero_ns, min(end_ns, until_ns) - zero_ns
             yield _range(_JOB_PID, 1, f"generation {g.number}", since_ns, until_ns, said)
     for r in facts.recoveries:
         if r.end_ns > begin_ns and r.begin_ns < end_ns:
-            said = {"reason": r.reason, **{f"{k}_s": v for k, v in r.phases_s.items()}}
+            said = {"cause": r.cause, "reason": r.reason, **{f"{k}_s": v for k, v in r.phases_s.items()}}
             name = f"recovery to generation {r.generation}"
             yield _range(_JOB_PID, 2, name, r.begin_ns - zero_ns, r.end_ns - zero_ns, said)
     for mark in facts.marks:

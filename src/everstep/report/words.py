@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from everstep.base.cause import Cause
+
 Event = Mapping[str, Any]
 
 ERRORS = frozenset({"job_failed", "worker_evicted"})
@@ -50,6 +52,11 @@ def number(value: Any, default: float = 0.0) -> float:
 def whole_number(value: Any) -> int:
     """An integer from what a file says, else 0; times in ns keep every digit."""
     return value if type(value) is int else int(number(value))
+
+
+def cause(event: Event) -> Cause:
+    """Why it happened, for programs; unknown in events of older versions."""
+    return Cause.read(event.get("cause"))
 
 
 def sentence(event: Event) -> str:

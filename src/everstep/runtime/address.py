@@ -10,11 +10,13 @@ from pathlib import Path
 
 from everstep.base.errors import ProtocolError
 
+LOCK_FILE = "lock"
 COORDINATOR_FILE = "coordinator.json"
 JOURNAL_FILE = "coordinator.journal"
 LOGS_FOLDER = "logs"
 METRICS_FOLDER = "metrics"
 METRICS_FILE = "metrics.json"
+METRICS_TOKEN_FILE = "metrics-token"
 PROFILES_FOLDER = "profiles"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
+from everstep.base.cause import Why
 from everstep.protocol.messages import (
     AgentHello,
     AnyMessage,
@@ -178,7 +179,7 @@ class Agent:
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
     def worker_exited(
-        self, worker_id: int, incarnation: int, reason: str, died_unix_ns: int, in_order: bool = False
+        self, worker_id: int, incarnation: int, why: Why, died_unix_ns: int, in_order: bool = False
     ) -> None:
         """A process is dead."""
         pulse = self._board.read(worker_id)
@@ -187,16 +188,17 @@ class Agent:
                 agent_id=self.agent_id,
                 worker_id=worker_id,
                 incarnation=incarnation,
-                reason=reason,
+                cause=why.cause,
+                reason=why.reason,
                 died_unix_ns=died_unix_ns,
                 in_order=in_order,
                 step=pulse.step if pulse.incarnation == incarnation else 0,
             )
         )
 
-    def slot_lost(self, worker_id: int, reason: str) -> None:
+    def slot_lost(self, worker_id: int, why: Why) -> None:
         """A slot was given up."""
-        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, reason=reason))
+        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, cause=why.cause, reason=why.reason))
 
     def command(self, name: str, args: dict[str, Any]) -> None:
         """Ask the coordinator for something, as the CLI would; the reply goes to `on_message`."""

@@ -76,7 +76,7 @@ class LineFile:
 
     def _open(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
         self._torn = self._torn and self._size > 0
 

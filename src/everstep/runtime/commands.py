@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.protocol.messages import Command, CommandReply, decode, encode
 from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, TOKEN_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address
 
-LOCK_FILE = "lock"
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 class NoJobRunning(EverstepError):
@@ -60,15 +61,13 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a launcher holds the directory: a job is running there."""
+    """Whether a launcher holds the directory: a job is running there. Asks without holding anything itself, so that
+    nobody who looks is in the way of a launcher."""
     try:
         with open(run_dir / LOCK_FILE, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return _lock(file.fileno(), fcntl.F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK
     except OSError:
         return False
-    return False
 
 
 @contextlib.contextmanager
@@ -86,18 +85,34 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 def sole_holder(path: Path, held: str, folder: str) -> Iterator[None]:
     """Hold a lock file, made with its folder if need be; the lock ends with this process at the latest.
 
-    Raises: ConfigError, saying `held`, if another process holds it; naming `folder`, if that cannot be made or written.
+    The lock is one of the open file (F_OFD_SETLK), which can be asked for without being taken, and which a shared or
+    exclusive flock of a stranger does not touch. The file names the process that holds it.
+
+    Raises: ConfigError, saying `held`, and by which process, if another holds it; naming `folder`, if that cannot be
+    made or written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(held) from None
+            _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
+        except (BlockingIOError, PermissionError):
+            pid = os.pread(fd, 20, 0).strip()
+            raise ConfigError(f"{held} (process {pid.decode()})" if pid.isdigit() else held) from None
+        except OSError as error:
+            raise ConfigError(f"cannot lock {path}: {error.strerror or error}") from None
+        with contextlib.suppress(OSError):  # a full disk: the next one is told of nobody
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, command: int, kind: int) -> int:
+    """One fcntl of locks over the whole file. Returns the kind of lock in the kernel's answer."""
+    answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    return int(_FLOCK.unpack(answer)[0])

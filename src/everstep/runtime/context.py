@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
 from everstep.base.plan import WorkerKey
@@ -51,8 +52,20 @@ class WorkerContext:
 
     @property
     def last_words_path(self) -> Path:
-        """One line that says why this worker died, written by itself; the launcher adds it to the reason."""
+        """Says why this worker died, written by itself; the launcher adds it to the reason."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.error"
+
+    def write_last_words(self, why: Why) -> None:
+        """Raises: OSError."""
+        self.last_words_path.write_text(json.dumps({"cause": why.cause, "reason": why.reason}) + "\n")
+
+    def read_last_words(self) -> Why | None:
+        """What this worker wrote, None if it died without a word."""
+        try:
+            found = json.loads(self.last_words_path.read_text(errors="replace"))
+            return Why(Cause.read(found["cause"]), " ".join(str(found["reason"])[:2000].split()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def token_bytes(self) -> bytes:
         """The job's secret as the control connection wants it."""

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import uvloop
 
+from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
@@ -113,7 +114,7 @@ class ControlServer:
             self._complained_s = now
             text = f"refused a connection from {peer}: {reason} ({self.refused} refused so far)"
             print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", reason=text)
+            self.events.write("warning", cause=Cause.REFUSED, reason=text)
 
     def _frame(self, message: AnyMessage) -> bytes:
         """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
@@ -140,7 +141,7 @@ class ControlServer:
                 " tries again; a restart of it would rely on what the workers report"
             )
             print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", reason=text)
+            self.events.write("warning", cause=Cause.DISK, reason=text)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -280,8 +281,8 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
     )
 
 
-async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int) -> None:
-    """Run the server until the process is ended."""
+async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int, cause: Cause) -> None:
+    """Run the server until the process is ended. cause: of the end of its predecessor, if there was one."""
     config = load_config([(JOB_FILE, json.loads((run_dir / JOB_FILE).read_text())["config"])])
     token = wire.read_token(run_dir / TOKEN_FILE)
     journal = Journal(run_dir / JOURNAL_FILE)
@@ -299,7 +300,7 @@ async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int) ->
     bound = listener.sockets[0].getsockname()
     address = write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
     if journal.entries:
-        report_restart(events, coordinator, journal, address.pid, down_since_unix_ns)
+        report_restart(events, coordinator, journal, address.pid, down_since_unix_ns, cause)
     server.handle(Tick())
     gc.collect()
     gc.freeze()
@@ -307,7 +308,7 @@ async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int) ->
 
 
 def report_restart(
-    events: EventLog, coordinator: Coordinator, journal: Journal, pid: int, down_since_unix_ns: int
+    events: EventLog, coordinator: Coordinator, journal: Journal, pid: int, down_since_unix_ns: int, cause: Cause
 ) -> None:
     """Tell that this coordinator continues the work of another."""
     now_ns = time.time_ns()
@@ -318,6 +319,7 @@ def report_restart(
         time_unix_ns=now_ns,
         generation=coordinator.status().get("generation"),
         pid=pid,
+        cause=cause,
         reason=f"continues from its journal of {len(journal.entries)} entries{torn}",
         downtime_s=downtime_s,
     )
@@ -331,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--parent", type=int, default=0, help="die with this process, which started it")
     parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
+    parser.add_argument("--cause", default="", help="what the predecessor died of")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which ends the job in order
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its notice to all processes
@@ -338,7 +341,8 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(arguments.parent)
     raise_descriptor_limit()
     try:
-        uvloop.run(serve(arguments.run_dir, arguments.host, arguments.port, arguments.down_since))
+        cause = Cause.read(arguments.cause)
+        uvloop.run(serve(arguments.run_dir, arguments.host, arguments.port, arguments.down_since, cause))
     except (EverstepError, OSError, ValueError, KeyError) as error:
         print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
 from everstep.protocol.messages import AnyMessage, CommandReply, JobEnded, KillWorker, SetSlots
 from everstep.runtime import wire
@@ -50,11 +51,11 @@ Observer = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended: 'completed', 'failed' or 'interrupted', with the reason for the user."""
+    """How the job ended: 'completed', 'failed' or 'interrupted', and why."""
 
     exit_code: int
     state: str
-    reason: str
+    why: Why
 
 
 class Launcher:
@@ -139,9 +140,9 @@ class Launcher:
                     self._turn()
         finally:
             self._tear_down()
-        outcome = self._ending or Outcome(1, "failed", "the launcher ended early")
+        outcome = self._ending or Outcome(1, "failed", Why(Cause.UNKNOWN, "the launcher ended early"))
         self.outcome = outcome
-        self._notify("job_ended", exit_code=outcome.exit_code, state=outcome.state, reason=outcome.reason)
+        self._notify("job_ended", outcome.why, exit_code=outcome.exit_code, state=outcome.state)
         return outcome.exit_code
 
     def interrupt(self, number: int) -> None:
@@ -237,7 +238,7 @@ class Launcher:
             if restart_at_s is not None and restart_at_s <= now_s:
                 self._start_coordinator()
             self._workers.start_due(now_s)
-            if self._workers.hopeless:
+            if self._workers.hopeless is not None:
                 self._end(Outcome(1, "failed", self._workers.hopeless), 0.0)
         self._check_end(now_s)
 
@@ -248,8 +249,8 @@ class Launcher:
         silence_s = self._agent.silence_s(now_s)
         if silence_s >= COORDINATOR_SILENT_S:
             self._silenced = self._coordinator.pid
-            reason = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
-            self._notify("warning", reason=reason)
+            text = f"the coordinator has not answered for {silence_s:.1f} s: it is killed and started again"
+            self._notify("warning", Why(Cause.HUNG, text))
             self._coordinator.kill()
 
     def _patience(self, now_s: float) -> float:
@@ -274,13 +275,13 @@ class Launcher:
                 self._on_signal(item)
             elif isinstance(item, KillWorker):
                 if self._workers.kill(item.worker_id, item.incarnation):
-                    self._notify("worker_killed", worker_id=item.worker_id, reason=item.reason)
+                    self._notify("worker_killed", Why(item.cause, item.reason), worker_id=item.worker_id)
             elif isinstance(item, SetSlots):
                 self._workers.want(item.worker_ids)
             elif isinstance(item, JobEnded):
                 self._on_job_ended(item)
             elif isinstance(item, CommandReply) and not item.ok:
-                self._notify("warning", reason=item.error)
+                self._notify("warning", Why(Cause.REQUESTED, item.error))
 
     def _on_zygote_message(self) -> None:
         zygote = self._zygote
@@ -308,20 +309,22 @@ class Launcher:
         if self._ending is not None:
             return
         self._zygote_failures = 0 if was_ready else self._zygote_failures + 1
-        why = last_line(self.run_dir / LOGS_FOLDER / "zygote.log")
-        self._notify("warning", reason=f"the fork server died and is started again: {why}")
+        said = last_line(self.run_dir / LOGS_FOLDER / "zygote.log")
+        self._notify("warning", Why(Cause.EXITED, f"the fork server died and is started again: {said}"))
         if self._zygote_failures >= ZYGOTE_HOPELESS:
-            self._end(Outcome(1, "failed", f"the fork server cannot start: {why}"), 0.0)
+            why = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
+            self._end(Outcome(1, "failed", why), 0.0)
         else:
             self._start_zygote()
 
     def _on_coordinator_death(self) -> None:
         self._selector.unregister(self._coordinator.pidfd)
-        reason, hopeless = self._coordinator.died(time.monotonic())
-        self._notify("coordinator_died", reason=reason)
+        why, hopeless = self._coordinator.died(time.monotonic())
+        self._notify("coordinator_died", why)
         if hopeless and self._ending is None:
             tail = self._coordinator.log_tail()
-            self._end(Outcome(1, "failed", f"the coordinator cannot start ({reason}): {tail}"), 0.0)
+            text = f"the coordinator cannot start ({why.reason}): {tail}"
+            self._end(Outcome(1, "failed", Why(Cause.CRASH_LOOP, text)), 0.0)
 
     # ---- the end
 
@@ -329,11 +332,13 @@ class Launcher:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             if self._ending is None and self._agent is not None and not self._interrupted:
-                self._notify("warning", reason=f"{name}: a preemption is coming, so a checkpoint is taken now")
-                self._agent.command("checkpoint", {"reason": f"notice of a preemption ({name})"})
+                text = f"{name}: a preemption is coming, so a checkpoint is taken now"
+                self._notify("warning", Why(Cause.PREEMPTED, text))
+                words = {"cause": Cause.PREEMPTED, "reason": f"notice of a preemption ({name})"}
+                self._agent.command("checkpoint", words)
             return
         self._signals += 1
-        outcome = Outcome(128 + number, "interrupted", f"interrupted by {name}")
+        outcome = Outcome(128 + number, "interrupted", Why(Cause.INTERRUPTED, f"interrupted by {name}"))
         if self._signals > 1:
             self._ending = outcome if self._interrupted else (self._ending or outcome)
             self._kill_everything()
@@ -345,15 +350,17 @@ class Launcher:
         self._workers.stopping = True
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
-        words = {"reason": outcome.reason, "exit_code": outcome.exit_code, "grace_s": grace_s}
-        self._agent.command("stop", words)
+        why, code = outcome.why, outcome.exit_code
+        args = {"cause": why.cause, "reason": why.reason, "exit_code": code, "grace_s": grace_s}
+        self._agent.command("stop", args)
         self._deadline_s = time.monotonic() + grace_s + GRACE_S
-        self._notify("warning", reason=f"{outcome.reason}: ending in order, once more ends at once")
+        self._notify("warning", Why(why.cause, f"{why.reason}: ending in order, once more ends at once"))
 
     def _on_job_ended(self, message: JobEnded) -> None:
-        outcome = Outcome(message.exit_code, message.state, message.reason)
+        why = Why(message.cause, message.reason)
+        outcome = Outcome(message.exit_code, message.state, why)
         if self._interrupted and message.state != "completed":
-            outcome = Outcome(128 + self._interrupted, "interrupted", message.reason)
+            outcome = Outcome(128 + self._interrupted, "interrupted", why)
         self._end(outcome, GRACE_S)
 
     def _end(self, outcome: Outcome, grace_s: float) -> None:
@@ -377,15 +384,16 @@ class Launcher:
                 self._finished = True
         elif self._interrupted:
             if late:
-                reason = f"interrupted by {signal.Signals(self._interrupted).name}; the coordinator did not answer"
-                self._end(Outcome(128 + self._interrupted, "interrupted", reason), GRACE_S)
+                text = f"interrupted by {signal.Signals(self._interrupted).name}; the coordinator did not answer"
+                why = Why(Cause.INTERRUPTED, text)
+                self._end(Outcome(128 + self._interrupted, "interrupted", why), GRACE_S)
         elif not self._workers.none_coming():
             self._deadline_s = None
         elif self._deadline_s is None:
             self._deadline_s = now_s + LAST_WAIT_S
         elif late:
-            reason = "all workers have left, but the coordinator has not said how the job ended"
-            self._end(Outcome(1, "failed", reason), 0.0)
+            why = Why(Cause.UNKNOWN, "all workers have left, but the coordinator has not said how the job ended")
+            self._end(Outcome(1, "failed", why), 0.0)
 
     def _finishing(self, now_s: float) -> bool:
         """Whether the job is completed and some worker still runs what its script does after the last step."""
@@ -437,9 +445,10 @@ class Launcher:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_w, b"\0")
 
-    def _notify(self, kind: str, **fields: Any) -> None:
+    def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         if self._on_event is not None:
-            self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **fields})
+            said = {} if why is None else {"cause": why.cause, "reason": why.reason}
+            self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **said, **fields})
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:

@@ -7,11 +7,19 @@ import ctypes
 import os
 import resource
 import signal
+import sys
+
+from everstep.base.cause import Cause
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """The command of a process of our own. -P: the working directory is no place to import from."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -80,6 +88,13 @@ def describe_status(status: int) -> str:
         except ValueError:
             return f"killed by signal {number}"
     return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def cause_of_status(status: int) -> Cause:
+    """What a wait status says of an end."""
+    if os.WIFSIGNALED(status):
+        return Cause.KILLED if killed_from_outside(status) else Cause.CRASHED
+    return Cause.EXITED
 
 
 def killed_from_outside(status: int) -> bool:

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from everstep.base.cause import Cause, Why
+
 HEALTHY_S = 60.0
 HOUR_S = 3600.0
 LOOP_OWN = 3
@@ -33,9 +35,9 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The slot is lost; the reason is for the user."""
+    """The slot is lost, and why."""
 
-    reason: str
+    why: Why
 
 
 @dataclass
@@ -80,7 +82,7 @@ class Slot:
         in_order: bool,
         ready: bool,
         killed: bool,
-        reason: str,
+        why: Why,
         random: float,
     ) -> Restart | GiveUp | None:
         """The present life has ended; None if there is nothing to do.
@@ -91,7 +93,7 @@ class Slot:
         if in_order or not self.wanted:
             self.state = "left"
             return None
-        verdict = self._judge(now_s, policy, ready=ready, killed=killed, reason=reason, random=random)
+        verdict = self._judge(now_s, policy, ready=ready, killed=killed, why=why, random=random)
         if isinstance(verdict, GiveUp):
             self.state = "lost"
         else:
@@ -99,10 +101,10 @@ class Slot:
         return verdict
 
     def _judge(
-        self, now_s: float, policy: RestartPolicy, *, ready: bool, killed: bool, reason: str, random: float
+        self, now_s: float, policy: RestartPolicy, *, ready: bool, killed: bool, why: Why, random: float
     ) -> Restart | GiveUp:
         if not policy.restart:
-            return GiveUp(f"{reason}; on_failure is 'shrink', so it is not started again")
+            return GiveUp(Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again"))
         if ready:
             self.early_own = self.early_killed = 0
         elif killed:
@@ -111,12 +113,13 @@ class Slot:
             self.early_own += 1
         if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
             times = max(self.early_own, self.early_killed)
-            return GiveUp(f"crash loop: it died {times} times in a row before it was ready, last: {reason}")
+            text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
+            return GiveUp(Why(Cause.CRASH_LOOP, text))
         while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
             self.restarts_s.popleft()
         if len(self.restarts_s) >= policy.max_restarts:
             most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
-            return GiveUp(f"{most}, last: {reason}")
+            return GiveUp(Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}"))
         if ready and now_s - self.started_s >= HEALTHY_S:
             self.attempt = 0
         delay_s = 0.0

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError
 from everstep.runtime.address import COORDINATOR_FILE, read_address
-from everstep.runtime.process import describe_status
+from everstep.runtime.process import cause_of_status, describe_status, own_command
 from everstep.runtime.zygote_client import end_process
 
 MODULE = "everstep.runtime.coordinator_main"
@@ -30,6 +30,8 @@ class CoordinatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._down_since_unix_ns = 0
+        self._death = Why(Cause.UNKNOWN, "unknown")
+        self._silent = False
         self._short_lives = 0
         self.pidfd = -1
         self.restart_at_s: float | None = None
@@ -44,8 +46,9 @@ class CoordinatorProcess:
         port = 0
         with contextlib.suppress(OSError, EverstepError):
             port = read_address(self._run_dir / COORDINATOR_FILE).port
-        command = [sys.executable, "-m", MODULE, str(self._run_dir), "--host", self._host, "--port", str(port)]
+        command = own_command(MODULE, str(self._run_dir), "--host", self._host, "--port", str(port))
         command += ["--parent", str(os.getpid()), "--down-since", str(self._down_since_unix_ns)]
+        command += ["--cause", self._death.cause]
         with open(self.log_path, "ab") as log:
             # A session of its own: what is sent to the launcher's process group is for the launcher to act upon.
             self._process = subprocess.Popen(
@@ -58,23 +61,25 @@ class CoordinatorProcess:
     def kill(self) -> None:
         """SIGKILL: it lives, but does nothing. `pidfd` becomes readable."""
         if self._process is not None:
+            self._silent = True
             self._process.kill()
 
-    def died(self, now_s: float) -> tuple[str, bool]:
+    def died(self, now_s: float) -> tuple[Why, bool]:
         """Call when `pidfd` is readable; sets `restart_at_s`.
 
         Returns why it died, and whether another start is hopeless.
         """
         self._down_since_unix_ns = time.time_ns()
-        reason = "unknown"
         if self._process is not None:
             code = self._process.wait()
-            reason = describe_status(-code if code < 0 else code << 8)
+            status = -code if code < 0 else code << 8
+            cause = Cause.HUNG if self._silent else cause_of_status(status)
+            self._death, self._silent = Why(cause, describe_status(status)), False
         self._drop()
         self._short_lives = self._short_lives + 1 if now_s - self._started_s < SHORT_LIFE_S else 0
         delay_s = 0.0 if self._short_lives <= 1 else min(MAX_BACKOFF_S, 0.05 * 2**self._short_lives)
         self.restart_at_s = now_s + delay_s
-        return reason, self._short_lives >= HOPELESS
+        return self._death, self._short_lives >= HOPELESS
 
     def log_tail(self) -> str:
         """The last line of its log."""

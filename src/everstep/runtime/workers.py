@@ -9,15 +9,16 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.agent import Agent
 from everstep.runtime.board import Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.process import describe_status, killed_from_outside
+from everstep.runtime.memory_kills import MemoryKills
+from everstep.runtime.process import cause_of_status, describe_status, killed_from_outside
 from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
 from everstep.runtime.zygote_client import ZygoteClient
 
@@ -31,7 +32,7 @@ class Workers:
 
     make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
     collector: takes what the workers print and log.
-    `hopeless`: why no restart can help, "" while there is no such reason.
+    `hopeless`: why no restart can help, None while there is no such reason.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Workers:
         self.zygote: ZygoteClient | None = None
         self.agent: Agent | None = None
         self.stopping = False
-        self.hopeless = ""
+        self.hopeless: Why | None = None
+        self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
 
     # ---- what others ask
@@ -88,7 +90,8 @@ class Workers:
         now_s = time.monotonic()
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
-                self._notify("warning", worker_id=worker_id, reason=f"no room for more than {self._board.rows} workers")
+                text = f"no room for more than {self._board.rows} workers"
+                self._notify("warning", Why(Cause.CONFIG, text), worker_id=worker_id)
                 continue
             slot = self._slots.setdefault(worker_id, Slot(worker_id))
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
@@ -108,6 +111,7 @@ class Workers:
 
     def start_due(self, now_s: float) -> None:
         """Start every slot whose time has come."""
+        self._memory_kills.look(now_s)
         if self.stopping or self.zygote is None or not self.zygote.ready:
             return
         for slot in self.slots:
@@ -140,9 +144,7 @@ class Workers:
             self._started(message["worker_id"], message["incarnation"], message["pid"])
         elif message["op"] == "exited":
             status = message["status"]
-            self._exited(
-                message["worker_id"], message["incarnation"], status, describe_status(status), message["unix_ns"]
-            )
+            self._exited(message["worker_id"], message["incarnation"], status, self._death(status), message["unix_ns"])
 
     def zygote_died(self) -> None:
         """The fork server is dead, and its children with it."""
@@ -153,8 +155,16 @@ class Workers:
             if pidfd is not None:
                 _send_signal(pidfd, signal.SIGKILL)
                 _wait_dead(pidfd)
-            reason = "killed by SIGKILL, because its fork server died"
-            self._exited(slot.worker_id, slot.incarnation, int(signal.SIGKILL), reason, time.time_ns())
+            why = Why(Cause.KILLED, "killed by SIGKILL, because its fork server died")
+            self._exited(slot.worker_id, slot.incarnation, int(signal.SIGKILL), why, time.time_ns())
+
+    def _death(self, status: int) -> Why:
+        """How a process ended; SIGKILL may be the kernel's, when memory ran out."""
+        cause, reason = cause_of_status(status), describe_status(status)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if killed and self._memory_kills.lately(time.monotonic()):
+            return Why(Cause.OOM, f"{reason}: the kernel ran out of memory")
+        return Why(cause, reason)
 
     def _started(self, worker_id: int, incarnation: int, pid: int) -> None:
         slot = self._slots[worker_id]
@@ -169,12 +179,12 @@ class Workers:
         if self.stopping and worker_id in self._pidfds:
             _send_signal(self._pidfds[worker_id], signal.SIGKILL)
 
-    def _exited(self, worker_id: int, incarnation: int, status: int, reason: str, unix_ns: int) -> None:
+    def _exited(self, worker_id: int, incarnation: int, status: int, why: Why, unix_ns: int) -> None:
         slot = self._slots[worker_id]
         pid = slot.pid
         words = self._last_words(worker_id, incarnation)
-        if words and status != 0:
-            reason = f"{reason}: {words}"
+        if words is not None and status != 0:
+            why = Why(words.cause, f"{why.reason}: {words.reason}")
         pulse = self._board.read(worker_id)
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
         verdict = slot.exited(
@@ -183,30 +193,30 @@ class Workers:
             in_order=status == 0,
             ready=ready,
             killed=killed_from_outside(status),
-            reason=reason,
+            why=why,
             random=self._jitter.random(),
         )
         self._lives = self._list_lives()
         if self.agent is not None:
-            self.agent.worker_exited(worker_id, incarnation, reason, unix_ns, status == 0)
+            self.agent.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
         pidfd = self._pidfds.pop(worker_id, None)
         if pidfd is not None:
             os.close(pidfd)
-        self._notify("worker_exited", worker_id=worker_id, incarnation=incarnation, pid=pid, reason=reason)
+        about = {"worker_id": worker_id, "incarnation": incarnation, "pid": pid, "in_order": status == 0}
+        self._notify("worker_exited", why, **about)
         if self.stopping:
             return
         if ready and not words:
-            self._judge_crash(worker_id, status, reason)
+            self._judge_crash(worker_id, status, why.reason)
         if isinstance(verdict, GiveUp):
             if self.agent is not None:
-                self.agent.slot_lost(worker_id, verdict.reason)
-            self._notify("slot_lost", worker_id=worker_id, reason=verdict.reason)
+                self.agent.slot_lost(worker_id, verdict.why)
+            self._notify("slot_lost", verdict.why, worker_id=worker_id)
         elif isinstance(verdict, Restart):
             delay_s = verdict.at_s - time.monotonic()
             if delay_s > 0:
-                self._notify(
-                    "worker_restarting", worker_id=worker_id, reason=f"starts again in {delay_s:.1f} s", delay_s=delay_s
-                )
+                again = Why(why.cause, f"starts again in {delay_s:.1f} s")
+                self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
 
     def _judge_crash(self, worker_id: int, status: int, reason: str) -> None:
         """It ended by itself and could not say why: the code it runs, or what that calls, has ended the process."""
@@ -221,13 +231,11 @@ class Workers:
         why = self._crashes.observe(pulse.step + 1, describe_status(status), furthest, wanted)
         if why:
             log = self._make_context(worker_id, 0).log_path
-            self.hopeless = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
+            text = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
+            self.hopeless = Why(Cause.CRASH_LOOP, text)
 
-    def _last_words(self, worker_id: int, incarnation: int) -> str:
-        with contextlib.suppress(OSError):
-            path: Path = self._make_context(worker_id, incarnation).last_words_path
-            return " ".join(path.read_text(errors="replace")[:2000].split())
-        return ""
+    def _last_words(self, worker_id: int, incarnation: int) -> Why | None:
+        return self._make_context(worker_id, incarnation).read_last_words()
 
     def _list_lives(self) -> tuple[WorkerLife, ...]:
         return tuple(

@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Why
+from everstep.base.errors import cause_of
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import (
     adopt_orphans,
@@ -249,7 +251,7 @@ def redirect_output(path: Path) -> None:
     """Append stdout and stderr to a file; with a disk that refuses, to nowhere."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:
         fd = os.open(os.devnull, os.O_WRONLY)
     os.dup2(fd, 1)
@@ -277,7 +279,7 @@ def write_last_words(context: WorkerContext, error: BaseException) -> None:
     """One line that says why, unless the worker has written a better one itself."""
     with contextlib.suppress(OSError):
         if not context.last_words_path.exists():
-            context.last_words_path.write_text(describe(error)[:2000] + "\n")
+            context.write_last_words(Why(cause_of(error), describe(error)))
 
 
 def describe(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from everstep.base.errors import EverstepError
 from everstep.runtime.board import MAX_ROWS, Board
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.process import describe_status, pinned_environment
+from everstep.runtime.process import describe_status, own_command, pinned_environment
 
 MODULE = "everstep.runtime.zygote"
 
@@ -34,7 +33,7 @@ class ZygoteClient:
 
     def __init__(self, log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd)]
+        command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
         command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
         with theirs, open(log_path or os.devnull, "ab") as log:
             self.process = subprocess.Popen(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.coordinator_types import (
@@ -237,7 +238,7 @@ class AgentProcess(Process):
         if self.client is not None:
             self.client.send(wire.WorkerStarted(agent_id=self.name, worker=self._life(worker)))
 
-    def exited(self, worker: SimWorker, reason: str, restart: bool) -> None:
+    def exited(self, worker: SimWorker, cause: Cause, reason: str, restart: bool) -> None:
         """waitpid returned."""
         key = worker.me
         if self.client is not None:
@@ -246,9 +247,10 @@ class AgentProcess(Process):
                     agent_id=self.name,
                     worker_id=key.worker_id,
                     incarnation=key.incarnation,
+                    cause=cause,
                     reason=reason,
                     died_unix_ns=self.world.now_ns,
-                    in_order=reason.startswith("drained"),
+                    in_order=not restart,
                 )
             )
         if restart:
@@ -347,17 +349,17 @@ class Site:
             status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
             who = WorkerKey(fields["worker_id"], fields["incarnation"])
-            self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["reason"]))
+            self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))
         if kind == "job_completed":
             self.completed = True
         elif kind == "job_failed":
             self.failed = str(fields.get("reason"))
 
-    def _cut_off(self, who: WorkerKey, reason: str) -> bool:
+    def _cut_off(self, who: WorkerKey, cause: Cause) -> bool:
         """Whether it was given up for its host's silence, while another host was heard."""
         life = self.lives.get(who)
         heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, "control")}
-        return "is silent" in reason and life is not None and bool(heard - {life.host})
+        return cause is Cause.HOST_LOST and life is not None and bool(heard - {life.host})
 
     def live_workers(self) -> list[SimWorker]:
         return [w for _, w in sorted(self.lives.items()) if w.alive]

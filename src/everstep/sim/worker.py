@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.step_machine import Phase, StepMachine
@@ -124,6 +125,7 @@ class SimWorker(Process):
             incarnation=self.me.incarnation,
             generation=generation,
             accused=sorted(accused),
+            cause=Cause.LINK,
             reason="a transfer failed",
         )
 
@@ -131,7 +133,7 @@ class SimWorker(Process):
         ticket = self.joiner.ticket or 0
         who = {"worker_id": self.me.worker_id, "incarnation": self.me.incarnation, "ticket": ticket}
         if self.joiner.failed:
-            return wire.HealFailed(**who, reason=self.joiner.failed)
+            return wire.HealFailed(**who, cause=Cause.LINK, reason=self.joiner.failed)
         return wire.WorkerHealed(**who, step=self.at)
 
     def _done_message(self) -> wire.AnyMessage:
@@ -186,7 +188,7 @@ class SimWorker(Process):
 
     def exit(self, reason: str, restart: bool) -> None:
         """End by oneself."""
-        self._ending(reason, restart)
+        self._ending(Cause.EXITED, reason, restart)
 
     def fail(self, reason: str) -> None:
         """End by an exception, with last words."""
@@ -195,22 +197,23 @@ class SimWorker(Process):
                 worker_id=self.me.worker_id,
                 incarnation=self.me.incarnation,
                 step=self.machine.step,
+                cause=Cause.EXCEPTION,
                 reason=reason,
                 signature=reason,
                 fatal=False,
             )
         )
-        self._ending(reason, restart=True)
+        self._ending(Cause.EXCEPTION, reason, restart=True)
 
     def die(self, reason: str) -> None:
         """End by SIGKILL."""
-        self._ending(reason, restart=True)
+        self._ending(Cause.KILLED, reason, restart=True)
 
-    def _ending(self, reason: str, restart: bool) -> None:
+    def _ending(self, cause: Cause, reason: str, restart: bool) -> None:
         if not self.alive:
             return
         super().die(reason)
-        self.agent.later(self.world.between(MS // 2, 4 * MS), self.agent.exited, self, reason, restart)
+        self.agent.later(self.world.between(MS // 2, 4 * MS), self.agent.exited, self, cause, reason, restart)
 
     # ---- the machine
 

@@ -98,7 +98,7 @@ class OtelSpans:
         if kind == "job_started":
             self._close(self._last_ns or time_ns, "interrupted")
             self._attempt += 1
-            known = {"everstep.attempt": self._attempt, **_about(event, "reason", "workers")}
+            known = {"everstep.attempt": self._attempt, **_about(event, "cause", "reason", "workers")}
             self._job = self._start("job", time_ns, None, f"job {time_ns}", known)
             self._step_ns = self._generation_ns = 0
         self._last_ns = max(self._last_ns, time_ns)
@@ -113,7 +113,7 @@ class OtelSpans:
         elif kind != "job_started":
             where = self._generation or self._job
             if where is not None:
-                about = _about(event, "step", "generation", "worker_id", "incarnation")
+                about = _about(event, "step", "generation", "worker_id", "incarnation", "cause")
                 about["message"] = text
                 where.add_event(kind, about, timestamp=time_ns)
         if kind == "worker_evicted":
@@ -173,7 +173,7 @@ class OtelSpans:
             self._end_worker(worker_id, time_ns, "")
         self._seated = seated
         self._generation_ns = time_ns
-        about = {**_about(event, "generation", "reason"), "everstep.workers": sorted(seated)}
+        about = {**_about(event, "generation", "cause", "reason"), "everstep.workers": sorted(seated)}
         self._generation = self._start("generation", time_ns, self._job, f"generation {time_ns}", about)
 
     def _joined(self, event: Event, time_ns: int) -> None:
@@ -205,18 +205,18 @@ class OtelSpans:
         phases = {str(k): number(v) for k, v in said.items()} if isinstance(said, dict) else {}
         duration_s = max(0.0, number(event.get("duration_s")))
         parts = Account().paint_recovery(time_ns, duration_s, phases)
-        about = _about(event, "generation", "step", "worker_id", "incarnation", "reason")
+        about = _about(event, "generation", "step", "worker_id", "incarnation", "cause", "reason")
         begin_ns = time_ns - round(duration_s * 1e9)
         span = self._start("recovery", begin_ns, self._job, f"recovery {time_ns}", about)
         for part in parts:
-            phase = part.cause.removeprefix("recovery: ")
+            phase = part.use.removeprefix("recovery: ")
             key = f"recovery {time_ns} {phase}"
             self._start(f"recovery.{phase}", part.begin_ns, span, key).end(part.end_ns)
         span.end(time_ns)
 
     def _checkpoint(self, event: Event, time_ns: int) -> None:
         begin_ns = time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9)
-        about = _about(event, "step", "tier", "size_bytes", "written_bytes", "stall_s", "reason")
+        about = _about(event, "step", "tier", "size_bytes", "written_bytes", "stall_s", "cause", "reason")
         key = f"checkpoint {event.get('tier')} {event.get('step')} {time_ns}"
         span = self._start("checkpoint", begin_ns, self._generation or self._job, key, about)
         if event["kind"] == "checkpoint_failed":

@@ -85,7 +85,7 @@ class LeaderConsole(io.TextIOBase):
         lines, self._line = self._line[:end], self._line[end:]
         if leads:
             with contextlib.suppress(OSError):  # a full disk does not stop training
-                fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 try:
                     os.write(fd, lines.encode(errors="replace"))
                     if os.fstat(fd).st_size > self._most_bytes:

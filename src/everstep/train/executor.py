@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.base.cause import Why
 from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -29,8 +30,9 @@ class WentBack(EverstepError):
 class Unusable(EverstepError):
     """What was to be taken on must not be used: all settle anew. torn: the state has been written in part."""
 
-    def __init__(self, reason: str, torn: bool) -> None:
-        super().__init__(reason)
+    def __init__(self, why: Why, torn: bool) -> None:
+        super().__init__(why.reason)
+        self.why = why
         self.torn = torn
 
 
@@ -143,9 +145,9 @@ class Executor:
         try:
             event = do.Done(operation.op, self._handlers[type(operation)](operation))
         except CollectiveAborted as fault:
-            event = do.Aborted(operation.op, tuple(fault.accused), str(fault))
+            event = do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))
         except Unusable as found:
-            event = do.Tainted(operation.op, str(found), found.torn)
+            event = do.Tainted(operation.op, found.why, found.torn)
         finally:
             self._handle(event)
 

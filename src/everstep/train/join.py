@@ -20,6 +20,7 @@ from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
+from everstep.runtime.private import close_run_dir, write_privately
 from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
 from everstep.train.parts import Parts
@@ -80,7 +81,8 @@ def join(
     saved, by name: objects with state_dict and load_state_dict. `units`: the finest cuts of the model, in order.
     `config`: further keys of the config (steps=..., epochs=..., precision=..., seed=...). Under `everstep run`, keys
     given there win, except `lanes`, which must be the same. `run_dir`: where a job of one worker writes, if anywhere;
-    it takes checkpoints there, and goes on from the newest one when the script is run again.
+    it takes checkpoints there, and goes on from the newest one when the script is run again. What this process writes
+    from then on, there and elsewhere, is readable by its owner alone, as in launched workers; os.umask changes that.
 
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
     launcher seeds every worker alike before it runs the script.
@@ -98,6 +100,10 @@ def join(
         link.config = _merge(link, given)
     else:
         link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
+        if link.run_dir is not None:
+            write_privately()
+            with contextlib.suppress(OSError):  # there is none yet
+                close_run_dir(link.run_dir)
     device = prepare_torch(link.config, link.me.worker_id)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)

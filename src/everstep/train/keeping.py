@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.vault import Copy, Kept, Vault
@@ -36,7 +37,7 @@ class Keeper:
     """One worker's snapshots."""
 
     def __init__(
-        self, view: WorkerView, skipped: Callable[[int, str, bool], None], state: Callable[[SnapshotsKept], None]
+        self, view: WorkerView, skipped: Callable[[int, Why, bool], None], state: Callable[[SnapshotsKept], None]
     ) -> None:
         """skipped: told the step that was not kept, why, and whether that is new. state: told what is kept of steps
         that all have gone beyond."""
@@ -67,14 +68,15 @@ class Keeper:
         if plan is None:
             return
         if self._busy():
-            self._skip(number, f"that of step {self._begun} is still on its way to another worker")
+            self._skip(number, Why(Cause.BUSY, f"that of step {self._begun} is still on its way to another worker"))
             return
         snapshots: dict[int, Snapshot] = {}
         for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
                 limit_mb = self._view.config.checkpoint.memory.limit_mb
-                self._skip(number, f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}")
+                text = f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}"
+                self._skip(number, Why(Cause.CONFIG, text))
                 snapshot.release()
                 return
             snapshot.start()
@@ -86,8 +88,8 @@ class Keeper:
         self._records[number] = encode_records(records)
         self._send(plan, number, snapshots)
 
-    def _skip(self, number: int, reason: str) -> None:
-        self._told_skipped(number, reason, not self._skipping)
+    def _skip(self, number: int, why: Why) -> None:
+        self._told_skipped(number, why, not self._skipping)
         self._skipping = True
 
     def _busy(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from everstep.base.cause import Cause
 from everstep.base.config import Config
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.observe.logs import WorkerLog, set_up_worker_log
@@ -198,12 +199,14 @@ class LoneLink:
         self._deliver = deliver
         member = Member(0, 0, self.host, os.getpid())
         lanes = tuple(range(self.config.lanes))
-        plan = Plan(1, "a job of one worker", (member,), (Seat(0, 0, "active", lanes),), self.config.lanes)
+        seat, why = Seat(0, 0, "active", lanes), "a job of one worker"
+        plan = Plan(1, why, (member,), (seat,), self.config.lanes, cause=Cause.STARTED)
         deliver(wire.PlanNow(plan=plan))
 
     def tell(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.WorkerDone) and self._deliver is not None:
-            self._deliver(wire.JobEnded(state="completed", reason="all steps are done", exit_code=0))
+            why = "all steps are done"
+            self._deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
 
     def close(self) -> None:
         self._deliver = None

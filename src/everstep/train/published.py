@@ -6,16 +6,21 @@ step and idempotent, so every worker writes its own file and a reader takes the 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import Outcome
 from everstep.runtime.address import EVENTS_FILE
+from everstep.train.ledger_file import LedgerFile
+
+log = logging.getLogger(__name__)
 
 _Held = tuple[Outcome, int, dict[str, Any]]
 _REPORTS = 4  # the newest ones: of the last step or two
@@ -36,7 +41,8 @@ class Publisher:
         self._pending: dict[int, _Held] = {}
         self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
-        self._ledger: int | None = None
+        self._ledger: LedgerFile | None = None
+        self._told_waiting = self._told_given_up = False
         self._leading = False
         self._reported_through = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
@@ -45,9 +51,7 @@ class Publisher:
             self.events = EventLog(
                 run_dir / EVENTS_FILE, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
             )
-            path = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
-            self._ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self.failed_writes = 0
+            self._ledger = LedgerFile(run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl")
 
     def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
         """A step has been committed, reduced in this generation; `extra` goes into its event."""
@@ -62,7 +66,9 @@ class Publisher:
         """Write everything up to this step. The leader tells the world, also of what the one before left."""
         for number in sorted(n for n in self._pending if n <= step):
             held = self._untold[number] = self._pending.pop(number)
-            self._write_ledger(*held[:2])
+            if self._ledger is not None:
+                self._ledger.append(_row(*held[:2]))
+        self._write_ledger()
         if leads:
             if not self._leading:
                 self._repeat_reports()
@@ -104,22 +110,34 @@ class Publisher:
             if (kind, step) not in told:
                 self.emit(kind, step=step, **fields)
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """An event of this worker's."""
-        if self.events is not None:
-            self.events.write(kind, **fields)
+    def emit(self, kind: str, **fields: Any) -> bool:
+        """An event of this worker's. Returns whether it was written."""
+        return self.events is not None and self.events.write(kind, **fields)
 
-    def _write_ledger(self, outcome: Outcome, generation: int) -> None:
-        if self._ledger is None:
+    def close(self) -> None:
+        """This worker leaves: rows that still wait for a full disk are given a last while."""
+        missing = self._ledger.close() if self._ledger is not None else 0
+        if self._ledger is not None and missing:
+            reason = (
+                f"leaving without having written {missing} rows of the ledger: {self._ledger.error}; unless another "
+                "worker has written them they are missing: `everstep ledger` says which"
+            )
+            log.warning("%s", reason)
+            self.emit("warning", cause=Cause.DISK, reason=reason)
+
+    def _write_ledger(self) -> None:
+        """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
+        ledger = self._ledger
+        if ledger is None:
             return
-        uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
-        row = encode_row(LedgerRow(outcome.step, generation, uses))
-        try:
-            os.write(self._ledger, row if isinstance(row, bytes) else (row + "\n").encode())
-        except OSError as error:
-            self.failed_writes += 1
-            if self.failed_writes == 1:
-                self.emit("warning", step=outcome.step, reason=f"ledger row not written: {error}; free some space")
+        if ledger.flush():
+            self._told_waiting = False
+        elif not self._told_waiting:
+            reason = f"rows of the ledger cannot be written: {ledger.error}; they wait in memory: free some space"
+            self._told_waiting = self.emit("warning", cause=Cause.DISK, reason=reason)
+        if ledger.given_up and not self._told_given_up:
+            reason = f"rows of the ledger are given up: {ledger.waiting} wait for the disk, and no more are kept"
+            self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
     def _report(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
         if self.events is None:
@@ -133,3 +151,8 @@ class Publisher:
             samples=outcome.samples,
             **extra,
         )
+
+
+def _row(outcome: Outcome, generation: int) -> bytes:
+    uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
+    return encode_row(LedgerRow(outcome.step, generation, uses))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from torch import nn
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member, Plan
@@ -27,7 +29,7 @@ from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.operations import Condemn, RememberLoop, SaveLast
+from everstep.protocol.driver.operations import Condemn, Linger, RememberLoop, SaveLast
 from everstep.protocol.driver.records import Outcome, decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.address import CHECKPOINTS_DIR
@@ -101,14 +103,14 @@ class Saver:
         self._checkpointer: Checkpointer | None = None
         self._config = view.config.checkpoint
         self._due: tuple[int, Due] = (0, Due())
-        self._asked: list[str] = []
+        self._asked: list[Why] = []
         self._answering = 0
         self._mains: dict[int, Member] = {}
         self._plan: Plan | None = None
         self._begun = 0
         self._refused: set[int] = set()
         self._best: float | None = None
-        self._deferred = ""
+        self._deferred: Why | None = None
         self._prepared = False
         link = view.link
         if link.run_dir is not None and link.task and self._config.enabled and whole is not None:
@@ -130,22 +132,22 @@ class Saver:
 
     # ---- when
 
-    def request(self, reason: str) -> None:
+    def request(self, why: Why) -> None:
         """From any thread: one more, after the present step; its end is told to the coordinator."""
         if self._checkpointer is None:
             self._answer(0, False, reason="checkpoint.enabled is false: this job takes none")
             return
-        self._asked.append(reason)
-        self._checkpointer.request(reason)
+        self._asked.append(why)
+        self._checkpointer.request(why)
 
-    def wanted(self, number: int) -> tuple[tuple[str, ...], str]:
+    def wanted(self, number: int) -> Due:
         """For the agree record of a step: what is due after it, if this is the main."""
         view, checkpointer = self._view, self._checkpointer
         if not view.is_main:
-            return (), ""
+            return Due()
         if checkpointer is None:  # snapshots in memory are what makes up for a pool that is lost
             every = self._config.memory.every_steps or _AUTOMATIC_EVERY
-            return (("memory",), f"every {every} steps") if view.stages.split and number % every == 0 else ((), "")
+            return Due(("memory",), f"every {every} steps") if view.stages.split and number % every == 0 else Due()
         if self._due[0] != number:
             asked = bool(self._asked)
             ended = number < view.order.total_steps and self._epoch_ends(number)
@@ -154,10 +156,10 @@ class Saver:
             if asked and not checkpointer.schedule.wanted:
                 self._asked, self._answering = [], number
             if due and self._judges(number):
-                self._deferred = due.reason
-                due = Due(tuple(t for t in due.tiers if t == "memory"), due.reason)
+                self._deferred = Why(due.cause, due.reason)
+                due = replace(due, tiers=tuple(t for t in due.tiers if t == "memory"))
             self._due = (number, due)
-        return tuple(self._due[1].tiers), self._due[1].reason
+        return self._due[1]
 
     def _judges(self, number: int) -> bool:
         """Whether there is an evaluation after this step that says how good it is: a checkpoint waits for that."""
@@ -181,9 +183,10 @@ class Saver:
             for replica in self._view.stages.values():
                 replica.state.live_tensors()
         if tiers and self._view.driver.machine.settled:
-            self._start(outcome.step, Due(tiers, outcome.save[1]), records, {})  # type: ignore[arg-type]
+            due = Due(tiers, outcome.save[1], outcome.save_cause)  # type: ignore[arg-type]
+            self._start(outcome.step, due, records, {})
 
-    def here(self, reason: str, metrics: Mapping[str, float] | None = None) -> bool:
+    def here(self, why: Why, metrics: Mapping[str, float] | None = None) -> bool:
         """Take one of the state as it is, in which all members are; each of them calls this. False: not now."""
         view, number = self._view, self._view.step
         if self._checkpointer is None or not number or not view.driver.machine.settled or view.ended:
@@ -197,7 +200,7 @@ class Saver:
         if after and not application:
             application = {LOOP: after}
         tiers: tuple[Tier, ...] = ("disk", "object") if self._config.object.url else ("disk",)
-        self._start(number, Due(tiers, reason), self._records(number), application, metrics)
+        self._start(number, Due(tiers, why.reason, why.cause), self._records(number), application, metrics)
         return True
 
     def _records(self, number: int) -> Mapping[int, Record]:
@@ -295,7 +298,7 @@ class Saver:
         if self._checkpointer is not None:
             self.before_update()
             self._checkpointer.condemn(effect.sound, with_objects=effect.first)
-        self._plan, self._begun, self._best, self._deferred = None, 0, None, ""
+        self._plan, self._begun, self._best, self._deferred = None, 0, None, None
 
     # ---- evaluations
 
@@ -311,17 +314,18 @@ class Saver:
                 f"checkpoint.best_metric: expected one of the task's metrics ({', '.join(metrics)}), got {name!r}"
             )
         value = metrics[name] if rule.best_mode == "max" else -metrics[name]
-        why = b""
+        why: Why | None = None
         if self._view.is_main:
             best = self._best if self._best is not None else self._stored_best()
             if best is None or value > best:
-                why, self._best = b"the best so far", value
+                why, self._best = Why(Cause.SCHEDULED, "the best so far"), value
             else:
-                why = self._deferred.encode()
-            self._deferred = ""
-        reason = next((r for _, r in sorted(gather(why).items()) if r), b"")
-        if reason:
-            self.here(reason.decode(), metrics)
+                why = self._deferred
+            self._deferred = None
+        told = gather(b"" if why is None else msgspec.json.encode(why))
+        said = next((data for _, data in sorted(told.items()) if data), b"")
+        if said:
+            self.here(msgspec.json.decode(said, type=Why), metrics)
 
     def _stored_best(self) -> float | None:
         if self._checkpointer is None:
@@ -340,23 +344,31 @@ class Saver:
         if self._checkpointer is None:
             return None
         there = number in self._steps()
-        taken = self._finally(operation.generation, operation.plan.save, uploads=True)
+        plan = operation.plan
+        taken = self._finally(operation.generation, Why(plan.cause, plan.save), uploads=True)
         if not view.is_main:
             return None
         done = taken and (there or number in self._steps())
         why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
         return self._saved(number, done, self.where(number) if done else "", why)
 
+    def linger(self, operation: Linger) -> None:
+        """Until the generation is over, or for as long as the checkpoint before might have taken."""
+        deadline = time.monotonic() + self._config.grace_s
+        while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
+            self._view.tick()
+            time.sleep(0.005)
+
     def at_end(self, generation: int) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
-        self._finally(generation, "the end of the job", uploads=self._view.is_main)
+        self._finally(generation, Why(Cause.COMPLETED, "the end of the job"), uploads=self._view.is_main)
 
-    def _finally(self, generation: int, reason: str, *, uploads: bool) -> bool:
+    def _finally(self, generation: int, why: Why, *, uploads: bool) -> bool:
         """`here`, once those that began before are on disk, as nobody writes parts of two at a time; returns when it is
         durable, or its time is over."""
         now_s, grace_s = time.monotonic(), self._config.grace_s
         self._wait(generation, now_s + grace_s / 2, uploads=False)
-        taken = self.here(reason)
+        taken = self.here(why)
         if taken:
             self._wait(generation, now_s + grace_s, uploads=uploads)
         return taken
@@ -369,10 +381,10 @@ class Saver:
                 return
             view.tick()
 
-    def not_kept(self, step: int, reason: str, tell: bool) -> None:
+    def not_kept(self, step: int, why: Why, tell: bool) -> None:
         """The memory tier has skipped a step. tell: it has not been told yet."""
         if self._checkpointer is not None:
-            self._checkpointer.skip("memory", step, reason, tell)
+            self._checkpointer.skip("memory", step, why, tell)
 
     def close(self) -> None:
         """The worker ends."""
@@ -418,7 +430,8 @@ class Saver:
             if not torn:
                 for stage in written:
                     view.stages.rebuild(stage)
-            raise Unusable(f"the checkpoint of step {number} cannot be used: {error}", torn) from error
+            why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
+            raise Unusable(why, torn) from error
         self._begun = number
         return restored
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import DeterminismError
 from everstep.base.plan import Member
 from everstep.protocol import messages as wire
@@ -113,6 +114,7 @@ class Session:
             do.Adopt: transfers.adopt,
             do.Replay: transfers.replay,
             do.SaveLast: self.saver.last,
+            do.Linger: self.saver.linger,
             do.Finish: self._finish,
             do.Cut: lambda effect: view.cutter.cut(effect.generation),
             do.Tell: lambda effect: view.link.tell(effect.message),
@@ -143,10 +145,11 @@ class Session:
         link.connect(self._hello, self._deliver, self._reconnected)
         self.executor.ask(do.JoinAsked())
         if isinstance(self.view.order, ElasticOrder) and self.view.is_main and not self.view.step:
-            self.view.publisher.emit("warning", step=0, reason=_NOT_EXACT)
+            self.view.publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=_NOT_EXACT)
 
     def close(self) -> None:
         """Give back processes and memory. The link is its owner's: last words may have to be said."""
+        self.view.publisher.close()
         self.transfers.close_feeds()
         self.lanes.close()
         self.profiling.close()
@@ -181,7 +184,7 @@ class Session:
         """In the control thread."""
         link = self.view.link
         if isinstance(message, wire.SaveNow):
-            self.saver.request(message.reason)
+            self.saver.request(Why(message.cause, message.reason))
         elif isinstance(message, wire.InjectFault):
             pulse = link.row.read()
             plan = self.view.driver.standing.plan

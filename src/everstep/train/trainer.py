@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.train.calling import calling
@@ -78,7 +79,7 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
         run.report("evaluated", step=step.number, metrics=metrics)
         reason = early_stop.observe(metrics)
         if reason is not None:
-            run.report("warning", step=step.number, reason=f"stopped early: {reason}")
+            run.report("warning", step=step.number, cause=Cause.EARLY_STOP, reason=f"stopped early: {reason}")
             run.stop()
 
 

@@ -63,7 +63,9 @@ class Updates:
             stages[k].section(g.reduced, lanes[k], stages[k].digest(number - 1) if due else "", g.received, due)
             for k, g in found.items()
         ]
-        return AgreePayload(sections, kept=self._keeper.complete, save=self._saver.wanted(number))
+        wanted = self._saver.wanted(number)
+        save = (tuple(wanted.tiers), wanted.reason)
+        return AgreePayload(sections, kept=self._keeper.complete, save=save, save_cause=wanted.cause)
 
     def update(self, operation: Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""

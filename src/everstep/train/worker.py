@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from everstep.base.cause import Why
 from everstep.base.config import Config
 from everstep.base.errors import (
     ConfigError,
@@ -20,6 +21,7 @@ from everstep.base.errors import (
     JobFailed,
     StateTainted,
     TaskError,
+    cause_of,
 )
 from everstep.protocol import messages as wire
 from everstep.runtime.context import WorkerContext
@@ -27,6 +29,7 @@ from everstep.train import join
 from everstep.train.assembly import assemble_task
 from everstep.train.calling import where
 from everstep.train.console import LeaderConsole
+from everstep.train.importing import import_from_script
 from everstep.train.link import Faults, LaunchedLink
 from everstep.train.task import Task
 from everstep.train.trainer import train
@@ -91,7 +94,7 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
     join.launched_with(link)
     sys.argv = [script, *context.argv]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    import_from_script(Path(script))
     most_bytes = int(link.config.logs.max_mb * (1 << 20))
     console = LeaderConsole(sys.stdout, context.run_path, join.leads, context.incarnation == 0, most_bytes)
     with contextlib.redirect_stdout(console):
@@ -109,7 +112,7 @@ def _last_words(link: LaunchedLink, context: WorkerContext, error: Exception) ->
     reason = describe(error)
     log.critical("%s", reason, exc_info=error)
     try:
-        context.last_words_path.write_text(reason + "\n")
+        context.write_last_words(Why(cause_of(error), reason))
     except OSError as problem:
         log.warning("last words not written: %s", problem)
     link.announce(lambda: failure(link, context, error, reason))
@@ -124,6 +127,7 @@ def failure(
         worker_id=context.worker_id,
         incarnation=context.incarnation,
         step=link.row.read().step,
+        cause=cause_of(error),
         reason=reason,
         signature=signature,
         fatal=isinstance(error, _FATAL) or (isinstance(error, TaskError) and link.row.read().step == 0),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from everstep.base.cause import Cause
 from everstep.base.errors import ConfigError
 from everstep.chaos.account import account, missing
 from everstep.chaos.scenarios import SCENARIOS, Scenario, named
@@ -21,7 +22,7 @@ def event(at_s: float, kind: str, **fields: Any) -> dict[str, Any]:
 EVENTS = [
     event(1, "step_committed", step=5),
     event(2, "fault_injected", fault="kill", target="leader:1", worker_id=2, incarnation=0, step=6, phase="forward"),
-    event(2.1, "worker_evicted", worker_id=2, incarnation=0, reason="killed by SIGKILL"),
+    event(2.1, "worker_evicted", worker_id=2, incarnation=0, cause="killed", reason="killed by SIGKILL"),
     event(2.05, "step_committed", step=5),
     event(2.4, "step_committed", step=6),
     event(2.5, "recovery_completed", duration_s=0.4),
@@ -29,7 +30,9 @@ EVENTS = [
     event(4, "fault_injected", fault="disconnect", target="worker:0", worker_id=0, incarnation=0, step=7, phase="load"),
     event(5, "fault_injected", fault="kill", target="coordinator", worker_id=None, step=8, phase="load"),
     event(5.5, "coordinator_restarted"),
-    event(6, "fallback", step=4, steps_redone=4, reason="stage 1 was restored from a copy of step 4"),
+    event(
+        6, "fallback", step=4, steps_redone=4, source="copy", cause="killed", reason="stage 1 was restored from a copy"
+    ),
     event(9, "job_completed", state="completed", reason="step 8 was the last"),
 ]
 
@@ -48,19 +51,22 @@ def test_what_became_of_each() -> None:
 
 
 def test_a_failed_job_says_why() -> None:
-    found = account([event(1, "job_failed", reason="too few workers")])
-    assert (found.state, found.reason) == ("failed", "too few workers")
+    found = account([event(1, "job_failed", cause="quorum", reason="too few workers")])
+    assert (found.state, found.cause, found.reason) == ("failed", Cause.QUORUM, "too few workers")
     assert account([]).state == "not over"
 
 
 def test_what_a_scenario_lacks_is_named() -> None:
     found = account(EVENTS)
-    calm = Scenario("x", "", "", {"worker_evicted": 1}, says={"fallback": "restored"}, never=())
+    calm = Scenario(
+        "x", "", "", {"worker_evicted": 1}, bears={"fallback": {"cause": Cause.KILLED, "source": "copy"}}, never=()
+    )
     assert missing(calm, found) == []
-    wrong = Scenario("x", "", "", {"worker_evicted": 2}, says={"worker_evicted": "seen nothing"}, never=("fallback",))
+    silent = {"worker_evicted": {"cause": Cause.SILENT}}
+    wrong = Scenario("x", "", "", {"worker_evicted": 2}, bears=silent, never=("fallback",))
     assert [line.split(",")[0] for line in missing(wrong, found)] == [
         "expected at least 2 worker_evicted",
-        "expected a worker_evicted that says 'seen nothing'",
+        "expected a worker_evicted with cause=silent",
         "expected no fallback",
     ]
 

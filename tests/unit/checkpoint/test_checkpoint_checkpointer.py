@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from checkpoint_saving import advance, identity_of, make_state
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Seat
@@ -22,7 +24,7 @@ from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
 from everstep.checkpoint.policy import Due
 from everstep.checkpoint.reader import open_checkpoint, steps_in
-from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
 
 DISK = Due(("disk",), "for the test")
@@ -145,11 +147,12 @@ def test_the_main_asks_for_none_while_one_is_incomplete(start: Callable[..., Job
     job.save(1, main_due := Due(("disk",), "x"), only=1)
     assert not main.due(2, 1.0)
     assert main.skipped["disk"] == 1 and "step 1 is still being written" in job.told[0][1]["reason"]
-    main.request("asked for")
+    assert job.told[0][1]["cause"] is Cause.BUSY
+    main.request(Why(Cause.PREEMPTED, "asked for"))
     assert not main.due(2, 1.5)
     job.workers[1].start(Extent(1, main_due), {0: job.states[1]}, job.plan)
     assert job.wait_told(3)[2][0] == "checkpoint_completed"
-    assert main.due(3, 2.0) == Due(("disk",), "asked for")
+    assert main.due(3, 2.0) == Due(("disk",), "asked for", Cause.PREEMPTED)
 
 
 def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:
@@ -226,9 +229,11 @@ class Gate(DirectoryStore):
         super().__init__(path)
         self.open = threading.Event()
 
-    def temporary(self, name: str) -> Path:
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
         self.open.wait(60.0)
-        return super().temporary(name)
+        with super().draft(name) as draft:
+            yield draft
 
 
 @pytest.mark.parametrize("limit_blocks", [100, 3])

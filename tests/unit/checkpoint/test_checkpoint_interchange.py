@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
@@ -195,6 +199,56 @@ def test_unusable_paths_are_told_in_a_line(checkpoint: Checkpoint, tmp_path: Pat
     with pytest.raises(StoreError, match="cannot write"):
         write_weights(weights, tmp_path / "file" / "x", DCP)
     assert not list(tmp_path.glob(".*partial"))
+
+
+class Harm:
+    """What runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def refused(path: Path, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as told:
+        load_weights(path)
+    assert "\n" not in str(told.value)
+
+
+def test_an_index_of_dcp_runs_nothing_and_leads_nowhere(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = exported(checkpoint, tmp_path / "evil" / "dcp", DCP)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    mark = tmp_path / "mark"
+    (tmp_path / "evil" / "x.distcp").touch()
+    os.mkfifo(path / "pipe")
+    (path / ".metadata").write_bytes(pickle.dumps(Harm(mark)))
+    refused(path, r"dcp/\.metadata is refused: it names 'posix\.mkdir', which no index")
+    for name in ("../x.distcp", str(tmp_path / "x.distcp"), "..", "gone.distcp", "pipe", ["x"]):
+        places = {key: replace(place, relative_path=name) for key, place in index.storage_data.items()}
+        (path / ".metadata").write_bytes(pickle.dumps(replace(index, storage_data=places)))
+        refused(path, r"\.metadata names .*, which is no file of its directory")
+    assert not mark.exists()
+
+
+def test_what_is_no_tensor_in_dcp_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": torch.zeros(2), "harm": Harm(mark)}, checkpoint_id=tmp_path / "dcp")
+    refused(tmp_path / "dcp", "cannot read .* as dcp: 'harm' is neither a tensor, a number nor")
+    assert not mark.exists()
+
+
+def test_an_index_of_shards_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "out.safetensors")
+    os.mkfifo(tmp_path / "hf" / "pipe")
+    for name in ("../out.safetensors", str(tmp_path / "out.safetensors"), "..", "", "pipe", ["x"], None):
+        (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        refused(tmp_path / "hf", "cannot read|which is no file of its folder")
+    refused(tmp_path / "hf" / "pipe", "neither a file nor a folder")
 
 
 def test_altered_checkpoint_is_not_exported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
 from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
 
@@ -61,10 +62,10 @@ def test_epoch_ends_the_best_and_requests() -> None:
     assert schedule.due(1, 0.0, interval=FIXED, epoch_end=True) == Due(("disk",), "the end of an epoch")
     assert schedule.due(2, 0.0, interval=FIXED, improved=True) == Due(("disk",), "the best so far")
     assert not schedule.due(3, 0.0, interval=FIXED)
-    schedule.request("requested")
-    schedule.request("SIGTERM")
-    schedule.request("requested")
-    assert schedule.due(4, 0.0, interval=FIXED) == Due(("disk",), "requested, SIGTERM")
+    schedule.request(Why(Cause.REQUESTED, "requested"))
+    schedule.request(Why(Cause.INTERRUPTED, "SIGTERM"))
+    schedule.request(Why(Cause.REQUESTED, "requested"))
+    assert schedule.due(4, 0.0, interval=FIXED) == Due(("disk",), "requested, SIGTERM", Cause.REQUESTED)
     assert not schedule.due(5, 0.0, interval=FIXED)
 
 

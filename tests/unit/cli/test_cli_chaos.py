@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.cause import Cause
 from everstep.chaos.scenarios import SCENARIOS, Scenario
 from everstep.cli import chaos_suite
 from everstep.cli.chaos_suite import Suite, judge, print_result, undisturbed_options
@@ -67,14 +68,15 @@ def test_a_failure_is_said_with_what_reproduces_it(tmp_path: Path, capsys: pytes
 def test_a_job_that_cannot_go_on_as_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "x"
     run_dir.mkdir()
-    (run_dir / "events.jsonl").write_text('{"time_unix_ns": 1, "kind": "job_failed", "reason": "too few workers"}\n')
-    stated = Scenario("x", "", "", {}, fails="too few")
+    ended = {"time_unix_ns": 1, "kind": "job_failed", "cause": "quorum", "reason": "too few workers"}
+    (run_dir / "events.jsonl").write_text(json.dumps(ended) + "\n")
+    stated = Scenario("x", "", "", {}, fails=Cause.QUORUM)
     result = judge(run_dir, None, stated)
     print_result(result)
     assert result.passed and "says why" in (said := capsys.readouterr().out) and "too few workers" in said
-    assert not judge(run_dir, None, Scenario("x", "", "", {}, fails="no copy")).passed
+    assert not judge(run_dir, None, Scenario("x", "", "", {}, fails=Cause.CONFIG)).passed
     (run_dir / "events.jsonl").write_text('{"time_unix_ns": 1, "kind": "job_completed", "state": "completed"}\n')
-    assert "expected it to end with a reason" in judge(run_dir, None, stated).wrong[0]
+    assert "expected it to fail for the cause quorum" in judge(run_dir, None, stated).wrong[0]
 
 
 @pytest.mark.parametrize(

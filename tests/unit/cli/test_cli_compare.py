@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from everstep.cli.job import Request, effective_config, make_job, write_job
-from everstep.cli.ledger import audit_run
+from everstep.cli.job import Request, effective_config, make_job, read_job, write_job
+from everstep.cli.ledger import audit_run, missing_rows
 from everstep.cli.main import run_command
 from everstep.cli.status import read_status
 from everstep.cli.verify import compare
@@ -19,6 +19,7 @@ from everstep.cli.weights import find_weights, read_weights
 from everstep.observe.events import EventLog
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row, use_digest
+from everstep.runtime.commands import run_lock
 
 BASE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, 2], dtype=np.int64)}
 
@@ -139,7 +140,7 @@ def test_a_clean_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert audit_run(tmp_path).clean
     assert run_command(["ledger", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["clean"], report["steps"], report["problems"]) == (True, 3, [])
+    assert (report["clean"], report["complete"], report["steps"], report["problems"]) == (True, True, 3, [])
     assert report["epochs"][0]["missing"] == 0
     assert run_command(["ledger", str(tmp_path)]) == 0
     assert "clean" in capsys.readouterr().out
@@ -153,6 +154,33 @@ def test_a_ledger_that_is_not_clean(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "used other samples" in capsys.readouterr().out
     write_rows(tmp_path, range(1, 3))
     assert "step 3 has no row" in audit_run(tmp_path).problems
+
+
+def test_rows_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = job_dir(tmp_path / "run")
+    assert missing_rows(run_dir) == "", "nothing was committed"
+    write_rows(run_dir, range(2, 3))
+    finished(run_dir, BASE)
+    assert run_command(["ledger", str(run_dir), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["clean"], report["complete"], report["steps"]) == (False, False, 1)
+    assert run_command(["ledger", str(run_dir)]) == 1
+    assert "incomplete" in capsys.readouterr().out
+    said = missing_rows(run_dir)
+    assert "lacks the rows of 2 of 3 steps (1, 3)" in said and "free some space" in said and "\n" not in said
+    with open(run_dir / "ledger" / "worker-0-1.jsonl", "ab") as file:  # behind a half row
+        file.write(b'{"step":9,"ge' + (run_dir / "ledger" / "worker-0-0.jsonl").read_bytes().replace(b":2,", b":3,"))
+    assert "lacks the rows of 1 of 3 steps (1)" in missing_rows(run_dir)
+    write_job(run_dir, dataclasses.replace(read_job(run_dir), begins_after=1))
+    assert missing_rows(run_dir) == "" and audit_run(run_dir).complete
+
+
+def test_of_a_job_that_did_not_end_the_committed_steps_have_rows(tmp_path: Path) -> None:
+    run_dir = job_dir(tmp_path)
+    write_rows(run_dir, range(1, 3))
+    EventLog(run_dir / "events.jsonl").write("step_committed", step=2)
+    assert missing_rows(run_dir) == "" and audit_run(run_dir).complete
+    assert "lacks the rows of 1 of 3 steps (3)" in missing_rows(run_dir, 3), "the events were lost, too"
 
 
 @pytest.mark.parametrize("command", ["ledger", "status"])
@@ -172,8 +200,7 @@ def test_status_of_a_job_that_no_coordinator_answers_for(tmp_path: Path) -> None
     assert (status["workers"], status["coordinator"]) == ([], {"pid": None})
     log.write("job_failed", state="failed", reason="a worker crashed", exit_code=1)
     assert (read_status(run_dir)["state"], read_status(run_dir)["reason"]) == ("failed", "a worker crashed")
-    with open(run_dir / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with run_lock(run_dir):
         log.write("job_started", step=0)
         assert read_status(run_dir)["state"] == "starting"
         log.write("step_committed", step=1)

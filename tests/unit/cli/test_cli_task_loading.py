@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,25 @@ def test_says_why_a_file_does_not_import(tmp_path: Path, text: str, words: list[
 def test_says_which_module_does_not_import() -> None:
     with pytest.raises(ConfigError, match=r"module 'no_such_package\.x' does not import: ModuleNotFoundError"):
         load_task("no_such_package.x:Task", load_config([]))
+
+
+@pytest.mark.parametrize("kind", ["module", "file"])
+def test_neighbours_are_found_and_what_is_installed_comes_first_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    name, work, folder = f"task_of_{kind}", tmp_path / "work", tmp_path / ("work" if kind == "module" else "folder")
+    installed = tmp_path / "installed"
+    for path in (work, folder, installed):
+        path.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(f"from {name}_beside import WHERE\n{GOOD}")
+    for path in (folder, installed):
+        (path / f"{name}_beside.py").write_text(f"WHERE = {path.name!r}\n")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
+    before = list(sys.path)
+    task = load_task(f"{name}:Mine" if kind == "module" else f"{folder / name}.py:Mine", load_config([]))
+    assert folder.name == sys.modules[type(task).__module__].WHERE, "what lies beside a task is what it means"
+    assert sys.path == [*before, *dict.fromkeys([str(folder), str(work)])]
 
 
 def test_a_script_is_no_task(task_file: Path) -> None:

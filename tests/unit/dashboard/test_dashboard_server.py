@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,15 +20,17 @@ from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
-from everstep.dashboard.guard import checked_token, is_loopback  # noqa: E402
+from everstep.dashboard.guard import checked_token, is_loopback, kept_token  # noqa: E402
 from everstep.dashboard.view import Cursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
+from everstep.runtime.address import METRICS_TOKEN_FILE  # noqa: E402
 
 TOKEN = "a-token-of-many-characters"
 T0 = 1_800_000_000 * 10**9
 JSON = {"content-type": "application/json"}
+OWNER = {"authorization": f"Bearer {TOKEN}"}
 
 
 def event(kind: str, at_s: float, **fields: Any) -> bytes:
@@ -52,13 +55,20 @@ def make_run(base: Path, name: str = "run") -> Path:
 class Server:
     """The application on a port of the kernel's."""
 
-    def __init__(self, *run_dirs: Path, host: str = "127.0.0.1", make: Any = make_app, load: bool = True) -> None:
+    def __init__(
+        self,
+        *run_dirs: Path,
+        host: str = "127.0.0.1",
+        make: Any = make_app,
+        load: bool = True,
+        public: bool = False,
+    ) -> None:
         self.feeds = Feeds(run_dirs)
         for feed in self.feeds.runs if load else ():
             feed.load()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
-        app = make(self.feeds, host, TOKEN)
+        app = make(self.feeds, host, TOKEN, public)
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
@@ -97,15 +107,16 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(make_run(tmp_path_factory.mktemp("runs")))
+    """To be read by everybody; what it changes needs the token."""
+    server = Server(make_run(tmp_path_factory.mktemp("runs")), public=True)
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
-def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As if it listened beyond loopback."""
-    server = Server(make_run(tmp_path_factory.mktemp("runs")), host="0.0.0.0")
+def closed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without the token, nothing."""
+    server = Server(make_run(tmp_path_factory.mktemp("runs")))
     yield server
     server.close()
 
@@ -170,11 +181,59 @@ def test_no_action_without_the_token(server: Server) -> None:
     assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, content_type="text/plain")[0] == 415
 
 
-def test_beyond_loopback_everything_needs_the_token(open_server: Server) -> None:
-    assert open_server.ask("GET", "/")[0] == 200  # the page itself says nothing
-    assert open_server.ask("GET", "/api/stream")[0] == 401
-    assert open_server.ask("GET", "/api/stream", host="evil.example")[0] == 401
-    assert open_server.first_message(x_everstep_token=TOKEN)["count"] == 1
+PATHS = ("/", "/static/page.js", "/api/stream", "/api/token", "/metrics", "/nowhere")
+
+
+def test_everything_needs_the_token(closed_server: Server) -> None:
+    for path in PATHS:
+        for given in (
+            {},
+            {"authorization": f"Bearer {TOKEN}x"},
+            {"authorization": "Bearer "},
+            {"authorization": f"Basic {TOKEN}"},
+            {"x_everstep_token": TOKEN[:-1]},
+            {"cookie": f"token={TOKEN}"},
+        ):
+            for method in ("GET", "HEAD"):
+                status, text, headers = closed_server.ask(method, path, **given)
+                assert (status, headers["www-authenticate"], "set-cookie" in headers) == (401, "Bearer", False), path
+            text = closed_server.ask("GET", path, **given)[1]
+            assert b"token" in text and text.count(b"\n") == 1
+        assert closed_server.ask("GET", f"{path}?token={TOKEN}x")[0] == 401
+    for path, status in zip(PATHS, (200, 200, 200, 200, 200, 404), strict=True):
+        if path != "/api/stream":
+            assert closed_server.ask("GET", path, **OWNER)[0] == status
+            assert closed_server.ask("GET", path, x_everstep_token=TOKEN)[0] == status
+    assert closed_server.first_message(**OWNER)["count"] == 1
+
+
+def test_the_address_lets_a_browser_in_by_a_cookie(closed_server: Server) -> None:
+    status, text, headers = closed_server.ask("GET", f"/?token={TOKEN}")
+    assert (status, headers["location"], text) == (303, "/", b"")
+    cookie, *rules = [part.strip() for part in headers["set-cookie"].split(";")]
+    assert {rule.lower() for rule in rules} == {"path=/", "httponly", "samesite=strict"}
+    assert TOKEN not in cookie
+    assert b"<title>" in closed_server.ask("GET", "/", cookie=f"other=1; {cookie}")[1]
+    assert closed_server.first_message(cookie=cookie)["count"] == 1
+    assert closed_server.ask("POST", "/api/token", {}, cookie=cookie, **JSON)[0] == 200
+    assert closed_server.ask("GET", "/", cookie=f"{cookie}x")[0] == 401
+    foreign = {"cookie": cookie, "origin": "http://evil.example"}
+    assert closed_server.ask("POST", "/api/runs/0/scale", {}, **foreign, **JSON)[0] == 403
+    where = closed_server.ask("GET", f"/metrics?run=0&token={TOKEN}", accept="text/html,*/*")[2]["location"]
+    assert where == "/metrics?run=0"
+    where = closed_server.ask("GET", f"//evil.example/%0d%0a?token={TOKEN}")[2]["location"]
+    assert where == "/evil.example/%0D%0A"
+    where = closed_server.ask("GET", f"/%5Cevil.example?token={TOKEN}")[2]["location"]
+    assert where == "/%5Cevil.example"
+
+
+def test_whoever_unlocks_gets_the_cookie(server: Server) -> None:
+    assert server.ask("GET", "/api/token")[1] == {"ok": False}
+    headers = server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, **JSON)[2]
+    cookie = headers["set-cookie"].partition(";")[0]
+    assert server.ask("GET", "/api/token", cookie=cookie)[1] == {"ok": True}
+    assert server.ask("POST", "/api/runs/0/stop", {}, **JSON)[0] == 401
+    assert server.ask("POST", "/api/runs/0/stop", {}, cookie=cookie, **JSON)[0] == 200
 
 
 def test_actions_answer_in_one_line(server: Server) -> None:
@@ -196,7 +255,9 @@ def test_actions_answer_in_one_line(server: Server) -> None:
     assert act("scale", [1])[0] == 400
     assert act("scale", b"{")[0] == 400
     assert act("scale", b'{"a":"' + b"x" * 5000 + b'"}')[0] == 400
-    assert server.ask("POST", "/api/runs/7/scale", {}, x_everstep_token=TOKEN, **JSON)[0] == 404
+    for run in ("7", "-1", "00", "%D9%A0", "9" * 5000, "..", "%2e%2e%2frun", "run", "0%00"):
+        assert server.ask("POST", f"/api/runs/{run}/scale", {}, x_everstep_token=TOKEN, **JSON)[0] == 404, run
+        assert server.ask("GET", f"/metrics?run={run}")[0] == 404, run
 
 
 def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +341,20 @@ def test_addresses_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--token" in capsys.readouterr().err
 
 
-def test_metrics_have_the_same_guard(server: Server, open_server: Server) -> None:
+def test_the_token_for_scrapers_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / METRICS_TOKEN_FILE
+    token = kept_token(file)
+    assert token is not None and len(token) >= 24 and file.read_text() == token
+    assert (file.stat().st_mode & 0o777, kept_token(file), os.listdir(tmp_path)) == (0o600, token, [file.name])
+    file.chmod(0o640)
+    assert kept_token(file) not in (token, None)
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("short")
+    assert kept_token(file) is None
+    assert kept_token(tmp_path / "nowhere" / "token") is None
+
+
+def test_metrics_have_the_same_guard(server: Server, closed_server: Server) -> None:
     status, text, headers = server.ask("GET", "/metrics")
     assert (status, headers["content-type"].partition(";")[0]) == (200, "text/plain")
     assert b"\neverstep_steps_total 4.0\n" in text
@@ -294,20 +368,13 @@ def test_metrics_have_the_same_guard(server: Server, open_server: Server) -> Non
     assert server.ask("POST", "/metrics", {}, x_everstep_token=TOKEN, **JSON)[0] == 405
     for run in ("1", "x", "-1", "9" * 5000):
         assert server.ask("GET", f"/metrics?run={run}")[0] == 404
-    for given in (
-        {},
-        {"authorization": f"Bearer {TOKEN}x"},
-        {"authorization": "Bearer "},
-        {"authorization": "Basic x"},
-    ):
-        assert open_server.ask("GET", "/metrics", **given)[0] == 401
-    assert open_server.ask("GET", f"/metrics?token={TOKEN}")[0] == 401
-    for given in ({"authorization": f"Bearer {TOKEN}"}, {"x_everstep_token": TOKEN}):
-        assert open_server.ask("GET", "/metrics", **given)[0] == 200
+    status, text, headers = closed_server.ask("GET", f"/metrics?token={TOKEN}")  # who scrapes may not keep cookies
+    assert (status, b"everstep_steps_total" in text, "set-cookie" in headers) == (200, True, False)
 
 
 def test_metrics_wait_until_everything_was_read(tmp_path: Path) -> None:
-    server = Server(make_run(tmp_path, "one"), make_run(tmp_path, "two"), make=make_metrics_app, load=False)
+    runs = (make_run(tmp_path, "one"), make_run(tmp_path, "two"))
+    server = Server(*runs, make=make_metrics_app, load=False, public=True)
     try:
         status, text, _ = server.ask("GET", "/metrics?run=1")
         assert (status, b"still being read" in text) == (503, True)

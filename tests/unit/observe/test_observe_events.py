@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from everstep.base.cause import Cause
 from everstep.observe.events import (
     COMMON,
     EventLog,
     follow,
+    format_event,
     last_committed_step,
     parse_events,
     read_events,
@@ -71,8 +73,10 @@ def test_it_tries_again_when_the_file_can_be_written(tmp_path: Path, capsys: pyt
     assert not log.write("warning", step=1)
     path.parent.mkdir()
     assert log.write("warning", step=2)
-    assert [e["step"] for e in read_events(path)] == [2]
+    written, told = read_events(path)
+    assert written["step"] == 2 and told["reason"] == f"1 events of this process were lost: {path} could not be written"
     assert log.dropped == 1
+    assert log.write("warning", step=3) and len(read_events(path)) == 3, "told once"
     assert "No such file" in capsys.readouterr().err
 
 
@@ -84,8 +88,10 @@ def test_half_a_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:20]))
     assert not log.write("warning", step=2)
     monkeypatch.undo()
-    assert log.write("warning", step=3)
-    assert [e["step"] for e in read_events(path)] == [1, 3]
+    assert EventLog(path).write("warning", step=3)  # another process, which knows nothing of it
+    assert log.write("warning", step=4)
+    assert len(path.read_bytes().splitlines()) == 5
+    assert [e["step"] for e in read_events(path)] == [1, 3, 4, None]
 
 
 def test_the_last_committed_step_is_found_from_the_end(tmp_path: Path) -> None:
@@ -134,3 +140,13 @@ def test_what_an_earlier_start_committed_does_not_count(tmp_path: Path) -> None:
     assert last_committed_step(log.path) == 0
     log.write("step_committed", step=2)
     assert last_committed_step(log.path) == 2
+
+
+def test_a_reason_never_goes_without_a_cause() -> None:
+    def causes(**fields: object) -> object:
+        return json.loads(format_event("warning", 1, fields))["cause"]
+
+    assert causes() is None and causes(reason="") is None
+    assert causes(reason="the disk is full") == "unknown"
+    assert causes(reason="the disk is full", cause=Cause.DISK) == "disk"
+    assert causes(reason="\udcff", cause=Cause.DISK) == "disk", "text that is no UTF-8"

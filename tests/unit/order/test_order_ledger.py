@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from everstep.order.cursor import SampleOrder
-from everstep.order.ledger import EpochReport, LaneUse, LedgerRow, audit, decode_rows, encode_row, use_digest
+from everstep.order.ledger import EpochReport, LaneUse, LedgerRow, audit, decode_rows, encode_row, steps_of, use_digest
 
 ORDER = SampleOrder(3, 20, 4, 3, epochs=2)  # 4 steps; the last has 3, 1, 0, 0 samples
 
@@ -29,7 +29,7 @@ def with_lane(row, lane, **changes):
 
 def test_a_clean_ledger():
     report = audit(good_rows(), ORDER, 4)
-    assert report.clean and report.problems == () and report.steps == 4
+    assert report.clean and report.complete and report.problems == () and report.steps == 4
     assert report.epochs == (EpochReport(0, 20, 20, 0, 0), EpochReport(1, 20, 20, 0, 0))
 
 
@@ -51,7 +51,7 @@ def test_repeated_rows_count_once_whoever_wrote_them():
 def test_a_missing_step():
     rows = good_rows()
     report = audit([rows[0], rows[3]], ORDER, 4)
-    assert not report.clean and report.steps == 2
+    assert not report.clean and not report.complete and report.steps == 2
     assert "steps 2..3 have no row" in report.problems
     assert report.epochs == (EpochReport(0, 20, 12, 8, 0), EpochReport(1, 20, 4, 16, 0))
     assert "step 4 has no row" in audit(rows[:3], ORDER, 4).problems
@@ -149,10 +149,22 @@ def test_torn_lines_are_no_rows():
         torn = lines[3][:cut]
         assert decode_rows(b"".join(lines[:3]) + torn) == rows[:3]
         assert decode_rows(torn + b"".join(lines[:3])) == rows[:3]  # appended to by the next writer
+        assert list(steps_of(torn + b"".join(lines[:3]) + torn)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b"null", b'{"step":1}', b'{"step":1,"generation":1,"lanes":[[1]]}', b'{"step":"x"}', b"[]"]
 )
 def test_garbage_is_no_row(line):
-    assert decode_rows(line + b"\n" + encode_row(good_row(1))) == [good_row(1)]
+    data = line + b"\n" + encode_row(good_row(1))
+    assert decode_rows(data) == [good_row(1)] and list(steps_of(data)) == [1]
+
+
+def test_complete_is_about_rows_that_are_there():
+    rows = good_rows()
+    assert audit(rows[:3], ORDER, 3, ended=False).complete, "of a running job the rest is not due"
+    assert not audit(rows[1:], ORDER, 4).complete
+    assert audit(rows[1:], ORDER, 4, after=1).complete, "the rows before are in another job's ledger"
+    wrong = audit([*rows[:3], with_lane(rows[3], 0, digest=5)], ORDER, 4)
+    assert wrong.complete and not wrong.clean
+    assert audit([], ORDER, 0).complete

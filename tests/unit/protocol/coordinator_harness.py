@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as m
@@ -107,6 +108,7 @@ class World:
         reason: str = "killed by SIGKILL",
         agent: str = "a1",
         in_order: bool = False,
+        cause: Cause = Cause.KILLED,
     ) -> None:
         message = m.WorkerExited(
             agent_id=agent,
@@ -115,6 +117,7 @@ class World:
             reason=reason,
             died_unix_ns=123,
             in_order=in_order,
+            cause=cause,
         )
         self.say(agent, message)
 

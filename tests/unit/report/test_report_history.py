@@ -136,6 +136,13 @@ def test_events_of_older_jobs_and_nonsense(tmp_path: Path) -> None:
     assert json.dumps(known.seconds(running=False))
 
 
+def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
+    """A disk that was full left it, and another process has appended."""
+    torn = event("step_committed", 3, step=3)[:-30]
+    known = history(tmp_path, [event("step_committed", 2, step=2), torn, event("step_committed", 4, step=4)])
+    assert known.facts.step == 4 and known.tally.steps == 2 and known.foreign == 0
+
+
 def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"one\ntw")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from everstep.base.cause import Cause, Why
 from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
 
 POLICY = RestartPolicy(max_restarts=20, initial_s=0.5, max_s=30.0)
 
 
+KILLED = Why(Cause.KILLED, "killed by SIGKILL")
+
+
 def _die(slot: Slot, now_s: float, policy: RestartPolicy = POLICY, **how: object) -> Restart | GiveUp | None:
-    facts = {"in_order": False, "ready": True, "killed": True, "reason": "killed by SIGKILL", "random": 0.5}
+    facts = {"in_order": False, "ready": True, "killed": True, "why": KILLED, "random": 0.5}
     facts.update(how)  # type: ignore[arg-type]
     return slot.exited(now_s, policy, **facts)  # type: ignore[arg-type]
 
@@ -66,9 +70,12 @@ def test_three_early_errors_in_a_row_are_a_crash_loop() -> None:
         _live(slot, 0.0)
         assert isinstance(_die(slot, 0.0, ready=False, killed=False), Restart)
     _live(slot, 0.0)
-    verdict = _die(slot, 0.0, ready=False, killed=False, reason="exit code 1: ImportError: no such thing")
+    verdict = _die(
+        slot, 0.0, ready=False, killed=False, why=Why(Cause.EXITED, "exit code 1: ImportError: no such thing")
+    )
     assert isinstance(verdict, GiveUp)
-    assert "crash loop" in verdict.reason and "no such thing" in verdict.reason
+    assert verdict.why.cause is Cause.CRASH_LOOP
+    assert "crash loop" in verdict.why.reason and "no such thing" in verdict.why.reason
     assert slot.state == "lost"
 
 
@@ -97,7 +104,7 @@ def test_at_most_max_restarts_within_an_hour() -> None:
         assert isinstance(_die(slot, now, policy), Restart)
     _live(slot, 300.0)
     verdict = _die(slot, 300.0, policy)
-    assert isinstance(verdict, GiveUp) and "3 restarts within an hour" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "3 restarts within an hour" in verdict.why.reason
     later = Slot(1)
     for now in (0.0, 100.0, 200.0, 3650.0):
         _live(later, now)
@@ -119,7 +126,8 @@ def test_shrink_never_restarts() -> None:
     slot = Slot(0)
     _live(slot, 0.0)
     verdict = _die(slot, 1.0, RestartPolicy(20, 0.5, 30.0, restart=False))
-    assert isinstance(verdict, GiveUp) and "shrink" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "shrink" in verdict.why.reason
+    assert verdict.why.cause is Cause.KILLED
 
 
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:

@@ -3,14 +3,13 @@
 import { $, attribute, el, forgetColours, write } from "./dom.js";
 import { Overlay, Training } from "./charts.js";
 import * as panels from "./panels.js";
-import { follow, post } from "./stream.js";
+import { follow, known, post } from "./stream.js";
 import { Workers } from "./workers.js";
 
 const MOST_LINES = 4000;
 const runs = [];
 let selected = 0;
 let clockMs = 0; // the server's clock minus ours
-let token = sessionStorage.getItem("everstep-token") ?? "";
 let unlocked = false;
 
 const workers = new Workers(aim);
@@ -121,16 +120,14 @@ function answer(result) {
 }
 
 async function unlock(given) {
-  const result = await post("/api/token", given);
-  unlocked = result.ok === true;
-  if (unlocked) {
-    token = given;
-    sessionStorage.setItem("everstep-token", token);
-    write($("answer"), "");
-  } else {
-    sessionStorage.removeItem("everstep-token");
-    answer(result);
-  }
+  const result = await post("/api/token", {}, given);
+  if (result.ok) write($("answer"), "");
+  else answer(result);
+  unlocks(result.ok === true);
+}
+
+function unlocks(yes) {
+  unlocked = yes;
   $("unlock").hidden = unlocked;
   $("actions").hidden = !unlocked;
   allowed();
@@ -143,14 +140,14 @@ function allowed() {
 
 async function ask(name, body) {
   write($("answer"), "…");
-  answer(await post(`/api/runs/${selected}/${name}`, token, body));
+  answer(await post(`/api/runs/${selected}/${name}`, body));
 }
 
 async function checkLedger() {
   if (!unlocked) return answer({ ok: false, error: "unlock the actions first" });
   const button = $("check-ledger");
   button.disabled = true;
-  const result = await post(`/api/runs/${selected}/ledger`, token);
+  const result = await post(`/api/runs/${selected}/ledger`);
   button.disabled = false;
   if (result.ok) {
     runs[selected].ledger = result.result;
@@ -258,21 +255,13 @@ function setUp() {
       training.update(runs[selected]);
     });
   }
-  const handed = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (handed) {
-    token = handed;
-    history.replaceState(null, "", location.pathname);
-  }
-  if (token) unlock(token);
+  known().then(unlocks);
   const words = { live: "live", lost: "connection lost", locked: "token needed" };
-  follow(
-    () => (token ? { "x-everstep-token": token } : {}),
-    take,
-    (state) => {
-      attribute($("link"), "data-state", state);
-      write($("link"), words[state]);
-    },
-  );
+  follow(take, (state) => {
+    attribute($("link"), "data-state", state);
+    write($("link"), words[state]);
+    if (state === "locked") unlocks(false);
+  });
   setInterval(() => runs[selected]?.head.state && panels.head(runs[selected], now()), 1000);
 }
 

@@ -4,13 +4,16 @@ import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural,
 
 const PHASES = ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal", "other"];
 const phaseColour = (phase) => `var(--c${PHASES.indexOf(phase) < 0 ? 7 : PHASES.indexOf(phase)})`;
-const CAUSES = { training: "c2", "start-up": "c0", "waiting for workers": "c1", "steps done again": "c5", evaluation: "c4", checkpoints: "c3", finishing: "c7", "not running": "line" };
+const USES = { training: "c2", "start-up": "c0", "waiting for workers": "c1", "steps done again": "c5", evaluation: "c4", checkpoints: "c3", finishing: "c7", "not running": "line" };
 const MOST_LINES = 300;
 
 function styled(node, properties) {
   for (const [name, value] of Object.entries(properties)) node.style.setProperty(name, value);
   return node;
 }
+
+/** Why, as programs go by it. */
+const causeTag = (cause) => [el("code", { className: "cause" }, cause), " "];
 
 function table(header, rows, numbers = []) {
   const cell = (tag, text, i) => el(tag, { className: numbers.includes(i) ? "n" : "" }, text instanceof Node ? text : String(text));
@@ -90,7 +93,7 @@ export function generations(run, nowMs) {
   );
   $("generations").replaceChildren(
     ...list.toReversed().slice(0, 60).map((g) =>
-      el("li", {}, el("strong", {}, `${g[0]} `), `${g[7] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[6].join(", ")}, ${clock(g[1])}`)),
+      el("li", {}, el("strong", {}, `${g[0]} `), ...causeTag(g[8]), `${g[7] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[6].join(", ")}, ${clock(g[1])}`)),
     ),
   );
 }
@@ -104,11 +107,11 @@ export function recoveries(run) {
   }
   if (!list.length) return $("recoveries").replaceChildren(el("p", { className: "soft" }, "none was needed"));
   $("recoveries").replaceChildren(
-    ...list.map(([begin, seconds, worker, step, reason, phases]) => {
+    ...list.map(([begin, seconds, worker, step, reason, phases, cause]) => {
       const said = phases.map(([phase, , s]) => `${phase} ${duration(s)}`).join(", ");
       const track = el("div", { className: "track", role: "img", "aria-label": said });
       track.append(...phases.map(([phase, at, s]) => styled(el("i", { title: `${phase} ${duration(s)}` }), { left: `${(100 * at) / longest}%`, width: `${(100 * s) / longest}%`, background: phaseColour(phase) })));
-      return el("div", { className: "fall" }, el("span", {}, clock(begin)), track, el("span", {}, duration(seconds)), el("span", { className: "why" }, `step ${step}: ${reason}`));
+      return el("div", { className: "fall" }, el("span", {}, clock(begin)), track, el("span", {}, duration(seconds)), el("span", { className: "why" }, ...causeTag(cause), `step ${step}: ${reason}`));
     }),
   );
 }
@@ -116,10 +119,10 @@ export function recoveries(run) {
 export function account(run) {
   const entries = Object.entries(run.account);
   const whole = entries.reduce((sum, [, s]) => sum + s, 0) || 1;
-  const tint = (cause) => `var(--${CAUSES[cause] ?? "bad"})`;
-  $("account").replaceChildren(...entries.map(([cause, s]) => styled(el("i", { title: `${cause}: ${duration(s)}` }), { flex: `${s} 0 0`, background: tint(cause) })));
+  const tint = (use) => `var(--${USES[use] ?? "bad"})`;
+  $("account").replaceChildren(...entries.map(([use, s]) => styled(el("i", { title: `${use}: ${duration(s)}` }), { flex: `${s} 0 0`, background: tint(use) })));
   $("account-list").replaceChildren(
-    ...entries.map(([cause, s]) => el("div", {}, styled(el("dt", {}, cause), { "--swatch": tint(cause) }), el("dd", {}, `${duration(s)} · ${((100 * s) / whole).toFixed(2)} %`))),
+    ...entries.map(([use, s]) => el("div", {}, styled(el("dt", {}, use), { "--swatch": tint(use) }), el("dd", {}, `${duration(s)} · ${((100 * s) / whole).toFixed(2)} %`))),
   );
 }
 
@@ -139,7 +142,7 @@ export function checkpoints(run, nowMs) {
     return [tier, good ? `step ${good[1]}` : "none", good ? bytes(good[5]) : "–", good ? duration(good[4]) : "–", good ? duration(good[6]) : "–", failed];
   });
   const last = list.at(-1);
-  const trouble = last[3] ? null : el("p", { className: "bad" }, `The last one failed (${last[0]}, step ${last[1]}): ${last[7]}`);
+  const trouble = last[3] ? null : el("p", { className: "bad" }, `The last one failed (${last[0]}, step ${last[1]}): `, ...causeTag(last[8]), last[7]);
   $("checkpoints").replaceChildren(...[table(["tier", "newest", "size", "took", "stall", "failed"], rows, [2, 3, 4, 5]), trouble].filter(Boolean));
 }
 

@@ -1,10 +1,10 @@
-// Server-sent events by fetch, because an EventSource cannot carry the token header. Reconnects by itself.
+// Server-sent events by fetch, because an EventSource does not say why it is refused. Reconnects by itself.
 
 /** Calls `take(message)` for each message and `link(state)` as the connection changes, for ever. */
-export async function follow(headers, take, link) {
+export async function follow(take, link) {
   for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
     try {
-      const answer = await fetch("/api/stream", { headers: headers(), cache: "no-store", credentials: "omit" });
+      const answer = await fetch("/api/stream", { cache: "no-store" });
       if (answer.status === 401) link("locked");
       else if (!answer.ok) link("lost");
       else {
@@ -37,16 +37,22 @@ async function read(reader, take) {
   }
 }
 
-/** Ask for something to be done; returns {ok, text | error, result}. */
-export async function post(path, token, body = {}) {
+/** Whether this browser has the token, as a cookie. */
+export async function known() {
   try {
-    const answer = await fetch(path, {
-      method: "POST",
-      credentials: "omit",
-      headers: { "content-type": "application/json", "x-everstep-token": token },
-      body: JSON.stringify(body),
-    });
-    return await answer.json();
+    const answer = await fetch("/api/token", { cache: "no-store" });
+    return answer.ok && (await answer.json()).ok;
+  } catch {
+    return false;
+  }
+}
+
+/** Ask for something to be done; returns {ok, text | error, result}. token: where the cookie is still to be had. */
+export async function post(path, body = {}, token = "") {
+  const headers = { "content-type": "application/json", ...(token && { "x-everstep-token": token }) };
+  try {
+    const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
+    return answer.status === 401 ? { ok: false, error: await answer.text() } : await answer.json();
   } catch {
     return { ok: false, error: "the dashboard does not answer" };
   }

@@ -147,7 +147,7 @@ export class Workers {
       ["memory", bytes(row.rss)],
       ["processor", row.cpu === null ? "–" : `${number(row.cpu, 2)} cores`],
       ["process", row.pid ? `${row.pid} on ${row.host || "?"}` : "–"],
-      ["why", row.reason || "–"],
+      ["why", row.cause ? `${row.cause}: ${row.reason}` : "–"],
     ];
     const signature = JSON.stringify(pairs.map(([, value]) => value));
     if (this.detail.shown === signature + this.chosen) return;

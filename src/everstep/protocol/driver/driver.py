@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
@@ -174,7 +175,7 @@ class Driver:
     def _join_on(self) -> bool:
         differs = self._joiner.go_on()
         if differs is not None:
-            self._feeds_lost(differs.reason)
+            self._feeds_lost(differs.why)
         return self._out.operation is not None or differs is not None
 
     def _feed(self, *events: step.StepEvent) -> None:
@@ -229,7 +230,7 @@ class Driver:
             step.Leave: lambda e: settler.leave(e.generation),
             step.Open: lambda e: self._open(e.plan),
             step.SendHolding: lambda e: settler.state_holding(),
-            step.SettleAnew: lambda e: settler.anew(e.reason),
+            step.SettleAnew: lambda e: settler.anew(Why(Cause.CORRUPT, e.reason)),
             step.ServeState: settler.serve,
             step.FetchState: settler.fetch,
             step.GoBack: self._go_back,
@@ -273,11 +274,11 @@ class Driver:
             return
         if differs.outvoted:
             generation = self.machine.generation
-            self._application.answer(do.Outvoted(differs.reason, effect.step, generation, differs.sound))
+            self._application.answer(do.Outvoted(differs.why.reason, effect.step, generation, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(differs.sound))
-        self._settler.anew(differs.reason, effect.step)
+        self._settler.anew(differs.why, effect.step)
 
     # ---- operations that have ended
 
@@ -303,12 +304,17 @@ class Driver:
                 events = self._joiner.done(operation, result)
             case do.Evaluate():
                 self._application.answer(do.Evaluated())
-            case do.SaveLast() if result is not None:
-                self._out.send(result, lasting=False)
+            case do.SaveLast():
+                self._saved_last(operation, result)
             case do.Finish():
                 at = operation.step
                 self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(result))
         self._feed(*events)
+
+    def _saved_last(self, operation: do.SaveLast, told: wire.Saved | None) -> None:
+        if told is not None:
+            self._out.send(told, lasting=False)
+        self._out.start(do.Linger, operation.generation)
 
     def _restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         moved = self.machine.position != Key(operation.step, 0)  # else the application is where it should be
@@ -319,25 +325,27 @@ class Driver:
     def _aborted(self, operation: do.Operation, event: do.Aborted) -> None:
         """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
         if isinstance(operation, do.OpenFeeds | do.Watch):
-            self._feeds_lost(event.reason)
+            self._feeds_lost(event.why)
             return
         if event.accused:
             accused, generation = sorted(event.accused), operation.generation
-            self._out.tell(wire.PeerFault, generation=generation, accused=accused, reason=event.reason)
+            cause, reason = event.why.cause, event.why.reason
+            self._out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
         self._drop_transfers()
         if isinstance(operation, do.Evaluate):
             self._application.answer(do.Evaluated())
 
-    def _feeds_lost(self, reason: str) -> None:
+    def _feeds_lost(self, why: Why) -> None:
         """A feed has ended: somebody else is asked, unless something else was told meanwhile."""
         ticket = self._joiner.stop()
         if ticket is not None and all(interrupts(heard.message) is None for heard in self._news):
-            self._out.tell(wire.HealFailed, ticket=ticket.ticket, reason=f"healing stopped: {reason}")
+            reason = f"healing stopped: {why.reason}"
+            self._out.tell(wire.HealFailed, ticket=ticket.ticket, cause=why.cause, reason=reason)
 
     def _unusable(self, operation: do.Operation, event: do.Tainted) -> None:
         """All settle anew, with what is left; whoever cannot mend its state starts anew."""
         self._drop_transfers()
         if event.torn:
-            self._application.answer(do.Exit(f"{event.reason}; this worker starts anew"))
+            self._application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
         else:
-            self._settler.anew(event.reason)
+            self._settler.anew(event.why)

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.records import Outcome
 from everstep.protocol.step_types import Discard, Key, Record, Release
+
+LEFT = Why(Cause.LINK, "")
 
 Gathers = Mapping[Key, Mapping[int, Record]]
 """Records of the decisions of one step, by key."""
@@ -171,6 +174,12 @@ class SaveLast(Operation):
 
     plan: Plan
     step: int
+
+
+@dataclass(frozen=True)
+class Linger(Operation):
+    """A checkpoint was taken before the end: do nothing until that comes, or for as long as such a checkpoint may
+    take."""
 
 
 @dataclass(frozen=True)
@@ -413,7 +422,7 @@ class Aborted:
 
     op: int
     accused: tuple[int, ...] = ()
-    reason: str = ""
+    why: Why = LEFT
 
 
 @dataclass(frozen=True)
@@ -422,7 +431,7 @@ class Tainted:
     written in part and cannot be mended here."""
 
     op: int
-    reason: str
+    why: Why
     torn: bool = False
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from everstep.base.cause import Cause
 from everstep.base.errors import check
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.step_types import Holding, Key, Record
@@ -51,14 +52,15 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
-    handed on, all snapshots in memory that it is to; 0 if none. save: from the main alone, the tiers that take a
-    checkpoint after this step, and why.
+    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the main alone, the tiers that
+    take a checkpoint after this step, and why.
     """
 
     sections: list[StageSection]
     committed_unix_ns: int = 0
     kept: int = 0
     save: tuple[tuple[str, ...], str] = ((), "")
+    save_cause: Cause = Cause.UNKNOWN
 
     def at(self, committed_unix_ns: int) -> AgreePayload:
         """The same, saying when the step before was committed."""
@@ -80,8 +82,8 @@ class Outcome:
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
     were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
-    hold, by name and (stage, worker). kept: the newest step that is in memory in all stages. save: as
-    in `AgreePayload`.
+    hold, by name and (stage, worker). kept: the newest step that is in memory in all stages. save, save_cause: as in
+    `AgreePayload`.
     """
 
     step: int
@@ -95,6 +97,7 @@ class Outcome:
     digests: Mapping[int, Mapping[int, str]]
     kept: int = 0
     save: tuple[tuple[str, ...], str] = ((), "")
+    save_cause: Cause = Cause.UNKNOWN
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
 
 
@@ -139,6 +142,7 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
         kept=min(p.kept for p in payloads.values()),
         save=next((p.save for p in payloads.values() if p.save[0]), ((), "")),
+        save_cause=next((p.save_cause for p in payloads.values() if p.save[0]), Cause.UNKNOWN),
         ties=_ties(sections),
     )
 

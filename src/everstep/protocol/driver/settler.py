@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from everstep.base.cause import Why
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
@@ -104,11 +105,18 @@ class Settler:
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, reason: str, tainted: int = 0) -> None:
+    def anew(self, why: Why, tainted: int = 0) -> None:
         """What was stated does not do. tainted: the step before which states were found to differ."""
         generation = self._machine.generation
         decided_in = generation if tainted else 0
-        self._out.tell(wire.SettleAgain, generation=generation, reason=reason, tainted=tainted, decided_in=decided_in)
+        self._out.tell(
+            wire.SettleAgain,
+            generation=generation,
+            cause=why.cause,
+            reason=why.reason,
+            tainted=tainted,
+            decided_in=decided_in,
+        )
 
     def entered(self, effect: step.Entered) -> None:
         """All go on from here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from everstep.base.cause import Cause, Why
 from everstep.base.ports import Tag
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -29,7 +30,7 @@ from everstep.protocol.step_types import Key, Record
 class Differs:
     """The records of a step show that the states before it differ. sound: the last step at which they were alike."""
 
-    reason: str
+    why: Why
     sound: int
     outvoted: bool
 
@@ -124,7 +125,7 @@ class Stepper:
         everybody = {who for digests in outcome.digests.values() for who in digests}
         self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        return Differs(reason, sound, mine in outvoted)
+        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted)
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""

@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.display import JsonDisplay, Output, PlainDisplay, Watcher, duration, step_line, summary_lines
+from everstep.base.cause import Cause, Why
+from everstep.cli.display import (
+    JsonDisplay,
+    LiveDisplay,
+    Output,
+    PlainDisplay,
+    Watcher,
+    duration,
+    sentence,
+    step_line,
+    summary_lines,
+)
 from everstep.cli.status import workers_of
-from everstep.cli.story import Story, sentence, summary, tell
+from everstep.cli.summary import summary
 from everstep.observe.events import EventLog, read_events
+from everstep.report.facts import Facts, facts_of
+from everstep.runtime.board import Board
 
 S = 1_000_000_000
 
@@ -30,7 +43,8 @@ def plan(generation: int, lanes: dict[str, list[int]], leader: int, at_s: float 
     return event("generation_started", at_s, generation=generation, lanes=lanes, leader=leader, workers=workers)
 
 
-EVICTED = event("worker_evicted", 2.5, worker_id=0, incarnation=0, reason="killed by SIGKILL", step=2)
+KILLED = {"cause": "killed", "reason": "killed by SIGKILL"}
+EVICTED = event("worker_evicted", 2.5, worker_id=0, incarnation=0, step=2, **KILLED)
 JOB = [
     event("job_started", 0),
     event("worker_joined", 0.5, worker_id=0, incarnation=0),
@@ -52,29 +66,30 @@ JOB = [
 ]
 
 
-def test_the_story_so_far() -> None:
-    story = tell(JOB[:7], total_steps=4)
-    assert (story.state, story.step, story.loss, story.generation) == ("running", 2, 1.5, 1)
-    assert story.samples_per_s == pytest.approx(64)
-    assert story.eta_s == pytest.approx(2)
-    assert [(w.role, w.lanes) for _, w in sorted(story.workers.items())] == [("leader", (0, 1)), ("active", (2, 3))]
-    story.take(EVICTED)
-    assert story.state == "recovering"
-    assert sorted(story.workers) == [1]
+def test_what_is_known_so_far() -> None:
+    facts = facts_of(JOB[:7])
+    assert (facts.state, facts.step, facts.loss, facts.generation) == ("running", 2, 1.5, 1)
+    assert facts.samples_per_s() == pytest.approx(64)
+    assert facts.eta_s(4) == pytest.approx(2)
+    assert (facts.eta_s(None), facts.eta_s(2)) == (None, None)
+    assert [(w.role, w.lanes) for _, w in sorted(facts.workers.items())] == [("leader", (0, 1)), ("active", (2, 3))]
+    facts.take(EVICTED)
+    assert (facts.state, facts.cause) == ("recovering", Cause.KILLED)
+    assert [w["worker_id"] for w in workers_of(facts)] == [1]
 
 
 def test_a_returning_worker_joins() -> None:
-    story = tell(JOB[:12])
-    assert {i: w.role for i, w in story.workers.items()} == {0: "joining", 1: "leader"}
+    assert {w["worker_id"]: w["role"] for w in workers_of(facts_of(JOB[:12]))} == {0: "joining", 1: "leader"}
 
 
 def test_the_summary_at_the_end() -> None:
     digest = {"step": 4, "model": "ab", "state": "cd"}
-    result = summary(tell(JOB), 0, "runs/x", digest)
+    result = summary(facts_of(JOB), 0, "runs/x", digest)
     assert result == {
         "kind": "summary",
         "state": "completed",
         "exit_code": 0,
+        "cause": None,
         "reason": None,
         "steps": 4,
         "faults_survived": 2,
@@ -83,6 +98,7 @@ def test_the_summary_at_the_end() -> None:
         "recovery_s": {"median": 0.25, "max": 0.4},
         "generations": 2,
         "checkpoints": {"completed": 0, "failed": 0, "newest": None},
+        "ledger_complete": True,
         "digest": digest,
         "loss": 1.0,
         "metrics": {"accuracy": 0.5},
@@ -93,19 +109,36 @@ def test_the_summary_at_the_end() -> None:
     assert rows["faults survived"] == "2"
     assert rows["recoveries"] == "2, median 250 ms, worst 400 ms to the next step"
     assert rows["test accuracy"] == "0.5000"
+    assert rows["ledger"] == "complete"
+
+
+@pytest.mark.parametrize(("code", "after"), [(0, 1), (130, 130), (3, 3)])
+def test_a_ledger_that_lacks_rows_is_not_in_order(code: int, after: int) -> None:
+    state = summary(facts_of(JOB), code, "x", None)["state"]
+    result = summary(facts_of(JOB), code, "x", None, missing_rows="step 2 has no row")
+    assert (result["state"], result["exit_code"], result["ledger_complete"]) == (state, after, False)
+    assert result["reason"] == "step 2 has no row"
+    assert dict(summary_lines(result))["ledger"] == "incomplete"
 
 
 def test_a_fallback_loses_steps_and_says_so() -> None:
     events = [*JOB[:6], event("fallback", 2.2, step=0, reason="all workers were lost"), commit(1, 3)]
-    story = tell(events)
-    assert (story.steps_lost, story.step) == (2, 1)
-    assert summary(story, 0, "x", None)["steps_lost"] == 2
+    facts = facts_of(events)
+    assert (facts.steps_lost, facts.step) == (2, 1)
+    assert summary(facts, 0, "x", None)["steps_lost"] == 2
+
+
+def test_a_checkpoint_that_is_refused_loses_no_steps() -> None:
+    refused = event("fallback", 2.2, step=1, what="checkpoint", cause="corrupt", reason="a block differs")
+    facts = facts_of([*JOB[:6], refused])
+    assert (facts.steps_lost, facts.step) == (0, 2)
 
 
 @pytest.mark.parametrize(("code", "state"), [(1, "failed"), (3, "failed"), (130, "interrupted"), (143, "interrupted")])
 def test_the_summary_of_a_job_that_ended_badly(code: int, state: str) -> None:
-    result = summary(tell(JOB[:7]), code, "x", None)
+    result = summary(facts_of(JOB[:7]), code, "x", None, Why(Cause.QUORUM, "too few"))
     assert (result["state"], result["exit_code"], result["digest"]) == (state, code, None)
+    assert (result["cause"], result["reason"]) == ("quorum", "too few")
     assert result["recovery_s"] == {"median": None, "max": None}
     assert summary_lines(result)
 
@@ -125,22 +158,20 @@ def test_an_interrupted_job_has_not_failed() -> None:
 
 
 def test_a_worker_that_is_not_needed_is_a_spare() -> None:
-    story = Story()
     first = plan(1, {"0": [0, 1], "1": [2, 3]}, leader=0)
-    for one in (event("job_started", workers=2), first, event("worker_joined", worker_id=2, incarnation=0)):
-        story.take(one)
-    assert [w.role for w in story.workers.values()] == ["leader", "active", "spare"]
-    story.take(plan(2, {"0": [0, 1, 2, 3]}, leader=0))
-    story.take(event("worker_joined", worker_id=1, incarnation=1))
-    assert {i: w.role for i, w in story.workers.items()} == {0: "leader", 1: "joining", 2: "joining"}
+    facts = facts_of([event("job_started", workers=2), first, event("worker_joined", worker_id=2, incarnation=0)])
+    assert [w["role"] for w in workers_of(facts)] == ["leader", "active", "spare"]
+    facts.take(plan(2, {"0": [0, 1, 2, 3]}, leader=0))
+    facts.take(event("worker_joined", worker_id=1, incarnation=1))
+    assert {w["worker_id"]: w["role"] for w in workers_of(facts)} == {0: "leader", 1: "joining", 2: "joining"}
 
 
 def test_plain_lines() -> None:
     out = io.StringIO()
-    display, story = PlainDisplay(2, out), Story(total_steps=4)
+    display, facts = PlainDisplay(2, 4, out), Facts()
     for one in JOB:
-        story.take(one)
-        display.event(one, story)
+        facts.take(one)
+        display.event(one, facts)
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert steps[0] == "step 2/4  loss 1.5000  64 samples/s  eta 2s  generation 1"
@@ -154,19 +185,19 @@ def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.Capture
     log = EventLog(path)
     log.write("step_committed", time_unix_ns=5, step=1)
     log.write("step_committed", time_unix_ns=15, step=2, samples=3)
-    watcher = Watcher(path, 10, JsonDisplay(), Story())
+    watcher = Watcher(path, 10, JsonDisplay())
     watcher.start()
     log.write("job_completed", time_unix_ns=20)
     watcher.stop()
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert shown == read_events(path)[1:], "older ones belong to an earlier run"
-    assert watcher.story.step == 2
+    assert watcher.facts.step == 2
 
 
 def test_what_the_launcher_does_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1), Story())
+    watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1))
     watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
-    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0"})
+    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0", "in_order": True})
     watcher.launcher_event({"kind": "worker_started", "worker_id": 2})
     watcher.start()
     watcher.stop()
@@ -175,7 +206,7 @@ def test_what_the_launcher_does_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
-    assert step_line(Story(), 3) == "step 3  generation 0"
+    assert step_line(Facts(), 3, None) == "step 3  generation 0"
 
 
 def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
@@ -183,13 +214,63 @@ def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:
         event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here", generation=0)
         for i in (0, 1, 2)
     ]
-    story = tell([event("job_started", 0, workers=2), *joined, plan(1, {"0": [0, 1], "1": [2, 3]}, 0), commit(3, 1)])
-    workers = workers_of(story)
+    first = plan(1, {"0": [0, 1], "1": [2, 3]}, 0)
+    workers = workers_of(facts_of([event("job_started", 0, workers=2), *joined, first, commit(3, 1)]))
     assert [(w["pid"], w["host"], w["stage"], w["role"], w["step"], w["lanes"]) for w in workers] == [
         (100, "here", 0, "leader", 3, [0, 1]),
         (101, "here", 0, "active", 3, [2, 3]),
         (102, "here", None, "spare", 0, []),
     ]
+
+
+SPLIT = [
+    event("job_started", 0, workers=4),
+    *(event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=100 + i, host="here") for i in range(5)),
+    event(
+        "generation_started",
+        1,
+        generation=1,
+        cause="started",
+        reason="all workers are there",
+        seats=[[0, 0, "active", [0, 1]], [1, 0, "active", [2]], [2, 1, "active", [0, 1, 2]], [3, 1, "standby", []]],
+        leaders=[0, 2],
+        leader=0,
+        lanes={"0": [0, 1], "1": [2]},
+        workers=[0, 1, 2, 3],
+    ),
+]
+
+
+def test_every_stage_of_a_split_job_is_shown() -> None:
+    facts = facts_of([*SPLIT, commit(1, 2)])
+    assert [(w["worker_id"], w["role"], w["stage"], w["stages"], w["lanes"]) for w in workers_of(facts)] == [
+        (0, "leader", 0, [0], [0, 1]),
+        (1, "active", 0, [0], [2]),
+        (2, "leader", 1, [1], [0, 1, 2]),
+        (3, "standby", 1, [1], []),
+        (4, "spare", None, [], []),
+    ]
+
+
+def test_the_live_view_shows_states_and_stages() -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    live = LiveDisplay(Console(file=out, width=120), Board.create(8), total_steps=4)
+    try:
+        died = event("worker_evicted", 2, worker_id=1, incarnation=0, **KILLED)
+        shown = live._render(facts_of([*SPLIT, commit(1, 1.5), died]))
+    finally:
+        live.close()
+    screen = io.StringIO()
+    Console(file=screen, width=120).print(shown)
+    rows = {line.split()[0]: line.split()[1:4] for line in screen.getvalue().splitlines()[2:]}
+    assert rows["0.0"] == ["leader", "0", "0,1"]
+    assert rows["1.0"] == ["dead", "0", "-"]
+    assert rows["2.0"] == ["leader", "1", "0,1,2"]
+    assert rows["3.0"] == ["standby", "1", "-"]
+    assert rows["4.0"] == ["spare", "-", "-"]
+    assert "recovering" in screen.getvalue()
 
 
 def test_output_is_read_from_where_it_is_now_by_whole_lines(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Why something happened, as data: what metrics, alerts and programs go by, beside the sentence for people. Pure.
+
+Whoever knows the fact names the cause (the agent that read a wait status, the detector that missed a heartbeat, the
+command that was given); everybody else passes it on. Nothing derives one from a sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+
+class Cause(StrEnum):
+    """A cause and what it means. `is_fault`: something went wrong, as opposed to something that was to happen.
+
+    What is no known cause reads as UNKNOWN: journals and events of other versions stay readable.
+    """
+
+    meaning: str
+    is_fault: bool
+
+    def __new__(cls, value: str, meaning: str, is_fault: bool = True) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        member.is_fault = is_fault
+        return member
+
+    KILLED = "killed", "a signal from outside ended the process"
+    CRASHED = "crashed", "the process ended itself by a signal, such as SIGSEGV or SIGABRT"
+    EXITED = "exited", "the process ended itself with an exit code, or nobody saw how it ended"
+    EXCEPTION = "exception", "the code that was run raised an exception"
+    OOM = "oom", "there was not enough memory, on the host or on a device"
+    HUNG = "hung", "the process lives, but its progress stands still"
+    SILENT = "silent", "nothing is heard or seen of the worker any more, though its host may live"
+    HOST_LOST = "host_lost", "the heartbeats of the whole host have stopped"
+    LINK = "link", "transfers between processes that live have failed"
+    CORRUPT = "corrupt", "stored or computed state is not what it has to be"
+    NONFINITE = "nonfinite", "there are infinities or NaN where there must be numbers"
+    NONDETERMINISTIC = "nondeterministic", "the same work gave different bits"
+    DISK = "disk", "a file could not be read or written"
+    STORE = "store", "the object store failed, was not reached, or refused"
+    CONFIG = "config", "what the config or the command line asks for does not allow it"
+    CRASH_LOOP = "crash_loop", "processes died again and again, so that no restart helps"
+    QUORUM = "quorum", "too few workers are there, or can still come"
+    REPLACED = "replaced", "a newer life of the same slot has taken its place"
+    JOURNAL = "journal", "the coordinator's journal did not hold what the workers knew"
+    REFUSED = "refused", "a connection did not prove that it belongs to the job"
+    SINK = "sink", "a sink such as TensorBoard could not be told"
+    UNKNOWN = "unknown", "nobody said why, as in events of older versions"
+
+    SLOW = "slow", "something takes longer than the others can wait for", False
+    INJECTED = "injected", "a fault was injected on purpose", False
+    STARTED = "started", "the job starts, or goes on from a checkpoint", False
+    JOINED = "joined", "a worker is ready, or holds the state and takes part", False
+    REBALANCED = "rebalanced", "the work is shared out anew", False
+    SCALED = "scaled", "the number of workers was changed by request", False
+    DRAINED = "drained", "a worker was asked to leave in order", False
+    REQUESTED = "requested", "somebody asked for it", False
+    PREEMPTED = "preempted", "the scheduler announced that it takes the machine away", False
+    INTERRUPTED = "interrupted", "the job was asked to end, or ended, before it was done", False
+    SCHEDULED = "scheduled", "the config says that it is due", False
+    BUSY = "busy", "the one before is not finished yet", False
+    REGROUPED = "regrouped", "the membership changed in the middle of it", False
+    EARLY_STOP = "early_stop", "an evaluation met what early_stop asks for", False
+    COMPLETED = "completed", "the work is done", False
+
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        return cls.UNKNOWN
+
+    @classmethod
+    def read(cls, value: object) -> Cause:
+        """The cause that a file or a message names."""
+        found = cls._value2member_map_.get(value) if isinstance(value, str) else None
+        return found if isinstance(found, cls) else cls.UNKNOWN
+
+
+@dataclass(frozen=True)
+class Why:
+    """A cause and its sentence."""
+
+    cause: Cause
+    reason: str
+
+
+UNSAID = Why(Cause.UNKNOWN, "")

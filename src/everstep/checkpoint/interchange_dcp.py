@@ -1,0 +1,133 @@
+"""Reading a directory of `torch.distributed.checkpoint` that may come from anybody, by its public reader.
+
+Apart because that one trusts what it reads: its index is a pickle, and so is all in it that is no tensor. Here neither
+can do more than to name tensors, numbers and containers, and the index names no file outside of the directory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from everstep.base.errors import ConfigError
+
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows what an index is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise ConfigError(f"it names {f'{module}.{name}'[:100]!a}, which no index of tensors needs")
+
+
+class _Reader(filesystem.FileSystemReader):
+    """Its index is read as data, and leads to files of the directory alone."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        where = self._folder / ".metadata"
+        try:
+            with open(where, "rb") as file:
+                found = _IndexUnpickler(file).load()
+        except ConfigError as error:
+            raise ConfigError(f"{where} is refused: {error}") from None
+        if not isinstance(found, metadata.Metadata):
+            raise ConfigError(f"{where} is no index of torch.distributed.checkpoint")
+        for place in dict(found.storage_data or {}).values():
+            name = place.relative_path
+            if not isinstance(name, str) or Path(name).name != name or not (self._folder / name).is_file():
+                raise ConfigError(f"{where} names {str(name)[:100]!a}, which is no file of its directory")
+        if found.storage_meta is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """What is no tensor is read as data, too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.original_state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            raise ConfigError(f"{name[:100]!a} is neither a tensor, a number nor a container of these") from None
+
+
+def read_dcp(path: Path) -> dict[str, Any]:
+    """What was saved in a directory, nested as it was. Its index says how, so the same is built with empty tensors.
+
+    Raises: ConfigError if it is damaged, holds what is neither a tensor, a number nor a container of these, or leads
+    elsewhere.
+    """
+    reader = _Reader(path)
+    index = reader.read_metadata()
+    paths = index.planner_data or {}
+    flat: dict[str, Any] = {}
+    for name, stored in index.state_dict_metadata.items():
+        flat[name] = None
+        if isinstance(stored, metadata.TensorStorageMetadata):
+            flat[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
+        except CheckpointException as error:  # no Exception, and many lines long
+            first = next(iter(error.failures.values()))[0]
+            raise ConfigError(f"cannot read {path} as dcp: {' '.join(str(first).split())[:200]}") from None
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(nested, tuple(paths.get(name, (name,))), value)
+    found: dict[str, Any] = _lists(nested)
+    return found
+
+
+def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _lists(node: Any) -> Any:
+    """Dicts whose keys are 0, 1, ... were lists."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(type(key) is int for key in node) and sorted(node) == list(range(len(node))):
+        return [_lists(node[k]) for k in range(len(node))]
+    return {key: _lists(value) for key, value in node.items()}

@@ -1,0 +1,55 @@
+"""`everstep config`: what there is to be configured, and the causes that programs can go by."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+
+import click
+
+from everstep.base.cause import Cause
+from everstep.base.config import describe
+from everstep.base.errors import ConfigError
+
+CAUSES = "causes"
+_FIELDS = ("key", "type", "default", "meaning")
+
+
+@click.command()
+@click.argument("key", metavar="[KEY]", required=False)
+@click.option("--json", "as_json", is_flag=True, help="A list of objects.")
+def command(key: str | None, as_json: bool) -> int:
+    """Show a config key with its type, default and meaning; all keys without KEY; of a group, those below it.
+
+    KEY `causes` lists what the `cause` of an event can be: `metrics`, alerts and programs go by it.
+    """
+    rows = _causes() if key == CAUSES else _keys(key)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _print(rows)
+    return 0
+
+
+def _causes() -> list[dict[str, str]]:
+    return [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
+
+
+def _keys(key: str | None) -> list[dict[str, str]]:
+    """Raises: ConfigError for a key that is none."""
+    known = {row[0]: dict(zip(_FIELDS, row, strict=True)) for row in describe()}
+    if key is None:
+        return list(known.values())
+    found = [row for name, row in known.items() if name == key or name.startswith(f"{key}.")]
+    if not found:
+        close = difflib.get_close_matches(key, [*known, CAUSES], n=1, cutoff=0)
+        raise ConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? `everstep config` lists all")
+    return found
+
+
+def _print(rows: Sequence[Mapping[str, str]]) -> None:
+    *names, last = rows[0]
+    widths = {name: max(len(row[name]) for row in rows) for name in names}
+    for row in rows:
+        print("  ".join([*(row[name].ljust(widths[name]) for name in names), row[last]]))

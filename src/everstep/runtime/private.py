@@ -1,0 +1,73 @@
+"""What a job writes is its owner's alone: directories 0700, files 0600.
+
+The umask sees to it, since every process of a job inherits it and libraries that write files by themselves heed it.
+What an older version or another umask left wider is closed when a job runs there again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.base.config import SINKS
+from everstep.runtime import address
+
+_OTHERS = 0o077
+_OURS = {
+    *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
+    *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
+    *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
+    *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS),
+}
+_OURS_TOO = re.compile(
+    rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written
+)
+_OF_A_STORE = re.compile(r"(step-|damaged-).*|(latest|best|pins)\.json")
+
+
+def write_privately() -> None:
+    """From now on this process, and what it starts, makes files and folders for their owner alone."""
+    os.umask(_OTHERS)
+
+
+def close_run_dir(run_dir: Path) -> None:
+    """Take from others what jobs left in a run directory; also the directory, if nothing else is in it.
+
+    Raises: OSError.
+    """
+    _close_what_is_ours(run_dir, lambda name: name in _OURS or _OURS_TOO.fullmatch(name) is not None)
+
+
+def close_store(folder: Path) -> None:
+    """Likewise a folder of checkpoints elsewhere. Raises: OSError."""
+    _close_what_is_ours(folder, lambda name: _OF_A_STORE.fullmatch(name) is not None)
+
+
+def close_folder(path: Path) -> None:
+    """Likewise one folder or file alone. Links are left alone: what they lead to is elsewhere. Raises: OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return  # a temporary file that has its name by now
+    if (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) and mode & _OTHERS:
+        path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+
+
+def _close_what_is_ours(folder: Path, ours: Callable[[str], bool]) -> None:
+    names = os.listdir(folder)
+    for name in filter(ours, names):
+        _close_tree(folder / name)
+    if all(map(ours, names)):
+        close_folder(folder)
+
+
+def _close_tree(top: Path) -> None:
+    close_folder(top)
+    if top.is_symlink():
+        return
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            close_folder(Path(folder, name))

@@ -1,0 +1,75 @@
+"""What an agent knows of a death: wait statuses, last words, kills for want of memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config import load_config, to_dict
+from everstep.runtime.context import WorkerContext
+from everstep.runtime.memory_kills import MemoryKills
+from everstep.runtime.process import cause_of_status
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (signal.SIGKILL, Cause.KILLED),
+        (signal.SIGTERM, Cause.KILLED),
+        (signal.SIGSEGV, Cause.CRASHED),
+        (signal.SIGABRT, Cause.CRASHED),
+        (signal.SIGABRT | 0x80, Cause.CRASHED),  # with a core dump
+        (3 << 8, Cause.EXITED),
+        (0, Cause.EXITED),
+    ],
+)
+def test_wait_statuses(status: int, cause: Cause) -> None:
+    assert cause_of_status(int(status)) is cause
+
+
+def test_a_real_kill() -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    os.kill(pid, signal.SIGKILL)
+    assert cause_of_status(os.waitpid(pid, 0)[1]) is Cause.KILLED
+
+
+def test_kills_for_want_of_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 2\n")
+    kills = MemoryKills(counter)
+    assert not kills.lately(0.0), "those before this process are none of its own"
+    counter.write_text("low 0\noom_kill 3\n")
+    assert kills.lately(1.0)
+    assert kills.lately(5.0), "several may die of one"
+    assert not kills.lately(7.0), "who dies later does not die of it"
+    counter.write_text("oom_kill 4\n")
+    kills.look(10.0)
+    assert not kills.lately(20.0)
+
+
+def test_without_a_counter_no_kill_is_for_want_of_memory(tmp_path: Path) -> None:
+    for text in (None, "", "oom_kill many\n", "\n\n"):
+        counter = tmp_path / "memory.events"
+        if text is not None:
+            counter.write_text(text)
+        assert not MemoryKills(counter).lately(0.0)
+    MemoryKills().look(0.0)  # that of this machine, whatever it has
+
+
+def test_last_words_keep_their_cause(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    config = to_dict(load_config([("x", {"steps": 1})]))
+    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, 3, config, "task")
+    assert context.read_last_words() is None
+    context.write_last_words(Why(Cause.OOM, "CUDA out of memory\nin linear"))
+    assert context.read_last_words() == Why(Cause.OOM, "CUDA out of memory in linear")
+    for spoilt in ("not JSON", "[]", '{"reason": "x"}', '"x"'):
+        context.last_words_path.write_text(spoilt)
+        assert context.read_last_words() is None
