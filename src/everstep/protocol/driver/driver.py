@@ -116,6 +116,11 @@ class Driver:
         """Whether this worker is a member that may go on."""
         return self.machine.phase not in _UNSETTLED and not self._queue
 
+    @property
+    def asked(self) -> int:
+        """The step that the application has asked for last; one beyond the last once it is through with that."""
+        return self._turn.asked
+
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
         holdings = self._stated.values()
@@ -315,6 +320,8 @@ class Driver:
             self._decided(Key(effect.step, 0))
             self._start(do.Update, effect.step, effect.records, outcome, self.machine.stages)
             return
+        if self._ask is None:
+            return  # outvoted
         text, sound = found
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(sound))
@@ -457,8 +464,7 @@ class Driver:
             self._out.append(do.CutFeeds())
             self.gathered = dict(result.gathers) or ({Key(position.step, 0): records} if records else {})
         if back and position != self.machine.position:  # else the application is where it should be
-            self._turn.jumped = True
-            self._turn.gather = Key(0, 0)
+            self._turn.jumped, self._turn.gather, self._turn.asked = True, Key(0, 0), 0
         self._feed(step.StateCopied(operation.generation, position, records))
 
     def _joined_on(self, operation: do.Operation, result: object) -> None:
@@ -543,12 +549,13 @@ class Driver:
         self._ask = event
         match event:
             case do.StepAsked():
+                self._turn.asked = event.step
                 self._offer_feeds()
                 self._feed(step.StepAsked())
             case do.GatherAsked():
                 self._ask_gather(event.data)
             case do.EndAsked():
-                self._turn.finished = 0
+                self._turn.finished, self._turn.asked = 0, self.machine.step + 1
                 self._ask_gather(b"")  # proves that all have committed the last step, whatever generations follow
             case do.HoldAsked():
                 self._hold(event)
@@ -625,17 +632,15 @@ class Driver:
 
     def _join_on(self) -> bool:
         """A worker that is no member yet: heal."""
-        wanted = None if self.ended else self.joiner.next()
-        if wanted is None:
+        ticket, wanted = self.joiner.ticket, None if self.ended else self.joiner.next()
+        if wanted is None or ticket is None:
             return self._left_over()
         if wanted == "healed":
-            ticket = self.joiner.ticket
-            check(ticket is not None, "healed without a ticket")
             self._tell(
                 wire.WorkerHealed(
                     worker_id=self.me.worker_id,
                     incarnation=self.me.incarnation,
-                    ticket=ticket.ticket,  # type: ignore[union-attr]
+                    ticket=ticket.ticket,
                     step=self.machine.step,
                 )
             )
@@ -644,7 +649,7 @@ class Driver:
         if make is do.Replay and (found := self._compare(args[2])) is not None:
             self._feeds_lost(found[0])
         else:
-            self._start(make, *args, generation=0)
+            self._start(make, *args, generation=ticket.plan.generation)
         return True
 
 
@@ -657,6 +662,7 @@ class _Turn:
         self.shelved = False
         self.followers = False
         self.jumped = False
+        self.asked = 0
         self.gather = Key(0, 0)
         self.finished = 0
         self.disk: tuple[int, ...] = ()

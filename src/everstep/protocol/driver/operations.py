@@ -25,8 +25,8 @@ Gathers = Mapping[Key, Mapping[int, Record]]
 
 @dataclass(frozen=True)
 class Operation:
-    """op: its number. generation: whoever interrupts that generation, or a later one, ends it; 0: that of a worker that
-    is no member."""
+    """op: its number. generation: whoever interrupts that generation, or a later one, ends it; a joiner's is that of
+    the plan in its ticket."""
 
     op: int
     generation: int
