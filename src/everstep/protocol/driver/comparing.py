@@ -21,7 +21,7 @@ def differing(outcome: Outcome) -> tuple[str, frozenset[int]] | None:
     A worker is outvoted where more than half of the copies (of a stage, or of a parameter that several stages hold)
     agree on another state.
     """
-    split = len(outcome.digests) > 1
+    split = any(outcome.digests)
     found: list[str] = []
     outvoted: set[int] = set()
     for stage, digests in sorted(outcome.digests.items()):

@@ -7,17 +7,17 @@ with the steps that their donors feed, before anything is loaded. Then all stage
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import Outcome, conclude, stages_in
-from everstep.protocol.step_types import Key
-
-Wanted = tuple[type[do.Operation], tuple[Any, ...]]
+from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.settler import Gathers
+from everstep.protocol.driver.stepper import Differs, Stepper
+from everstep.protocol.step_types import Followed, Key, StepEvent
 
 
 @dataclass
@@ -31,85 +31,111 @@ class _Feed:
 class Joiner:
     """From a ticket to the plan."""
 
-    def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
-        self.ticket: wire.Heal | None = None
+    def __init__(self, out: Outbox, stepper: Stepper, gathers: Gathers) -> None:
+        self._out = out
+        self._stepper = stepper
+        self._gathers = gathers
+        self._ticket: wire.Heal | None = None
         self._feeds: list[_Feed] = []
-        self._newest: Key | None = None
-        self._said = False
+        self._at = 0
+        self._adopted = self._said = False
 
     def begin(self, ticket: wire.Heal) -> None:
         """The coordinator says whom to ask."""
-        self.ticket, self._feeds, self._newest, self._said = ticket, [], None, False
+        self._ticket, self._feeds, self._at, self._adopted, self._said = ticket, [], 0, False, False
 
-    def stop(self) -> bool:
-        """Follow nobody any more. Returns whether there was somebody."""
-        there, self.ticket = self.ticket is not None, None
-        self._feeds, self._newest, self._said = [], None, False
-        return there
+    def stop(self) -> wire.Heal | None:
+        """Follow nobody any more. Returns the ticket by which it did."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._out.put(do.CloseFeeds())
+        return ticket
 
-    def next(self) -> Wanted | Literal["healed"] | None:
-        """What is to be done now."""
-        ticket = self.ticket
+    def go_on(self) -> Differs | None:
+        """Begin what is to be done now, if there is a ticket. Returns why a step that was fed must not be applied."""
+        ticket = self._ticket
         if ticket is None:
             return None
+        generation = ticket.plan.generation
         if not self._feeds:
-            return do.OpenFeeds, (ticket.ticket, groups(ticket))
-        if self._newest is None:
-            newest = max(feed.position for feed in self._feeds)
-            missing = [newest.step - feed.position.step for feed in self._feeds]
-            if any(len(feed.steps) < n for feed, n in zip(self._feeds, missing, strict=True)):
-                return do.Watch, ()
-            passed = tuple(
-                tuple(map(self._outcome, list(f.steps)[:n])) for f, n in zip(self._feeds, missing, strict=True)
-            )
-            return do.Adopt, (newest, self._stages, passed)
-        if all(feed.steps for feed in self._feeds):
-            first = self._next_step()
-            return do.Replay, (first.step, first.records, self._outcome(first), ticket.plan)
+            self._out.start(do.OpenFeeds, generation, ticket.ticket, groups(ticket))
+        elif not self._adopted:
+            self._level(generation)
+        elif all(feed.steps for feed in self._feeds):
+            return self._replay(ticket)
+        else:
+            self._say_healed(ticket)
+            self._out.start(do.Watch, generation)
+        return None
+
+    def _level(self, generation: int) -> None:
+        """All stages at the newest of the positions, as soon as every feed has come so far."""
+        newest = max(feed.position for feed in self._feeds)
+        missing = [newest.step - feed.position.step for feed in self._feeds]
+        if any(len(feed.steps) < n for feed, n in zip(self._feeds, missing, strict=True)):
+            self._out.start(do.Watch, generation)
+            return
+        passed = (list(feed.steps)[:n] for feed, n in zip(self._feeds, missing, strict=True))
+        outcomes = tuple(tuple(self._stepper.outcome(s.step, s.records) for s in steps) for steps in passed)
+        self._out.start(do.Adopt, generation, newest, self._stages, outcomes)
+
+    def _replay(self, ticket: wire.Heal) -> Differs | None:
+        steps = {feed.steps[0].step for feed in self._feeds}
+        check(len(steps) == 1, f"feeds are apart: {sorted(steps)}")
+        first = self._feeds[0].steps[0]
+        outcome = self._stepper.outcome(first.step, first.records)
+        differs = self._stepper.compare(outcome)
+        if differs is None:
+            plan = ticket.plan
+            self._out.start(do.Replay, plan.generation, first.step, first.records, outcome, plan)
+        return differs
+
+    def _say_healed(self, ticket: wire.Heal) -> None:
         if not self._said and all(feed.caught_up for feed in self._feeds):
             self._said = True
-            return "healed"
-        return do.Watch, ()
+            self._out.tell(wire.WorkerHealed, ticket=ticket.ticket, step=self._at)
 
-    def opened(self, positions: Sequence[Key]) -> None:
-        """Each donor has offered its state, of this position."""
-        check(self.ticket is not None, "offers without a ticket")
-        found = groups(self.ticket)  # type: ignore[arg-type]
-        self._feeds = [_Feed(stages, at) for (_, stages), at in zip(found, positions, strict=True)]
+    # ---- operations that have ended
 
-    def saw(self, seen: Sequence[do.Seen]) -> None:
-        """Something has come from feeds."""
+    def done(self, operation: do.Operation, result: Any) -> Iterable[StepEvent]:
+        """What the machine is to know of it."""
+        match operation:
+            case do.OpenFeeds():
+                wanted = zip(operation.groups, result, strict=True)
+                self._feeds = [_Feed(stages, at) for (_, stages), at in wanted]
+            case do.Watch():
+                self._saw(result)
+            case do.Adopt():
+                return self._adopted_state(operation, result)
+            case do.Replay():
+                return self._replayed(operation)
+        return ()
+
+    def _saw(self, seen: Sequence[do.Seen]) -> None:
         for one in seen:
             feed = self._feeds[one.feed]
             feed.caught_up = not one.step
             if one.step:
                 feed.steps.append(one)
 
-    def adopted(self, operation: do.Adopt) -> None:
-        """What was offered has been loaded."""
-        self._newest = operation.position
+    def _adopted_state(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
+        self._adopted, self._at = True, operation.position.step
         for feed, passed in zip(self._feeds, operation.passed, strict=True):
             for _ in passed:
                 feed.steps.popleft()
+        self._gathers.copied(result.gathers)
+        return [Followed(operation.position, result.records, operation.stages)]
 
-    def replayed(self) -> tuple[int, ...]:
-        """A step has been applied; returns the stages of which this worker has the state now."""
+    def _replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
+        self._at = operation.step
         for feed in self._feeds:
             feed.steps.popleft()
-        return self._stages
+        self._gathers.applied(operation.step, operation.records)
+        return [Followed(Key(operation.step, 0), operation.records, self._stages)]
 
     @property
     def _stages(self) -> tuple[int, ...]:
         return tuple(sorted(stage for feed in self._feeds for stage in feed.stages))
-
-    def _next_step(self) -> do.Seen:
-        steps = {feed.steps[0].step for feed in self._feeds}
-        check(len(steps) == 1, f"feeds are apart: {sorted(steps)}")
-        return self._feeds[0].steps[0]
-
-    def _outcome(self, seen: do.Seen) -> Outcome:
-        return conclude(seen.step, self._lanes, seen.records, stages_in(seen.records))
 
 
 def groups(ticket: wire.Heal) -> tuple[tuple[tuple[Any, ...], tuple[int, ...]], ...]:

@@ -237,7 +237,8 @@ class Decided:
 @dataclass(frozen=True)
 class Shelve:
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one."""
+    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one. at_update:
+    the application's state is given as it was right after the update, for it has learnt something since."""
 
     generation: int
     position: Key
@@ -245,6 +246,7 @@ class Shelve:
     gathers: Gathers
     stages: tuple[int, ...]
     live: bool
+    at_update: bool
 
 
 @dataclass(frozen=True)
