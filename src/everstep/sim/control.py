@@ -237,7 +237,7 @@ class AgentProcess(Process):
         if self.client is not None:
             self.client.send(wire.WorkerStarted(agent_id=self.name, worker=self._life(worker)))
 
-    def exited(self, worker: SimWorker, reason: str, restart: bool) -> None:
+    def exited(self, worker: SimWorker, reason: str, restart: bool, in_order: bool) -> None:
         """waitpid returned."""
         key = worker.me
         if self.client is not None:
@@ -248,7 +248,7 @@ class AgentProcess(Process):
                     incarnation=key.incarnation,
                     reason=reason,
                     died_unix_ns=self.world.now_ns,
-                    in_order=reason.startswith("drained"),
+                    in_order=in_order,
                 )
             )
         if restart:
