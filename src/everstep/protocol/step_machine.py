@@ -425,7 +425,8 @@ class StepMachine:
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
-        self._stages = self._current().stages_of(mine)
+        kept = self._stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
+        self._stages = tuple(sorted({*kept, *self._current().stages_of(mine)}))
         self._copied = True
         return effects + self._settle()
 
