@@ -87,7 +87,8 @@ class Job:
 
     def _kill(self, time_ns: int, number: int) -> None:
         who = 7 * number % self._workers
-        self._write("worker_evicted", time_ns, worker_id=who, incarnation=0, step=self._step, reason="killed")
+        why = {"cause": "killed", "reason": "killed"}
+        self._write("worker_evicted", time_ns, worker_id=who, incarnation=0, step=self._step, **why)
         self._plan(time_ns, number + 1, f"worker {who} is dead", {who})
         phases = {"unblock": 0.004, "settle": 0.003, "redo": 0.002}
         self._write("recovery_completed", time_ns, worker_id=who, duration_s=0.01, phases_s=phases, step=self._step)
@@ -96,9 +97,8 @@ class Job:
         size = -(-self._workers // 4)
         there = [i for i in range(self._workers) if i not in (without or set())]
         seats = [[i, i // size, "active", [i % size]] for i in there]
-        self._write(
-            "generation_started", time_ns, generation=generation, reason=reason, seats=seats, leaders=[there[0]]
-        )
+        why = {"cause": "killed", "reason": reason}
+        self._write("generation_started", time_ns, generation=generation, seats=seats, leaders=[there[0]], **why)
 
 
 def measure(base: Path, workers: int, lines: int, seconds: float) -> dict[str, Any]:
