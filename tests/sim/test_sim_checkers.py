@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from everstep.base.plan import Plan
+from everstep.base.plan import Plan, WorkerKey
 from everstep.placement.lanes import place
+from everstep.protocol import messages as wire
 from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import (
     Discard,
     GradientReduced,
     HoldingArrived,
     Key,
-    PlanArrived,
     Record,
     Release,
     StepEffect,
@@ -26,6 +28,7 @@ from everstep.protocol.step_types import (
 from everstep.sim import scenario
 from everstep.sim.faults import Fault
 from everstep.sim.model import INITIAL, Job
+from everstep.sim.scenario import simulate
 
 SMALL = scenario.Setup(3, 0, 2, 1, "replace", Job(6, 6, 3), ())
 DISTURBED = replace(
@@ -38,6 +41,13 @@ DISTURBED = replace(
     ),
 )
 
+JOINED = replace(DISTURBED, faults=(Fault("kill", 60, pick=1), Fault("kill", 90, "computing", 9, 2000, 2)))
+POOL_DIES = replace(
+    SMALL,
+    workers=4,
+    job=Job(8, 4, 3, stages=2, keep_every=2),
+    faults=(Fault("pool", 250, "computing", 4, 0, 1),),
+)
 UPDATING = replace(SMALL, faults=tuple(Fault("kill", 20, "updating", n, 0, 1) for n in range(2, 14, 3)))
 
 
@@ -72,18 +82,6 @@ class SettlesAlone(StepMachine):
         stated = super()._stated()
         mine = stated.get(self.me.worker_id)
         return dict.fromkeys(self._members(), mine) if mine is not None else {}
-
-
-class ForgetsTheUpdate(StepMachine):
-    """States the position before an update that it has begun."""
-
-    def _plan_arrived(self, event: PlanArrived) -> list[StepEffect]:
-        position = self._position
-        if self._phase == "updating":
-            self._position = Key(position.step - 1, 0)
-        effects = super()._plan_arrived(event)
-        self._position = position
-        return effects
 
 
 class NeverSettlesAgain(StepMachine):
@@ -124,10 +122,9 @@ class NeverUpdates(StepMachine):
 @pytest.mark.parametrize(
     ("machine", "setup", "expected", "seeds"),
     [
-        (OneRecordTooFew, SMALL, "P3", 8),
+        (OneRecordTooFew, SMALL, "lacks lanes", 8),
         (ReleasesTooEarly, SMALL, "P2", 8),
         (SettlesAlone, DISTURBED, "", 8),
-        (ForgetsTheUpdate, UPDATING, "InvariantViolation", 40),
         (NeverSettlesAgain, DISTURBED, "P4", 8),
         (VotesWithoutTheGradient, DISTURBED, "InvariantViolation", 8),
         (KeepsOldLanes, SMALL, "KeyError", 8),
@@ -141,8 +138,57 @@ def test_a_bug_in_the_step_machine_is_caught(machine, setup, expected, seeds):
 
 
 def test_the_same_setups_pass_with_the_real_machine():
-    for setup in (SMALL, DISTURBED, UPDATING):
+    for setup in (SMALL, DISTURBED, UPDATING, JOINED, POOL_DIES):
         assert outcomes(StepMachine, setup, range(8)) == []
+
+
+# ---- the driver
+
+
+class LeavesTheUpdate(Driver):
+    """Drops a step that it has decided when a plan comes."""
+
+    def _drop_transfers(self) -> None:
+        self._queue.clear()
+
+
+class KeepsTheShelf(Driver):
+    """Never says that nobody asks for the state any more."""
+
+    def __init__(self, me: WorkerKey, config: DriverConfig, machine: StepMachine) -> None:
+        super().__init__(me, config, machine)
+        self._settler.unshelve = lambda: None
+
+
+class KeepsFollowing(Driver):
+    """Never lets go of its donors."""
+
+    def _open(self, plan: Plan) -> None:
+        self._settler.open(plan)
+
+
+class HearsAtOnce(Driver):
+    """Takes in a plan in the middle of an operation."""
+
+    def handle(self, now_ns: int, event: object) -> list[do.Effect]:
+        if isinstance(event, do.Heard) and isinstance(event.message, wire.PlanNow):
+            self._out.operation = None
+        return super().handle(now_ns, event)
+
+
+@pytest.mark.parametrize(
+    ("driver", "setup", "expected"),
+    [
+        (LeavesTheUpdate, UPDATING, "P5"),
+        (KeepsTheShelf, POOL_DIES, "P5"),
+        (KeepsFollowing, JOINED, "P5"),
+        (HearsAtOnce, DISTURBED, "Error"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_a_bug_in_the_driver_is_caught(driver, setup, expected):
+    found = [simulate(seed, setup=setup, make_driver=driver).problem for seed in range(24)]
+    assert any(expected in problem for problem in found), found
 
 
 # ---- the coordinator

@@ -9,7 +9,7 @@ import pytest
 from everstep.protocol import step_machine
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import StepEffect
+from everstep.protocol.step_types import Holding, LanesLost, StepEffect
 from everstep.sim.faults import Fault
 from everstep.sim.model import INITIAL, Job
 from everstep.sim.scenario import Setup, set_up_split, simulate
@@ -137,21 +137,35 @@ class RunsOnlyItsOwn(StepMachine):
         return super()._begin_step()
 
 
-class ReducesTooEarly(StepMachine):
-    """Takes a lane that is done at one stage for done at all of them."""
+class KeepsTornSums(StepMachine):
+    """Takes lanes for held whose sum a plan has torn apart."""
 
-    def _lanes_complete(self) -> bool:
-        done = {lane for _, lane in self._held}
-        return done >= {lane for _, lane in self._seats(self._current())}
+    def _lanes_lost(self, event: LanesLost) -> list[StepEffect]:
+        return []
+
+
+class ForgetsWhatIsHeld(StepMachine):
+    """Says that it lacks nothing, so nobody runs its lanes again."""
+
+    def holding(self) -> Holding:
+        return replace(super().holding(), lacking=())
 
 
 INTERRUPTED = replace(POOL_DIES, faults=tuple(Fault("kill", 60, "computing", n, 4000, n) for n in (3, 9)))
+TORN = Setup(
+    4, 0, 2, 1, "replace", Job(8, 8, 9), tuple(Fault("kill", 60 + n, "computing", n, 12000, n) for n in (1, 6))
+)
 FEW = SCENARIOS["fewer workers than stages"]
 
 
 @pytest.mark.parametrize(
     ("machine", "setup"),
-    [(GoesForwardAlone, POOL_DIES), (RunsOnlyItsOwn, INTERRUPTED), (ReducesTooEarly, FEW)],
+    [
+        (GoesForwardAlone, POOL_DIES),
+        (RunsOnlyItsOwn, INTERRUPTED),
+        (ForgetsWhatIsHeld, INTERRUPTED),
+        (KeepsTornSums, TORN),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_bug_in_the_step_machine_is_noticed(machine, setup):
@@ -159,4 +173,4 @@ def test_a_bug_in_the_step_machine_is_noticed(machine, setup):
 
 
 def test_the_same_setups_pass_with_the_real_machine():
-    assert problems(INTERRUPTED) == problems(FEW) == []
+    assert problems(INTERRUPTED) == problems(FEW) == problems(TORN) == []

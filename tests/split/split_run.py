@@ -18,10 +18,10 @@ from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import Cut
 from everstep.placement.schedules import Op, schedule
+from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
 from everstep.protocol.step_types import Record
 from everstep.train.assembly import sample_order
 from everstep.train.parts import Parts
-from everstep.train.record import AgreePayload, conclude, encode_payload
 from everstep.train.replica import StageReplica
 from everstep.train.stage import build_stages
 from everstep.zoo.text import TransformerText

@@ -6,7 +6,6 @@ not depend on who finishes which range, nor on how the range is cut into chunks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 from everstep.base.errors import check
 from everstep.base.ports import Node, Reduced
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.placement.tree import fold_order
+from everstep.placement.tree import fold_order, total_sumsq
 
 CHUNK_ELEMENTS = 32_768
 """Elements that are folded at a time, so that partial sums stay in the processor's cache."""
@@ -110,14 +109,6 @@ def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray
                 torch.dot(block, block, out=norms[k])
     result: npt.NDArray[np.float64] = norms.cpu().numpy()
     return result
-
-
-def total_sumsq(values: Iterable[float]) -> float:
-    """The sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf go through."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):  # inf - inf
-        return math.nan
 
 
 def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:

@@ -41,6 +41,14 @@ class WorkerLog:
         self.generation = 0
         self.step = 0
 
+    def at(self, step: int) -> None:
+        """The state is that of this step."""
+        self.step = step
+
+    def entered(self, generation: int, step: int, stage: int | None, role: str) -> None:
+        """A generation goes on from this step."""
+        self.generation, self.step, self.stage, self.role = generation, step, stage, role
+
     def line(
         self, level: str, logger: str, message: str, source: str = "log", exception: str = "", time_ns: int = 0
     ) -> bytes:

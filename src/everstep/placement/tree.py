@@ -9,6 +9,7 @@ The shape is that of RFC 6962, section 2.1: aligned runs of a power of two are n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -136,3 +137,11 @@ def _fold(node: Node, values: Mapping[int, T], add: Callable[[T, T], T]) -> Iter
     parts = [*_fold(left, values, add), *_fold(right, values, add)]
     if parts:
         yield parts[0] if len(parts) == 1 else add(parts[0], parts[1])
+
+
+def total_sumsq(values: Iterable[float]) -> float:
+    """The sum of block norms, exactly rounded (so their order and grouping do not matter). NaN and inf go through."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # inf - inf
+        return math.nan

@@ -69,6 +69,7 @@ from everstep.protocol.step_types import (
     HoldingArrived,
     Key,
     LaneDone,
+    LanesLost,
     Leave,
     LeftPlan,
     Open,
@@ -124,6 +125,7 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (StepAsked, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
     (GatherAsked, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
     (LaneDone, _ALL, "_lane_done", frozenset({Phase.REDUCING})),
+    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING}), "_lanes_lost", frozenset()),
     (GradientReduced, _ALL, "_gradient_reduced", frozenset({Phase.AGREEING})),
     (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
     (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
@@ -210,6 +212,11 @@ class StepMachine:
         return max(self._prepared, default=0)
 
     @property
+    def sound(self) -> int:
+        """Later states than that of this step are tainted; -1 if there is no doubt."""
+        return self._sound
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """Those whose state at `position` this worker has, ascending."""
         return self._stages
@@ -272,9 +279,11 @@ class StepMachine:
             self._stages = plan.stages_of(self.me.worker_id)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
-        return [*effects, Open(plan), SendHolding(plan.generation, self._holding(plan))]
+        return [*effects, Open(plan), SendHolding(plan.generation, self.holding())]
 
-    def _holding(self, plan: Plan) -> Holding:
+    def holding(self) -> Holding:
+        """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
+        plan = self._current()
         held = {(stage, lane) for stage, lane in self._held if stage in self._stages}
         return Holding(
             position=self._position,
@@ -416,7 +425,8 @@ class StepMachine:
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
-        self._stages = self._current().stages_of(mine)
+        kept = self._stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
+        self._stages = tuple(sorted({*kept, *self._current().stages_of(mine)}))
         self._copied = True
         return effects + self._settle()
 
@@ -477,6 +487,11 @@ class StepMachine:
             return []
         self._phase = Phase.REDUCING
         return [Reduce(self._generation, event.step)]
+
+    def _lanes_lost(self, event: LanesLost) -> list[StepEffect]:
+        if event.step == self._position.step + 1:
+            self._held -= set(event.lanes)
+        return []
 
     def _lanes_complete(self) -> bool:
         """Whether all own seats have what they need. Apart, so that a test can break it."""

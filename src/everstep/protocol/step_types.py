@@ -90,6 +90,17 @@ class LaneDone:
 
 
 @dataclass(frozen=True)
+class LanesLost:
+    """Results of a step that were held are not any more: the plan tears apart the sums that they were part of.
+
+    lanes: (stage, lane).
+    """
+
+    step: int
+    lanes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class GradientReduced:
     """This worker holds the whole reduced gradient of the step, of all its stages; `payload` is its agree record's."""
 
@@ -179,6 +190,7 @@ StepEvent = (
     | PreparedArrived
     | HoldingArrived
     | LaneDone
+    | LanesLost
     | GradientReduced
     | RecordArrived
     | Updated

@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Tag
+from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import Gradient, Job, undisturbed
+
+_agree = msgspec.msgpack.Decoder(AgreePayload)
 
 
 class PromiseBroken(AssertionError):
@@ -45,12 +51,13 @@ class Vote:
 
 @dataclass
 class Checks:
-    """The promises, over one simulation. `holders`: steps and stages of live, reachable workers that follow some plan;
-    `positions`: of all live workers that do; `settled`: of the live ones that have entered a generation.
+    """The promises, over one simulation. `holders`: (step, stage) that live, reachable workers which follow some plan
+    have, or would have with one more decision; `positions`: of all live workers that do; `settled`: of the live ones
+    that have entered a generation.
     """
 
     job: Job
-    holders: Callable[[], Mapping[WorkerKey, tuple[int, Collection[int]]]] = dict
+    holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, int]]]] = dict
     positions: Callable[[], Mapping[WorkerKey, Key]] = dict
     settled: Callable[[int], Mapping[WorkerKey, Key]] = lambda generation: {}
     states: list[dict[int, int]] = field(default_factory=list)
@@ -64,6 +71,8 @@ class Checks:
     lost_everything: int = 0
     given_up: set[WorkerKey] = field(default_factory=set)
     newest: int = 0  # generation that anybody has entered
+    exchanged: dict[Key, dict[int, dict[int, Record]]] = field(default_factory=dict)  # by generation and worker
+    _votes: dict[bytes, Vote] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.states = undisturbed(self.job)
@@ -95,10 +104,7 @@ class Checks:
 
     def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool) -> None:
         """A worker took a decision; `handed`: with records of an older generation that a peer gave it."""
-        votes = [Vote.decode(r.payload) for r in records.values()]
-        generations = {v.generation for v in votes}
-        self.require(len(generations) == 1, "P3", f"{key} decided with records of generations {sorted(generations)}")
-        made_in = generations.pop()
+        made_in = self._made_in(generation, key, records)
         fits = made_in <= generation if handed else made_in == generation
         self.require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
         self.together(generation)
@@ -108,9 +114,12 @@ class Checks:
         stale = made_in < self.newest  # members may have gone back since: their records show where they were
         behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
         self.require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
-        who = tuple(sorted(v.worker_id for v in votes))
-        self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
         if key.seq == 0:
+            votes = [self._vote(r.payload) for r in records.values()]
+            stale_votes = [v for v in votes if v.generation != made_in]
+            self.require(not stale_votes, "P3", f"{key}, made in {made_in}, bears {stale_votes}")
+            who = tuple(sorted(v.worker_id for v in votes))
+            self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
             lanes = sorted(lane for v in votes for lane in v.lanes)
             needed_lanes = list(range(self.job.lanes * self.job.stages))
             self.require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
@@ -119,6 +128,31 @@ class Checks:
             self.committed = max(self.committed, key.step)
             newest = self.commits_by_generation.get(made_in, 0)
             self.commits_by_generation[made_in] = max(newest, key.step)
+
+    def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
+        """A member gives its record for a decision of this generation."""
+        if tag.kind == "decide":
+            made = self.exchanged.setdefault(Key(tag.step, tag.seq), {})
+            made.setdefault(generation, {})[worker_id] = decode_record(payload)
+
+    def _made_in(self, generation: int, key: Key, records: Mapping[int, Record]) -> int:
+        """The newest generation, up to this one, whose members have contributed just these records."""
+        for made_in, given in sorted(self.exchanged.get(key, {}).items(), reverse=True):
+            if made_in <= generation and given == records and tuple(sorted(given)) == self.plans[made_in].worker_ids:
+                return made_in
+        given_in = {g: sorted(given) for g, given in self.exchanged.get(key, {}).items()}
+        raise PromiseBroken(
+            f"P3: {key} decided in generation {generation} with records of {sorted(records)}, "
+            f"but those of one generation are from {given_in}"
+        )
+
+    def _vote(self, payload: bytes) -> Vote:
+        """What an agree record bears for the checks."""
+        found = self._votes.get(payload)
+        if found is None:
+            found = Vote.decode(_agree.decode(payload).sections[0].buffers[0])
+            self._votes[payload] = found
+        return found
 
     # ---- P1: exact
 
@@ -147,9 +181,13 @@ class Checks:
         self.require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
         self.released[who] = step
 
-    def holding(self, generation: int, worker_id: int, holding: Holding) -> None:
-        """A member stated what it holds."""
-        self.holdings.setdefault(generation, {})[worker_id] = holding
+    def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
+        """A member states what it holds."""
+        self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
+
+    def stands(self, who: WorkerKey, step: int, at: int) -> None:
+        """An application is told that the state is that of `step`."""
+        self.require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
     def entered(self, who: WorkerKey, generation: int, step: int, held: Iterable[int]) -> None:
         """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
@@ -162,12 +200,13 @@ class Checks:
         floor = max(self.effects, default=0)
         if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
             return
-        holders = {k: stages for k, (at, stages) in self.holders().items() if at >= floor and k not in self.given_up}
-        ahead = {stage for stages in holders.values() for stage in stages}
+        holders = {k: held for k, held in self.holders().items() if k not in self.given_up}
+        there = {one for held in holders.values() for one in held if one[0] >= floor}
+        kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
         self.require(
-            len(ahead) < self.job.stages,
+            not kept,
             "P2",
-            f"{who} enters {generation} at step {step}, {floor} was released and {sorted(map(str, holders))} hold it",
+            f"{who} enters {generation} at step {step}, {floor} was released and {kept} are held: {holders}",
         )
         self.lost_everything += 1
 
@@ -205,6 +244,13 @@ class Checks:
         been silent for so long that it must be taken for gone. Then it is no loss."""
         if excused:
             self.given_up.add(who)
+
+    # ---- P5: nothing is kept that nobody will ask for again
+
+    def freed(self, who: object, what: str, kept: object) -> None:
+        """There must be nothing left of it."""
+        if kept:
+            raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
 
     # ---- the end
 

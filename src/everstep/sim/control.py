@@ -238,7 +238,7 @@ class AgentProcess(Process):
         if self.client is not None:
             self.client.send(wire.WorkerStarted(agent_id=self.name, worker=self._life(worker)))
 
-    def exited(self, worker: SimWorker, cause: Cause, reason: str, restart: bool) -> None:
+    def exited(self, worker: SimWorker, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
         """waitpid returned."""
         key = worker.me
         if self.client is not None:
@@ -250,7 +250,7 @@ class AgentProcess(Process):
                     cause=cause,
                     reason=reason,
                     died_unix_ns=self.world.now_ns,
-                    in_order=not restart,
+                    in_order=in_order,
                 )
             )
         if restart:

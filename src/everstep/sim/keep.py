@@ -33,11 +33,16 @@ class Disk:
         """One stage's part is on disk; the last one completes the checkpoint."""
         self.parts.setdefault(step, {})[stage] = state
 
-    def complete(self, host: str) -> tuple[int, ...]:
-        """Steps of the checkpoints that a host can read."""
+    def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
+        """Steps of the newest two checkpoints that a host can read, up to the limit."""
         if self.hosts is not None and host not in self.hosts:
             return ()
-        return tuple(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages))
+        whole = (step for step, parts in self.parts.items() if len(parts) == self.stages)
+        return tuple(sorted(step for step in whole if limit is None or step <= limit)[-2:])
+
+    def condemn(self, sound: int) -> None:
+        """Later checkpoints are set aside."""
+        self.parts = {step: parts for step, parts in self.parts.items() if step <= sound}
 
 
 class Keeper:
@@ -46,37 +51,36 @@ class Keeper:
     def __init__(self, worker: SimWorker) -> None:
         self.worker = worker
         self.kept: dict[tuple[int, int], Kept] = {}
-        self._said = SnapshotsKept()
 
-    def say(self) -> None:
-        """Tell the machine what there is, if that has changed."""
-        worker = self.worker
-        said = SnapshotsKept(tuple(sorted(self.kept)), worker.site.disk.complete(worker.host))
-        if said != self._said:
-            self._said = said
-            worker.machine.handle(worker.world.now_ns, said)
+    def _say(self) -> None:
+        self.worker.handle(SnapshotsKept(tuple(sorted(self.kept))))
 
     def released(self, step: int, plan: Plan) -> None:
         """The effects of a step are out: take what is due, if the state still stands there."""
         worker, job, me = self.worker, self.worker.job, self.worker.me.worker_id
-        if worker.at != step:
+        state = worker.state
+        if state.at != step:
             return
         for stage in plan.stages_of(me):
-            if plan.leader(stage) != me:
+            if plan.leader(stage) != me or stage not in state.stages:
                 continue
-            state = worker.states[stage]
+            value = state.stages[stage]
             if job.keep_every and step % job.keep_every == 0:
-                self.keep(stage, step, state, worker.records)
+                self.keep(stage, step, value, state.records)
                 other = plan.leader((stage + 1) % plan.stages)
                 if other != me:
-                    worker.mesh.send_snapshot(other, stage, step, state, worker.records)
+                    worker.mesh.send_snapshot(other, stage, step, value, state.records)
             if job.write_every and step % job.write_every == 0:
-                worker.later(worker.world.between(MS, 60 * MS), worker.site.disk.write, stage, step, state)
-        self.say()
+                worker.later(worker.world.between(MS, 60 * MS), worker.site.disk.write, stage, step, value)
 
     def keep(self, stage: int, step: int, state: int, records: Mapping[int, Record]) -> None:
         """One snapshot more; the oldest of the stage goes."""
-        self.kept[stage, step] = (state, dict(records))
+        self.kept[stage, step] = (state, records)
         for old in sorted(s for k, s in self.kept if k == stage)[:-_KEPT_PER_STAGE]:
             del self.kept[stage, old]
-        self.say()
+        self._say()
+
+    def condemn(self, sound: int) -> None:
+        """Later snapshots count for nothing."""
+        self.kept = {key: kept for key, kept in self.kept.items() if key[1] <= sound}
+        self._say()

@@ -4,22 +4,50 @@ In a split job a lane really flows: a stage computes its forward pass when the a
 and its backward pass when the gradient of the stage after has; so if two workers disagree about which lanes are to be
 run, somebody waits for ever, and the simulation does not end. What is abstracted: passes run in the order in which
 they become possible, not in that of a schedule.
+
+As in production, complete subtrees of the lane tree are added up as they come: a plan that gives one of their lanes to
+somebody else tears them apart.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from everstep.base.plan import Plan
+from everstep.base.ports import Node
+from everstep.placement.tree import Merge, children, cover, fold_order
+from everstep.protocol.driver.operations import Compute
 from everstep.protocol.step_types import LaneDone
-from everstep.sim.model import Gradient, backward, forward, leaf
+from everstep.sim.model import Gradient, add, backward, forward, leaf
 from everstep.sim.world import MS
 
 if TYPE_CHECKING:
     from everstep.sim.worker import SimWorker
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
+Sums = dict[Node, Gradient]
+
+
+@lru_cache
+def _merges(n_lanes: int) -> Mapping[Node, Merge]:
+    """Of each node but the root the merge that it is part of."""
+    merges = fold_order(n_lanes, [Node(lane, lane + 1) for lane in range(n_lanes)])
+    return {node: merge for merge in merges for node in (merge.left, merge.right)}
+
+
+def _total(node: Node, sums: Sums) -> Gradient:
+    """The sum of a complete subtree, all blocks. Raises: KeyError if a lane of it is not held."""
+    if node in sums or node.hi - node.lo == 1:
+        return sums[node]
+    left, right = children(node)
+    return tuple(map(add, _total(left, sums), _total(right, sums)))
+
+
+def _lanes(node: Node) -> range:
+    return range(node.lo, node.hi)
 
 
 class Lanes:
@@ -27,121 +55,143 @@ class Lanes:
 
     def __init__(self, worker: SimWorker) -> None:
         self.worker = worker
-        self.leaves: dict[int, dict[tuple[int, int], Gradient]] = {}
+        self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
+        self.busy = False
+        self._operation: Compute | None = None
+        self._leaving: tuple[tuple[int, ...], str] | None = None
         self._todo: deque[Pass] = deque()
-        self._under_way = False
-        self._life = 0
-        self._wanted: set[tuple[int, int, int]] = set()  # (step, stage, lane)
+        self._wanted: set[tuple[int, int]] = set()  # (stage, lane), of the present operation
+        self._under: dict[int, set[int]] = {}  # all own lanes by stage, when they were computed last
         self._came: dict[Pass, int] = {}  # what a pass starts from
 
-    def stop(self) -> None:
-        """A generation ends: nothing more is asked for, and what was on its way between stages is lost."""
-        self._todo.clear()
-        if self.worker.job.stages > 1:
-            self._life += 1
-            self._under_way = False
-            self._wanted.clear()
-            self._came.clear()
+    def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
+        """A generation begins: what was on its way between stages is lost. Returns (stage, lane) of sums torn apart:
+        a lane of them is somebody else's now, or (as with accumulators of another shape) this worker's lanes differ.
+        """
+        self._came.clear()
+        lost = []
+        me, rng = self.worker.me.worker_id, self.worker.world.rng
+        for stage, sums in self.held.get(step, {}).items():
+            mine = set(plan.lanes_of(me, stage)) if stage in plan.stages_of(me) else set()
+            differs = mine != self._under.get(stage)
+            for node in list(sums):
+                torn = node.hi - node.lo > 1 and not mine.issuperset(_lanes(node))
+                if torn or (differs and rng.random() < 0.2):
+                    del sums[node]
+                    lost += [(stage, lane) for lane in _lanes(node)]
+        return tuple(sorted(lost))
 
     def discard(self, step: int) -> None:
         """Drop the results of this step and older."""
-        self.leaves = {s: v for s, v in self.leaves.items() if s > step}
+        self.held = {s: v for s, v in self.held.items() if s > step}
 
-    def of(self, step: int, stage: int, lanes: tuple[int, ...]) -> dict[int, Gradient]:
-        """The results of these lanes at a stage."""
-        held = self.leaves.get(step, {})
-        return {lane: held[stage, lane] for lane in lanes}
+    def sums(self, plan: Plan, step: int, stage: int) -> Sums:
+        """What this worker has to hand over at a stage."""
+        held = self.held.get(step, {}).get(stage, {})
+        return {node: _total(node, held) for node in cover(plan.lanes_of(self.worker.me.worker_id, stage), plan.lanes)}
 
-    def compute(self, plan: Plan, step: int, lanes: tuple[int, ...]) -> None:
+    def compute(self, operation: Compute) -> None:
         """These lanes are wanted at all own seats that they pass through."""
-        if self.worker.job.stages == 1:
-            self._todo = deque(("backward", step, 0, lane) for lane in lanes)
-        else:
-            me = self.worker.me.worker_id
-            seats = [(stage, lane) for stage in plan.stages_of(me) for lane in plan.lanes_of(me, stage)]
-            self._wanted = {(step, stage, lane) for stage, lane in seats if lane in lanes}
-            self._todo.clear()
-            for _, stage, lane in sorted(self._wanted):
-                if stage == 0:
-                    self._came["forward", step, 0, lane] = 0
-            for one in sorted(self._came):
-                if one[1:] in self._wanted and one not in self._todo:
-                    self._todo.append(one)
+        plan, step, me = operation.plan, operation.step, self.worker.me.worker_id
+        if step != self.worker.state.at + 1:
+            raise AssertionError(f"{self.worker.me} is to compute step {step} at state {self.worker.state.at}")
+        self._operation, self._leaving = operation, None
+        self._under = {k: set(plan.lanes_of(me, k)) for k in plan.stages_of(me)}
+        self._wanted = {(k, n) for k in self._under for n in self._under[k] if n in operation.lanes}
+        for stage, lane in sorted(self._wanted):
+            if plan.stages == 1:
+                self._came["backward", step, 0, lane] = 0
+            elif stage == 0:
+                self._came["forward", step, 0, lane] = 0
+        self._todo = deque(one for one in sorted(self._came) if one[2:] in self._wanted and one[1] == step)
         self._next()
+
+    def leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
+        """The operation ends with the pass that is under way."""
+        if self._operation is operation:
+            self._leaving = self._leaving or (accused, reason)
+            self._next()
+        else:  # it has not begun
+            self.worker.aborted(operation, accused, reason)
 
     def arrived(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
         """From the stage before or after; perhaps before this worker wants the lane."""
-        one = (kind, step, stage, lane)
-        self._came[one] = value
-        if (step, stage, lane) in self._wanted:
-            self._todo.append(one)
+        self._came[kind, step, stage, lane] = value
+        operation = self._operation
+        if operation is not None and operation.step == step and (stage, lane) in self._wanted:
+            self._todo.append((kind, step, stage, lane))
             self._next()
 
     def neighbours(self) -> set[int]:
         """Workers from which something is still to come."""
-        plan = self.worker.machine.plan
-        if plan is None or plan.stages == 1:
+        if self._operation is None:
             return set()
-        found = set()
-        for _, stage, lane in self._wanted:
+        plan, found = self._operation.plan, set()
+        for stage, lane in self._wanted:
             if stage > 0:
-                found.add(_holder(plan, stage - 1, lane))
+                found.add(plan.holder(stage - 1, lane))
             if stage + 1 < plan.stages:
-                found.add(_holder(plan, stage + 1, lane))
+                found.add(plan.holder(stage + 1, lane))
         return found
 
     def _next(self) -> None:
-        if self._under_way or not self._todo:
+        operation, worker = self._operation, self.worker
+        if operation is None or self.busy:
             return
-        one = self._todo.popleft()
-        worker = self.worker
-        if one[1] != worker.at + 1:
-            raise AssertionError(f"{worker.me} is to compute step {one[1]} at state {worker.at}")
-        self._under_way = True
-        longest = 16 * MS if worker.job.stages == 1 else 3 * MS
-        took = worker.world.between(2 * MS if worker.job.stages == 1 else MS, longest) * worker.slowness
-        worker.later(took, self._done, self._life, one, worker.states[one[2]])
+        if not self._wanted and (self._leaving is None or worker.world.rng.random() < 0.5):
+            self._operation = None
+            worker.done(operation)
+        elif self._leaving is not None:
+            self._operation = None
+            worker.aborted(operation, *self._leaving)
+        elif self._todo:
+            split = operation.plan.stages > 1
+            took = worker.world.between(MS if split else 2 * MS, 3 * MS if split else 16 * MS) * worker.slowness
+            self.busy = True
+            worker.later(took, self._done, operation, self._todo.popleft())
 
-    def _done(self, life: int, one: Pass, state: int) -> None:
-        if life != self._life:
-            return
-        self._under_way = False
+    def _done(self, operation: Compute, one: Pass) -> None:
+        self.busy = False
         kind, step, stage, lane = one
-        worker = self.worker
-        if step == worker.at + 1 and state == worker.states.get(stage):
-            if worker.job.stages == 1:
-                self._hold(step, 0, lane, leaf(state, step, lane))
-            elif kind == "forward":
-                self._forward(step, stage, lane, state)
-            else:
-                self._backward(step, stage, lane, state)
+        state = self.worker.state.stages[stage]
+        if operation.plan.stages == 1:
+            del self._came[one]
+            self._hold(operation, stage, lane, leaf(state, step, lane))
+        elif kind == "forward":
+            self._forward(operation.plan, step, stage, lane, state)
+        else:
+            self._backward(operation, step, stage, lane, state)
         self._next()
 
-    def _hold(self, step: int, stage: int, lane: int, gradient: Gradient) -> None:
-        self.leaves.setdefault(step, {})[stage, lane] = gradient
-        self.worker.feed(LaneDone(step, stage, lane))
+    def _hold(self, operation: Compute, stage: int, lane: int, gradient: Gradient) -> None:
+        """Keep it, added up as far as it goes; a result that is held already is not replaced."""
+        self._wanted.discard((stage, lane))
+        sums = self.held.setdefault(operation.step, {}).setdefault(stage, {})
+        if not any(lane in _lanes(node) for node in sums):
+            n_lanes = operation.plan.lanes
+            mine = set(operation.plan.lanes_of(self.worker.me.worker_id, stage))
+            merges, node = _merges(n_lanes), Node(lane, lane + 1)
+            sums[node] = gradient
+            while (merge := merges.get(node)) is not None and merge.left in sums and merge.right in sums:
+                if not mine.issuperset(_lanes(merge.into)):
+                    break
+                left, right = sums.pop(merge.left), sums.pop(merge.right)
+                sums[merge.into] = tuple(map(add, left, right))
+                node = merge.into
+        self.worker.handle(LaneDone(operation.step, stage, lane))
 
-    def _forward(self, step: int, stage: int, lane: int, state: int) -> None:
+    def _forward(self, plan: Plan, step: int, stage: int, lane: int, state: int) -> None:
         value = forward(state, step, lane, self._came["forward", step, stage, lane])
-        if stage + 1 == self.worker.job.stages:
+        if stage + 1 == plan.stages:
             self.arrived("backward", step, stage, lane, value)
         else:
-            self._send("forward", step, stage + 1, lane, value)
+            self.worker.mesh.send_lane(plan.holder(stage + 1, lane), "forward", step, stage + 1, lane, value)
 
-    def _backward(self, step: int, stage: int, lane: int, state: int) -> None:
+    def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: int) -> None:
         entering = self._came.pop(("forward", step, stage, lane))
         coming_back = self._came.pop(("backward", step, stage, lane))
-        self._wanted.discard((step, stage, lane))
         if stage > 0:
-            self._send("backward", step, stage - 1, lane, backward(state, step, lane, entering, coming_back))
-        self._hold(step, stage, lane, leaf(state, step, lane, entering, coming_back))
-
-    def _send(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
-        plan = self.worker.machine.plan
-        if plan is None:
-            raise AssertionError("a lane without a plan")
-        self.worker.mesh.send_lane(_holder(plan, stage, lane), kind, step, stage, lane, value)
-
-
-def _holder(plan: Plan, stage: int, lane: int) -> int:
-    return next(s.worker_id for s in plan.pool(stage) if lane in s.lanes)
+            value = backward(state, step, lane, entering, coming_back)
+            to = operation.plan.holder(stage - 1, lane)
+            self.worker.mesh.send_lane(to, "backward", step, stage - 1, lane, value)
+        self._hold(operation, stage, lane, leaf(state, step, lane, entering, coming_back))

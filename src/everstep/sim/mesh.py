@@ -1,7 +1,8 @@
 """The data plane of one simulated worker: one connection to every peer per generation, and the canonical reduction.
 
 It stands where shared memory, gloo or NCCL stand in production, with what they have in common: a peer's death or a
-broken link is seen, silence is not (a limit on how long a message may be stuck is).
+broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the operation
+that needs it; nothing else does.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from everstep.base.plan import Plan
-from everstep.base.ports import Node
+from everstep.base.ports import Node, Tag
 from everstep.placement.owners import owners
-from everstep.placement.tree import children, cover, fold_order, root
-from everstep.protocol.step_machine import Phase
-from everstep.protocol.step_types import GradientReduced, Holding, HoldingArrived, Key, Record, RecordArrived
+from everstep.placement.tree import fold_order, root
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
+from everstep.protocol.step_types import Record
 from everstep.sim.checks import Vote
 from everstep.sim.model import BLOCKS, Gradient, add
 from everstep.sim.world import MS, Connection, connect
@@ -23,14 +25,9 @@ if TYPE_CHECKING:
     from everstep.sim.worker import SimWorker
 
 _CONNECT_NS = 1000 * MS
+_USE = 0xFFFFFFFF
 
-
-def subtree(node: Node, leaves: Mapping[int, Gradient]) -> Gradient:
-    """The sum of a complete subtree, all blocks."""
-    if node.hi - node.lo == 1:
-        return leaves[node.lo]
-    left, right = children(node)
-    return tuple(add(x, y) for x, y in zip(subtree(left, leaves), subtree(right, leaves), strict=True))
+Part = Mapping[Node, Gradient]
 
 
 class Mesh:
@@ -41,18 +38,14 @@ class Mesh:
         self.plan: Plan | None = None
         self.out: dict[int, Connection] = {}
         self.incoming: list[tuple[int, Connection]] = []
-        self.waiting: dict[int, list[tuple[Any, ...]]] = {}
         self.lost: set[int] = set()
-        self.accused: set[int] = set()
         self._early: dict[int, list[tuple[Any, ...]]] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self.holdings: set[int] = set()
-        self.records: dict[Key, set[int]] = {}
-        self.parts: dict[tuple[int, int], dict[int, dict[Node, Gradient]]] = {}  # by (step, stage)
+        self.records: dict[Tag, dict[int, bytes]] = {}
+        self.parts: dict[tuple[int, int], dict[int, Part]] = {}  # by (step, stage)
         self.pieces: dict[tuple[int, int], dict[int, Gradient]] = {}
-        self.reduced: dict[int, dict[int, Gradient]] = {}
 
     @property
     def generation(self) -> int:
@@ -60,56 +53,65 @@ class Mesh:
 
     # ---- a generation begins and ends
 
-    def leave(self) -> None:
-        """Abandon every transfer; the peers see the connections end, after what was sent over them."""
-        for _, connection in sorted(self.out.items()):
-            connection.close(self.worker)
-        self.out = {}
-        for generation, connection in self.incoming:
-            if generation <= self.generation:
-                connection.listen(self.worker, lambda _: None, lambda: None)
-        self.incoming = [(g, c) for g, c in self.incoming if g > self.generation]
+    def leave(self, generation: int) -> None:
+        """Cut the connections of this generation and older; the peers see them end, after what was sent over them."""
+        if self.generation <= generation:
+            for _, connection in sorted(self.out.items()):
+                connection.close(self.worker)
+            self.out = {}
+        for opened_in, connection in self.incoming:
+            if opened_in <= generation:
+                connection.close(self.worker)
+        self.incoming = [(g, c) for g, c in self.incoming if g > generation]
 
-    def open(self, plan: Plan) -> None:
-        """Connect to the members of a plan."""
-        self.leave()
+    def open(self, operation: do.Open) -> None:
+        """Connect to the members of the plan."""
+        plan = operation.plan
+        self.leave(plan.generation - 1)
         self._clear()
-        self.plan, self.lost, self.accused, self.waiting = plan, set(), set(), {}
+        self.plan, self.lost = plan, set()
         early, self._early = self._early, {}
         for worker_id in plan.worker_ids:
             if worker_id != self.worker.me.worker_id:
-                self._connect(plan, worker_id, self.worker.world.now_ns + _CONNECT_NS)
+                self._connect(operation, worker_id, self.worker.world.now_ns + _CONNECT_NS)
         for message in early.get(plan.generation, []):
             self.worker.later(0, self.received, message)
         self._early = {g: m for g, m in early.items() if g > plan.generation}
+        self._met(operation)
 
-    def _connect(self, plan: Plan, worker_id: int, until_ns: int) -> None:
-        if plan.generation != self.generation or worker_id in self.out:
+    def _connect(self, operation: do.Open, worker_id: int, until_ns: int) -> None:
+        me, plan = self.worker, operation.plan
+        if me.operation is not operation:
             return
-        world, me = self.worker.world, self.worker
+        world = me.world
         peer = me.site.lives.get(plan.member(worker_id).key)
         connection = connect(world, me, peer)
         if connection is not None and peer is not None:
             self.out[worker_id] = connection
             connection.listen(me, lambda _: None, lambda: self._lost(plan.generation, worker_id))
             peer.mesh.accept(connection, plan.generation, me.me.worker_id)
-            for message in self.waiting.pop(worker_id, []):
-                connection.send(me, message)
+            self._met(operation)
         elif peer is not None and peer.alive and not world.spoiled(me.name, peer.name) and world.now_ns < until_ns:
-            me.later(100 * MS, self._connect, plan, worker_id, until_ns)
+            me.later(100 * MS, self._connect, operation, worker_id, until_ns)
         else:
             me.later(world.latency_ns(), self._lost, plan.generation, worker_id)
 
+    def _met(self, operation: do.Open) -> None:
+        if len(self.out) == len(operation.plan.worker_ids) - 1:
+            self.worker.later(self.worker.world.latency_ns(), self.worker.opened, operation)
+
     def accept(self, connection: Connection, generation: int, worker_id: int) -> None:
         """A peer has connected, perhaps for a generation that this worker has not heard of yet."""
+        if generation < self.generation or generation <= self.worker.cut_to:
+            connection.close(self.worker)
+            return
         self.incoming.append((generation, connection))
         connection.listen(self.worker, self.received, lambda: self._lost(generation, worker_id))
 
     def _lost(self, generation: int, worker_id: int) -> None:
+        self.incoming = [(g, c) for g, c in self.incoming if c.open]
         if generation == self.generation:
             self.lost.add(worker_id)
-            if self.waiting.pop(worker_id, None):
-                self._accuse([worker_id])
             self.look()
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(("lost", generation, worker_id))
@@ -120,46 +122,43 @@ class Mesh:
         me = self.worker
         if worker_id == me.me.worker_id:
             me.later(me.world.between(0, MS // 10), self.received, message)
-        elif worker_id in self.lost:
-            self._accuse([worker_id])
         elif worker_id in self.out:
             self.out[worker_id].send(me, message)
-        else:
-            self.waiting.setdefault(worker_id, []).append(message)
-
-    def _to_all(self, *message: Any) -> None:
-        if self.plan is not None:
-            for worker_id in self.plan.worker_ids:
-                self._send(worker_id, message)
 
     def received(self, message: tuple[Any, ...]) -> None:
         """A message of some generation: (kind, generation, ...). Older ones have no effect, newer ones wait."""
         kind, generation = message[0], message[1]
-        if generation < self.generation:
-            return
-        if kind == "holding":
-            self.worker.feed(HoldingArrived(*message[1:]))
-        if generation > self.generation:
+        if generation == self.generation:
+            getattr(self, f"_on_{kind}")(*message[2:])
+        elif generation > self.generation:
             self._early.setdefault(generation, []).append(message)
-            return
-        getattr(self, f"_on_{kind}")(*message[2:])
-        self.look()
 
     def _on_lost(self, worker_id: int) -> None:
         self.lost.add(worker_id)
+        self.look()
 
-    def _on_holding(self, worker_id: int, holding: Holding) -> None:
-        self.holdings.add(worker_id)
+    # ---- small records
 
-    def _on_record(self, key: Key, worker_id: int, record: Record) -> None:
-        self.records.setdefault(key, set()).add(worker_id)
-        self.worker.feed(RecordArrived(self.generation, key, worker_id, record))
+    def exchange(self, operation: do.Exchange) -> None:
+        """All-gather."""
+        plan, me = operation.generation, self.worker.me.worker_id
+        if self.plan is None or plan != self.plan.generation:
+            raise AssertionError(f"{operation} in generation {self.generation}")
+        self.worker.site.checks.contributed(plan, operation.tag, me, operation.payload)
+        for worker_id in self.plan.worker_ids:
+            self._send(worker_id, ("record", plan, operation.tag, me, operation.payload))
 
-    def send_holding(self, holding: Holding) -> None:
-        self._to_all("holding", self.generation, self.worker.me.worker_id, holding)
+    def _on_record(self, tag: Tag, worker_id: int, payload: bytes) -> None:
+        records = self.records.setdefault(tag, {})
+        records[worker_id] = payload
+        operation = self.worker.operation
+        if self.plan is None or len(records) < len(self.plan.worker_ids):
+            return
+        if isinstance(operation, do.Exchange) and operation.tag == tag:
+            del self.records[tag]
+            self.worker.done(operation, records)
 
-    def send_record(self, key: Key, record: Record) -> None:
-        self._to_all("record", self.generation, key, self.worker.me.worker_id, record)
+    # ---- from stage to stage
 
     def send_lane(self, worker_id: int, *parts: Any) -> None:
         """What one stage hands to another: kind, step, stage, lane, value."""
@@ -170,8 +169,7 @@ class Mesh:
 
     def send_snapshot(self, worker_id: int, *parts: Any) -> None:
         """To be kept by a worker of another pool: stage, step, state, records."""
-        if worker_id not in self.lost:
-            self._send(worker_id, ("snapshot", self.generation, *parts))
+        self._send(worker_id, ("snapshot", self.generation, *parts))
 
     def _on_snapshot(self, stage: int, step: int, state: int, records: Mapping[int, Record]) -> None:
         self.worker.keeper.keep(stage, step, state, records)
@@ -181,77 +179,83 @@ class Mesh:
     def _pool(self, stage: int) -> tuple[int, ...]:
         return tuple(s.worker_id for s in self.plan.pool(stage)) if self.plan is not None else ()
 
-    def reduce(self, step: int, stage: int, lanes: tuple[int, ...], leaves: Mapping[int, Gradient]) -> None:
-        """Hand the own subtrees of one stage, cut by owner, to the owners."""
-        if self.plan is None:
-            raise AssertionError("a reduction without a plan")
-        nodes = {node: subtree(node, leaves) for node in cover(lanes, self.plan.lanes)}
-        for worker_id, (first, last) in owners(BLOCKS, self._pool(stage)).items():
-            part = {node: value[first:last] for node, value in nodes.items()}
-            self._send(worker_id, ("part", self.generation, step, stage, self.worker.me.worker_id, part))
+    def reduce(self, operation: do.Reduce) -> None:
+        """Hand the own subtrees of each stage, cut by owner, to the owners."""
+        plan, me = operation.plan, self.worker.me.worker_id
+        for stage in plan.stages_of(me):
+            nodes = self.worker.lanes.sums(plan, operation.step, stage)
+            for worker_id, (first, last) in owners(BLOCKS, self._pool(stage)).items():
+                part = {node: value[first:last] for node, value in nodes.items()}
+                self._send(worker_id, ("part", plan.generation, operation.step, stage, me, part))
 
-    def _on_part(self, step: int, stage: int, worker_id: int, part: dict[Node, Gradient]) -> None:
+    def _on_part(self, step: int, stage: int, worker_id: int, part: Part) -> None:
         parts = self.parts.setdefault((step, stage), {})
         parts[worker_id] = part
-        if self.plan is None or len(parts) < len(self._pool(stage)):
+        pool = self._pool(stage)
+        if self.plan is None or len(parts) < len(pool):
             return
         values = {node: value for _, one in sorted(parts.items()) for node, value in one.items()}
         for left, right, into in fold_order(self.plan.lanes, sorted(values)):
-            values[into] = tuple(add(x, y) for x, y in zip(values[left], values[right], strict=True))
+            values[into] = tuple(map(add, values[left], values[right]))
         result = values[root(self.plan.lanes)]
-        for pool_mate in self._pool(stage):
+        for pool_mate in pool:
             self._send(pool_mate, ("piece", self.generation, step, stage, self.worker.me.worker_id, result))
 
     def _on_piece(self, step: int, stage: int, worker_id: int, values: Gradient) -> None:
         pieces = self.pieces.setdefault((step, stage), {})
         pieces[worker_id] = values
-        if self.plan is None or len(pieces) < len(self._pool(stage)):
+        operation = self.worker.operation
+        if not isinstance(operation, do.Reduce) or operation.step != step:
             return
-        me = self.worker
-        reduced = self.reduced.setdefault(step, {})
-        reduced[stage] = tuple(value for _, part in sorted(pieces.items()) for value in part)
-        mine = self.plan.stages_of(me.me.worker_id)
-        if len(reduced) < len(mine):
+        mine = operation.plan.stages_of(self.worker.me.worker_id)
+        if any(len(self.pieces.get((step, k), ())) < len(self._pool(k)) for k in mine):
             return
-        self.reduced = {step: reduced}
-        self.pieces = {key: value for key, value in self.pieces.items() if key[0] >= step}
-        me.hold(step, reduced)
-        lanes = tuple(k * self.plan.lanes + n for k in mine for n in self.plan.lanes_of(me.me.worker_id, k))
-        sums = tuple((k, hash(gradient)) for k, gradient in sorted(reduced.items()))
-        vote = Vote(self.generation, me.me.worker_id, lanes, sums)
-        me.feed(GradientReduced(self.generation, step, vote.encode()))
+        gradients = {
+            k: tuple(value for _, part in sorted(self.pieces[step, k].items()) for value in part) for k in mine
+        }
+        self.parts = {key: value for key, value in self.parts.items() if key[0] > step}
+        self.pieces = {key: value for key, value in self.pieces.items() if key[0] > step}
+        self.worker.state.reduced(step, gradients)
+        self.worker.done(operation, self._payload(operation, gradients))
+
+    def _payload(self, operation: do.Reduce, gradients: Mapping[int, Gradient]) -> AgreePayload:
+        """A section per stage; the first one bears what the checks want to know."""
+        plan, step, me = operation.plan, operation.step, self.worker.me.worker_id
+        mine = {k: plan.lanes_of(me, k) for k in plan.stages_of(me)}
+        vote = Vote(
+            plan.generation,
+            me,
+            tuple(k * plan.lanes + lane for k, lanes in mine.items() for lane in lanes),
+            tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
+        )
+        sections = []
+        for k, lanes in mine.items():
+            last = k + 1 == plan.stages
+            reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
+            sections.append(StageSection(k, reports, (0, 0), b"", [], [vote.encode()], self.worker.digest(step, k)))
+        return AgreePayload(sections)
 
     # ---- neighbours that are gone
 
     def look(self) -> None:
-        """Accuse lost peers that something is still needed from."""
-        needed = [i for i in sorted(self.lost) if self._needs(i)]
-        if needed:
-            self._accuse(needed)
+        """End the operation under way if lost peers owe it something."""
+        operation = self.worker.operation
+        missing = tuple(i for i in sorted(self.lost) if self._needs(operation, i))
+        if missing and operation is not None:
+            self.worker.abort(operation, missing, "a transfer failed")
 
-    def _needs(self, worker_id: int) -> bool:
-        machine = self.worker.machine
-        step = machine.position.step + 1
-        match machine.phase:
-            case Phase.SETTLING:
-                return worker_id not in self.holdings
-            case Phase.COMPUTING:
-                return worker_id in self.worker.lanes.neighbours()
-            case Phase.REDUCING:
-                mine = self.plan.stages_of(self.worker.me.worker_id) if self.plan is not None else ()
+    def _needs(self, operation: do.Operation | None, worker_id: int) -> bool:
+        match operation:
+            case do.Open():
+                return worker_id not in self.out
+            case do.Exchange(tag=tag):
+                return worker_id not in self.records.get(tag, {})
+            case do.Compute(plan=plan):
+                return plan.stages > 1 and worker_id in self.worker.lanes.neighbours()
+            case do.Reduce(plan=plan, step=step):
                 return any(
                     worker_id not in self.parts.get((step, k), {}) or worker_id not in self.pieces.get((step, k), {})
-                    for k in mine
+                    for k in plan.stages_of(self.worker.me.worker_id)
                     if worker_id in self._pool(k)
                 )
-            case Phase.AGREEING:
-                return worker_id not in self.records.get(Key(step, 0), set())
-            case Phase.GATHERING:
-                return worker_id not in self.records.get(machine.next_gather, set())
         return False
-
-    def _accuse(self, worker_ids: list[int]) -> None:
-        new = [i for i in worker_ids if i not in self.accused]
-        self.accused.update(new)
-        if new:
-            self.worker.report_fault(self.generation, new)

@@ -32,11 +32,10 @@ class Job:
     stages: int = 1
     keep_every: int = 0
     write_every: int = 0
+    state_bytes: int = -1
 
     def gathers(self, step: int) -> int:
-        """How many gathers the application asks for at the state of `step`; the last step is followed by one."""
-        if step == self.steps:
-            return 1
+        """How many gathers the application asks for at the state of `step`, besides the one that ends the job."""
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 

@@ -16,20 +16,26 @@ from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
+from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks
-from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Site
+from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, CoordinatorProcess, Site
 from everstep.sim.faults import Fault, Injector, draw, draw_split
 from everstep.sim.model import INITIAL, Job
-from everstep.sim.worker import MakeMachine, SimWorker
-from everstep.sim.world import MS, SECOND, World
+from everstep.sim.worker import SimWorker
+from everstep.sim.world import MS, SECOND, Connection, World
 
+MakeMachine = Callable[[WorkerKey], StepMachine]
+MakeDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 MakeCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
 
 HEARTBEAT_NS = 200 * MS
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
+DRAIN_NS = 5 * SECOND
+LOOK_NS = 200 * MS
+MOST_LOOKS = 5
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,11 @@ class Setup:
     active: int = 0  # of each pool, the others stand by; 0: all of them
     disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
     lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
+    rewindable: bool = True  # applications can go on from an earlier step, in place
+
+    def with_state_of(self, size: int) -> Setup:
+        """The same, with workers whose state has so many bytes."""
+        return replace(self, job=replace(self.job, state_bytes=size))
 
     def __str__(self) -> str:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
@@ -70,7 +81,8 @@ def set_up(seed: int) -> Setup:
         on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
         job=Job(steps, lanes, rng.randint(2, 5)),
         faults=draw(rng, horizon_ms=60 + steps * 40),
-    )
+        rewindable=rng.random() < 0.5,
+    ).with_state_of(rng.choice((-1, 1)))
 
 
 def set_up_split(seed: int) -> Setup:
@@ -92,7 +104,7 @@ def set_up_split(seed: int) -> Setup:
         active=rng.choice((0, 0, 1)),
         disk_hosts=rng.choice((None, None, 1)),
         lasting_ms=rng.choice((30_000, 0, 50)),
-    )
+    ).with_state_of(rng.choice((-1, -1, 1)))
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,7 @@ class Simulation:
         tracing: bool,
         make_machine: MakeMachine = make_machine,
         make_coordinator: MakeCoordinator | None = None,
+        make_driver: MakeDriver = Driver,
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
@@ -147,6 +160,7 @@ class Simulation:
         self.site = Site(self.world, self.checks, self._coordinator)
         self.site.make_worker = self._worker
         self.make_machine = make_machine
+        self.make_driver = make_driver
         self.make_coordinator = make_coordinator or _production_coordinator
         self.hosts = [f"host{i}" for i in range(setup.hosts)]
         if setup.disk_hosts is not None:
@@ -177,6 +191,8 @@ class Simulation:
         for host in self.hosts:
             self.boot(host)
         self.injector = Injector(self, setup.faults)
+        self.unused: dict[Connection, int] = {}  # and how often they were seen
+        self._look()
 
     def boot(self, host: str) -> None:
         """Start a host's agent, and with it its workers, unless it runs."""
@@ -194,22 +210,32 @@ class Simulation:
         return self.make_coordinator(self.config, list(journal))
 
     def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
-        return SimWorker(self.world, self.site, key, agent, self.setup.job, self.make_machine(key))
+        config = DriverConfig(lanes=self.setup.job.lanes, rewindable=self.setup.rewindable)
+        driver = self.make_driver(key, config, self.make_machine(key))
+        return SimWorker(self.world, self.site, agent, self.setup.job, driver)
 
-    def _holders(self) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
-        """What the live, reachable workers with a plan have, and of which step."""
-        return {
-            w.me: (w.at, tuple(w.states))
+    def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
+        """What the live, reachable workers with a plan have, and what they would have with one more decision."""
+        live = [
+            w
             for w in self.site.live_workers()
-            if w.frozen_ns is None and w.machine.plan is not None and self.world.reachable(w.host, "control")
-        }
+            if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
+        ]
+        tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
+        found = {}
+        for w in live:
+            held, stages = w.driver.machine.holding(), w.state.stages
+            found[w.me] = {(w.state.at, k) for k in stages}
+            if held.gradient_step in tops:
+                found[w.me] |= {(held.gradient_step, k) for k in held.gradient_stages if k in stages}
+        return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
         live = self.site.live_workers()
-        return {w.me: w.machine.position for w in live if w.machine.settled and w.machine.generation == generation}
+        return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.machine.position for w in self.site.live_workers() if w.machine.plan is not None}
+        return {w.me: w.driver.position for w in self.site.live_workers() if w.driver.plan is not None}
 
     def ended(self) -> bool:
         return self.site.completed or bool(self.site.failed)
@@ -223,13 +249,39 @@ class Simulation:
         if self.site.failed:
             return f"P4: the job failed: {self.site.failed}"
         self.checks.finish()
+        self._sweep()
         return ""
+
+    def _sweep(self) -> None:
+        """What is left when the job has ended, and a while later, when nobody should be there any more."""
+        freed = self.checks.freed
+        self.injector.stop()
+        self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
+        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self.site.live_workers()])
+        control = (AgentProcess, CoordinatorProcess, Client)
+        left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
+        freed("the network", "connections of workers", left)
+        timers = [act for act in self.world.pending() if isinstance(getattr(act, "__self__", None), SimWorker)]
+        freed("the world", "timers of workers", timers)
+
+    def _look(self) -> None:
+        """Connections that one end holds and the other has forgotten, for longer than anything takes."""
+        unused: dict[Connection, int] = {}
+        for connection in self.world.connections:
+            workers = [end for end in connection.ends if isinstance(end, SimWorker)]
+            still = connection.closing or any(w.frozen_ns is not None for w in workers) or connection.stuck
+            if not still and not all(w.uses(connection) for w in workers):
+                unused[connection] = self.unused.get(connection, 0) + 1
+        self.unused = unused
+        leaks = [connection.pair for connection, looks in unused.items() if looks > MOST_LOOKS]
+        self.checks.freed("the network", "connections that one side does not use", leaks)
+        self.world.later(LOOK_NS, self._look)
 
     def _where(self) -> str:
         coordinator = self.site.coordinator
         status = coordinator.machine.status() if coordinator is not None else {}
         workers = [
-            f"{w.me} {w.machine.phase} generation {w.machine.generation} at {w.machine.position}"
+            f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
             for w in self.site.live_workers()
         ]
         return f"workers: {workers}; coordinator: {status}"
@@ -243,13 +295,14 @@ def simulate(
     tracing: bool = False,
     make_machine: MakeMachine = make_machine,
     make_coordinator: MakeCoordinator | None = None,
+    make_driver: MakeDriver = Driver,
     faults: Sequence[Fault] | None = None,
 ) -> Outcome:
     """Run one seed. `split`: of a model in several stages. `setup` and `faults` replace what the seed would draw."""
     chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
     if faults is not None:
         chosen = replace(chosen, faults=tuple(faults))
-    simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator)
+    simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator, make_driver)
     try:
         problem = simulation.run()
     except Exception as error:  # whatever it is, it is this seed's finding

@@ -1,88 +1,71 @@
-"""One worker's process in the simulation: drives the very step machine of production, with an abstract state."""
+"""One worker's process in the simulation: carries out what the very driver of production says, on an abstract state.
+
+Nothing is decided here. What arrives is treated as in production: a message of the coordinator is asked at once whether
+it interrupts the operation under way, and handed in; the driver takes it in when it may.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from everstep.base.cause import Cause
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Member, WorkerKey
 from everstep.protocol import messages as wire
-from everstep.protocol.step_machine import Phase, StepMachine
-from everstep.protocol.step_types import (
-    Compute,
-    Discard,
-    Entered,
-    FetchState,
-    GatherAsked,
-    Gathered,
-    GoBack,
-    HoldingArrived,
-    Key,
-    Leave,
-    LeftPlan,
-    Open,
-    PlanArrived,
-    PreparedArrived,
-    Record,
-    Reduce,
-    Release,
-    SendHolding,
-    SendRecord,
-    ServeState,
-    StateCopied,
-    StepAsked,
-    StepEffect,
-    StepEvent,
-    Update,
-    Updated,
-)
-from everstep.sim.checks import Vote
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.step_types import Key
+from everstep.sim.application import Application
 from everstep.sim.control import ControlClient
-from everstep.sim.heal import Copy, Donor, Fetcher, Joiner
+from everstep.sim.copying import Donor, Fetcher, Follower
 from everstep.sim.keep import Keeper
 from everstep.sim.lanes import Lanes
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import Gradient, Job, initial, update
-from everstep.sim.world import MS, Process, World
+from everstep.sim.model import Job
+from everstep.sim.state import State
+from everstep.sim.world import MS, Connection, Process, World
 
 if TYPE_CHECKING:
     from everstep.sim.control import AgentProcess, Site
 
-MakeMachine = Callable[[WorkerKey], StepMachine]
-_DECIDED = (Update, Gathered, Release, Discard)
+MakeDriver = Callable[[WorkerKey], Driver]
+_NOTHING = (Key(0, 0), 0)
+_UNINTERRUPTED = do.Update | do.Adopt | do.Replay
+_PHASES: dict[type[do.Operation], str] = {
+    do.Open: "settling",
+    do.Fetch: "fetching",
+    do.Restore: "fetching",
+    do.OpenFeeds: "heal",
+    do.Compute: "computing",
+    do.Reduce: "reducing",
+    do.Update: "updating",
+}
 
 
 class SimWorker(Process):
-    """One life of one slot: driver, application, lanes, and its ties to coordinator and peers."""
+    """One life of one slot: a driver, an application, and what they need of the world."""
 
-    def __init__(
-        self, world: World, site: Site, key: WorkerKey, agent: AgentProcess, job: Job, machine: StepMachine
-    ) -> None:
-        super().__init__(world, f"worker-{key}", agent.host)
+    def __init__(self, world: World, site: Site, agent: AgentProcess, job: Job, driver: Driver) -> None:
+        self.me = driver.me
+        super().__init__(world, f"worker-{self.me}", agent.host)
         self.site = site
-        self.me = key
         self.agent = agent
         self.job = job
-        self.machine = machine
-        self.pid = 1000 + 100 * key.worker_id + key.incarnation
-        self.at = 0
-        self.states = {stage: initial(stage) for stage in range(job.stages)}
-        self.gradient: tuple[int, dict[int, Gradient]] | None = None
-        self.effects_held: dict[int, int] = {}
-        self.records: Mapping[int, Record] = {}
+        self.driver = driver
+        self.pid = 1000 + 100 * self.me.worker_id + self.me.incarnation
         self.slowness = world.rng.choice((1, 1, 1, 2, 4))
-        self.mesh, self.donor, self.fetcher, self.joiner = Mesh(self), Donor(self), Fetcher(self), Joiner(self)
-        self.lanes, self.keeper = Lanes(self), Keeper(self)
-        self.faults: dict[int, list[int]] = {}
-        self._queue: deque[StepEffect] = deque()
-        self._performing = False
-        self._updating = False
-        self._asked = False
+        self.app = Application(self.me, job)
+        self.state = State(self.me, job, site.checks)
+        self.mesh, self.lanes, self.keeper = Mesh(self), Lanes(self), Keeper(self)
+        self.donor, self.fetcher, self.follower = Donor(self), Fetcher(self), Follower(self)
+        self.operation: do.Operation | None = None
+        self.cut_to = -1  # operations of this generation and older ones are over
         self._phase = ""
-        self._settling = False
-        self.done = False
+        self._exchanged = _NOTHING  # key and generation of the exchange that has just been completed
+        self._events: deque[object] = deque()
+        self._handling = False
         self.client: ControlClient | None = None
         world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
         self.later(world.between(5 * MS, 40 * MS), self._connect)
@@ -91,70 +74,19 @@ class SimWorker(Process):
 
     def _connect(self) -> None:
         self.client = ControlClient(self, self.site, "worker", self._hello, self.deliver)
+        self.handle(self.app.next(None))
 
     def _hello(self) -> list[wire.AnyMessage]:
         """Everything that the coordinator may have missed, anew."""
+        standing = self.driver.standing
         member = Member(self.me.worker_id, self.me.incarnation, self.host, self.pid, self.name)
-        said: list[wire.AnyMessage] = [wire.WorkerHello(member=member, step=self.machine.step, plan=self.machine.plan)]
-        if self.machine.settled:
-            said.append(self._entered_message())
-        for generation, accused in sorted(self.faults.items()):
-            said.append(self._fault_message(generation, accused))
-        if self.joiner.ticket is not None and (self.joiner.healed or self.joiner.failed):
-            said.append(self._heal_message())
-        if self.done:
-            said.append(self._done_message())
-        return said
+        size = self.job.state_bytes
+        hello = wire.WorkerHello(member=member, step=standing.step, plan=standing.plan, state_bytes=size)
+        return [hello, *standing.messages]
 
     def tell(self, message: wire.AnyMessage) -> None:
         if self.client is not None:
             self.client.send(message)
-
-    def _entered_message(self) -> wire.AnyMessage:
-        return wire.GenerationEntered(
-            worker_id=self.me.worker_id,
-            incarnation=self.me.incarnation,
-            generation=self.machine.generation,
-            step=self.machine.step,
-            phases_ms={},
-        )
-
-    def _fault_message(self, generation: int, accused: list[int]) -> wire.AnyMessage:
-        return wire.PeerFault(
-            worker_id=self.me.worker_id,
-            incarnation=self.me.incarnation,
-            generation=generation,
-            accused=sorted(accused),
-            cause=Cause.LINK,
-            reason="a transfer failed",
-        )
-
-    def _heal_message(self) -> wire.AnyMessage:
-        ticket = self.joiner.ticket or 0
-        who = {"worker_id": self.me.worker_id, "incarnation": self.me.incarnation, "ticket": ticket}
-        if self.joiner.failed:
-            return wire.HealFailed(**who, cause=Cause.LINK, reason=self.joiner.failed)
-        return wire.WorkerHealed(**who, step=self.at)
-
-    def _done_message(self) -> wire.AnyMessage:
-        plan = self.machine.plan
-        leads = plan is not None and plan.leader(0) == self.me.worker_id
-        return wire.WorkerDone(
-            worker_id=self.me.worker_id,
-            incarnation=self.me.incarnation,
-            generation=self.machine.generation,
-            step=self.at,
-            final_written=leads,
-        )
-
-    def report_fault(self, generation: int, accused: list[int]) -> None:
-        """Transfers with these members failed."""
-        self.world.log(self.name, "accuses", accused, f"in generation {generation}")
-        self.faults.setdefault(generation, []).extend(accused)
-        self.tell(self._fault_message(generation, accused))
-
-    def tell_heal(self) -> None:
-        self.tell(self._heal_message())
 
     def pulse(self) -> wire.WorkerPulse:
         """What the agent reads of it from shared memory."""
@@ -162,8 +94,8 @@ class SimWorker(Process):
         return wire.WorkerPulse(
             worker_id=self.me.worker_id,
             incarnation=self.me.incarnation,
-            step=self.machine.step,
-            phase=str(self.machine.phase),
+            step=self.driver.machine.step,
+            phase=str(self.driver.machine.phase),
             still_ms=still,
             samples_per_s=100.0 / self.slowness,
             compute_ms_per_lane=2.0 * self.slowness,
@@ -171,24 +103,25 @@ class SimWorker(Process):
 
     def deliver(self, message: wire.AnyMessage) -> None:
         """A message of the coordinator."""
-        self.keeper.say()
-        match message:
-            case wire.PlanNow(plan=plan):
-                self.site.checks.plan(plan)
-                self.feed(PlanArrived(plan))
-            case wire.PlanPrepared(plan=plan):
-                self.site.checks.plan(plan)
-                self.feed(PreparedArrived(plan))
-            case wire.Heal():
-                self.joiner.begin(message)
-            case wire.Dismissed(reason=reason, drained=drained):
-                self.exit(f"dismissed: {reason}", restart=not drained)
-            case wire.JobEnded(state=state):
-                self.exit(f"job {state}", restart=False)
+        if isinstance(message, wire.PlanNow | wire.PlanPrepared):
+            self.site.checks.plan(message.plan)
+        newest = interrupts(message)
+        if newest is not None:
+            self._interrupt(newest)
+        self.handle(do.Heard(message, self.world.now_ns))
+        if isinstance(self.operation, do.Watch):
+            self.later(self.world.between(0, MS), self.done, self.operation, ())
 
-    def exit(self, reason: str, restart: bool) -> None:
-        """End by oneself."""
-        self._ending(Cause.EXITED, reason, restart)
+    def _interrupt(self, generation: int) -> None:
+        """The transfers of this generation and older ones are over."""
+        self.cut_to = max(self.cut_to, generation)
+        if self.world.rng.random() < 0.5:
+            self.mesh.leave(generation)
+        operation = self.operation
+        if operation is not None and operation.generation <= generation:
+            self.later(self.world.between(0, 2 * MS), self.abort, operation)
+
+    # ---- the end of this life
 
     def fail(self, reason: str) -> None:
         """End by an exception, with last words."""
@@ -196,8 +129,8 @@ class SimWorker(Process):
             wire.WorkerFailed(
                 worker_id=self.me.worker_id,
                 incarnation=self.me.incarnation,
-                step=self.machine.step,
                 cause=Cause.EXCEPTION,
+                step=self.driver.machine.step,
                 reason=reason,
                 signature=reason,
                 fatal=False,
@@ -205,221 +138,266 @@ class SimWorker(Process):
         )
         self._ending(Cause.EXCEPTION, reason, restart=True)
 
+    def uses(self, connection: Connection) -> bool:
+        """Whether something may still be sent or expected here."""
+        if self.client is not None and self.client.connection is connection:
+            return True
+        mesh, donor = self.mesh, self.donor
+        if connection in mesh.out.values() or any(connection is c for _, c in mesh.incoming):
+            return True
+        if any(connection is one[0] for one in [*donor.feeds, *donor.wanted, *donor.fetchers]):
+            return True
+        return connection is self.fetcher.connection or any(connection is f.connection for f in self.follower.feeds)
+
     def die(self, reason: str) -> None:
         """End by SIGKILL."""
         self._ending(Cause.KILLED, reason, restart=True)
 
-    def _ending(self, cause: Cause, reason: str, restart: bool) -> None:
-        if not self.alive:
+    def _ending(self, cause: Cause, reason: str, restart: bool, in_order: bool = False) -> None:
+        if self.alive:
+            super().die(reason)
+            self.agent.later(
+                self.world.between(MS // 2, 4 * MS), self.agent.exited, self, cause, reason, restart, in_order
+            )
+
+    # ---- the driver
+
+    def handle(self, event: object) -> None:
+        """Give the driver an event; what it says is carried out in order, before anything else is handed in."""
+        self._events.append(event)
+        if self._handling:
             return
-        super().die(reason)
-        self.agent.later(self.world.between(MS // 2, 4 * MS), self.agent.exited, self, cause, reason, restart)
+        self._handling = True
+        while self._events and self.alive:
+            taken = self._events.popleft()
+            effects = self.driver.handle(self.world.now_ns, taken)
+            if self.world.tracing:
+                self.world.log(self.name, f"[{self.driver.machine.phase}]", taken, "=>", effects)
+            for effect in effects:
+                if self.alive:
+                    self._perform(effect)
+            if isinstance(taken, do.Done):
+                self._exchanged = _NOTHING
+        self._handling = False
 
-    # ---- the machine
+    def done(self, operation: do.Operation, result: object = None) -> None:
+        """The operation was carried out, unless it has been answered."""
+        if self.operation is operation:
+            self.operation = None
+            if isinstance(operation, do.Exchange):
+                self._exchanged = (Key(operation.tag.step, operation.tag.seq), operation.generation)
+            self.handle(do.Done(operation.op, result))
 
-    def feed(self, event: StepEvent) -> None:
-        """One event for the step machine; its effects queue up behind those not yet carried out."""
-        self._settling = isinstance(event, HoldingArrived | StateCopied | Updated)
-        effects = self.machine.handle(self.world.now_ns, event)
-        if self.world.tracing:
-            self.world.log(self.name, f"[{self.machine.phase}]", event, "=>", effects)
-        if any(isinstance(e, Leave | Open) for e in effects):
-            self._queue = deque(e for e in self._queue if isinstance(e, _DECIDED))
-            self.lanes.stop()
-        self._queue.extend(effects)
-        if not self._performing and not self._updating:
-            self._perform()
-
-    def _perform(self) -> None:
-        self._performing = True
-        while self._queue and self.alive and not self._updating:
-            self._act(self._queue.popleft())
-        self._performing = False
-        if self.alive and not self._updating:
-            self._pump()
-
-    def _pump(self) -> None:
-        """The turn is the application's."""
-        if not self.alive:
+    def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
+        """End the operation, unless it has been answered."""
+        if self.operation is not operation or isinstance(operation, _UNINTERRUPTED):
             return
-        self._note_phase()
-        self.mesh.look()
-        self.donor.boundary()
-        phase = self.machine.phase
-        early = phase is Phase.SETTLING and self.world.rng.random() < 0.3
-        if self._asked or not (phase is Phase.IDLE or early):
-            return
-        position = self.machine.position
-        if position.seq < self.job.gathers(position.step):
-            self._asked = True
-            self.feed(GatherAsked(b""))
-        elif position.step < self.job.steps:
-            self._asked = True
-            self.feed(StepAsked())
-        elif not early and not self.done:
-            self._finish()
+        if isinstance(operation, do.Compute):
+            self.lanes.leave(operation, accused, reason)
+        else:
+            self.aborted(operation, accused, reason)
 
-    def _finish(self) -> None:
-        self.done = True
-        plan = self.machine.plan
-        if plan is not None and plan.leader(0) == self.me.worker_id:
-            self.site.checks.final(self.me, self.at, self.states)
-        self.tell(self._done_message())
+    def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
+        """The operation was left."""
+        self.operation = None
+        self.fetcher.stop()
+        self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
 
-    def _note_phase(self) -> None:
-        phase = str(self.machine.phase)
-        if phase != self._phase:
-            self._phase = phase
-            self.phase_changed(phase)
+    def _perform(self, effect: do.Effect) -> None:
+        if isinstance(effect, do.Operation):
+            self._begin(effect)
+        else:
+            _PERFORM[type(effect)](self, effect)
 
-    def phase_changed(self, phase: str) -> None:
-        """Faults may be aimed at it."""
-        for hook in self.site.phase_hooks[:]:
-            hook(self, phase)
+    def _begin(self, operation: do.Operation) -> None:
+        self.operation = operation
+        self._note_phase(operation)
+        if 0 < operation.generation <= self.cut_to and not isinstance(operation, _UNINTERRUPTED):
+            self.later(self.world.between(0, MS // 4), self.abort, operation)
+        else:
+            _BEGIN[type(operation)](self, operation)
+            self.mesh.look()
+
+    def _note_phase(self, operation: do.Operation) -> None:
+        phase = _PHASES.get(type(operation), "")
+        if isinstance(operation, do.Exchange):
+            phase = "settling" if operation.tag.kind == "settle" else "gathering" if operation.tag.seq else "agreeing"
+        if phase and (phase != self._phase or phase == "gathering"):
+            for hook in self.site.phase_hooks[:]:
+                hook(self, phase)
+        self._phase = phase
+
+    # ---- operations
+
+    def _open(self, operation: do.Open) -> None:
+        self.state.build()
+        self.mesh.open(operation)
+
+    def opened(self, operation: do.Open) -> None:
+        """All members have been reached."""
+        if self.operation is operation:
+            lost = self.lanes.open(operation.plan, operation.step)
+            disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
+            self.done(operation, do.Opened(lost, disk))
+
+    def _exchange(self, operation: do.Exchange) -> None:
+        if operation.tag.kind == "settle":
+            self.site.checks.stated(operation.generation, self.me.worker_id, operation.payload)
+        self.mesh.exchange(operation)
+
+    def _update(self, operation: do.Update) -> None:
+        gradients = self.state.gradient(operation.step)
+        gradients = {k: gradients[k] for k in operation.stages}
+        self.donor.feed(operation.step, operation.records, gradients)
+        slow = self.world.rng.random() < 0.15  # long enough for plans to come in the middle
+        took = self.world.between(MS // 2, 25 * MS if slow else 3 * MS)
+        self.later(took, self._updated, operation, gradients)
+
+    def _updated(self, operation: do.Update, gradients: dict[int, Any]) -> None:
+        self.state.apply(operation.step, operation.records, gradients)
+        self.done(operation, self.world.now_ns)
+
+    def _restore(self, operation: do.Restore) -> None:
+        self.site.went_back.append(operation.step)
+        self.fetcher.fetch(operation)
+
+    def _adopt(self, operation: do.Adopt) -> None:
+        self.later(self.world.between(MS // 2, 10 * MS), self.follower.adopt, operation)
+
+    def _replay(self, operation: do.Replay) -> None:
+        self.later(self.world.between(MS // 2, 3 * MS), self.follower.replay, operation)
+
+    def _evaluate(self, operation: do.Evaluate) -> None:
+        self.later(self.world.between(0, 5 * MS), self.done, operation)
+
+    def _save_last(self, operation: do.SaveLast) -> None:
+        self.later(self.world.between(MS, 20 * MS), self.done, operation)
+
+    def _linger(self, operation: do.Linger) -> None:
+        self.later(self.world.between(10 * MS, 2000 * MS), self.done, operation)
+
+    def _finish(self, operation: do.Finish) -> None:
+        self.later(self.world.between(0, 3 * MS), self._finished, operation)
+
+    def _finished(self, operation: do.Finish) -> None:
+        if self.operation is operation:
+            leads = operation.plan.leader(0) == self.me.worker_id
+            if leads:
+                self.site.checks.final(self.me, self.state.at, self.state.stages)
+            self.done(operation, leads)
+
+    def digest(self, step: int, stage: int) -> str:
+        """Of the state before the step, if a comparison is due."""
+        every = self.driver.config.verify_every
+        return format(self.state.stages[stage], "x") if every and step % every == 0 else ""
 
     # ---- effects
 
-    def _act(self, effect: StepEffect) -> None:
-        match effect:
-            case Leave():
-                self.mesh.leave()
-                self.fetcher.stop()
-                self.donor.left(self.machine.generation)
-            case Open(plan=plan):
-                self.joiner.stop()
-                self.done = False
-                if self.at == 0:  # what nobody has trained can be built
-                    self.states = {k: self.states.get(k, initial(k)) for k in range(self.job.stages)}
-                self.lanes.stop()
-                self.mesh.open(plan)
-            case SendHolding(holding=holding):
-                self.site.checks.holding(self.machine.generation, self.me.worker_id, holding)
-                self.mesh.send_holding(holding)
-            case Compute(step=step, lanes=lanes):
-                self.lanes.compute(self.plan(), step, lanes)
-            case Reduce(step=step):
-                self._reduce(step)
-            case SendRecord(key=key, record=record):
-                self._send_record(key, record)
-            case Update(step=step, records=records):
-                self._begin_update(step, records)
-            case Gathered(key=key, records=records):
-                self.site.checks.decision(self.machine.generation, key, records, self._settling)
-                self.records, self._asked = records, False
-            case Release(step=step):
-                self._release(step)
-            case Discard(step=step):
-                self.lanes.discard(step)
-            case ServeState():
-                self.donor.serve(effect)
-            case FetchState(generation=generation, position=position, donors=donors):
-                self.fetcher.fetch(generation, position, donors)
-            case GoBack(generation=generation, step=step, sources=sources):
-                self.site.went_back.append(step)
-                self.fetcher.fetch(generation, Key(step, 0), sources)
-            case Entered(generation=generation, step=step):
-                self.faults = {g: a for g, a in self.faults.items() if g >= generation}
-                held = self.states.keys() if self.at == step else ()
-                self.site.checks.entered(self.me, generation, step, held)
-                self.tell(self._entered_message())
-            case LeftPlan():
-                self.exit("drained: the plan goes on without it", restart=False)
+    def _cut(self, effect: do.Cut) -> None:
+        self.cut_to = max(self.cut_to, effect.generation)
+        self.mesh.leave(effect.generation)
+        self.donor.cut(effect.generation)
 
-    def _send_record(self, key: Key, record: Record) -> None:
-        if not record.payload:
-            vote = Vote(self.machine.generation, self.me.worker_id, (), ())
-            record = Record(record.prepared, vote.encode())
-        self.mesh.send_record(key, record)
+    def _tell(self, effect: do.Tell) -> None:
+        if isinstance(effect.message, wire.PeerFault):
+            self.world.log(self.name, "accuses", effect.message.accused)
+        self.tell(effect.message)
 
-    # ---- a step
+    def _decided(self, effect: do.Decided) -> None:
+        """With records of this generation's exchange, or with some that were handed over."""
+        key, made_in = self._exchanged
+        handed = key != effect.key
+        machine = self.driver.machine
+        if machine.position != effect.key:
+            raise AssertionError(f"{self.me} decided {effect.key} and is at {machine.position}")
+        self.site.checks.freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
+        generation = effect.generation if handed else made_in
+        self.site.checks.decision(generation, effect.key, machine.records, handed)
 
-    def plan(self) -> Plan:
-        """Of the present generation."""
-        if self.machine.plan is None:
-            raise AssertionError(f"{self.me} has no plan")
-        return self.machine.plan
-
-    def _reduce(self, step: int) -> None:
-        plan = self.plan()
-        for stage in plan.stages_of(self.me.worker_id):
-            lanes = plan.lanes_of(self.me.worker_id, stage)
-            self.mesh.reduce(step, stage, lanes, self.lanes.of(step, stage, lanes))
-
-    def hold(self, step: int, gradients: dict[int, Gradient]) -> None:
-        """The reduced gradient of a step is complete here, for all own stages."""
-        if step == self.at + 1:
-            for stage, gradient in gradients.items():
-                self.site.checks.reduced(self.me, step, stage, self.states[stage], gradient)
-            self.gradient = (step, gradients)
-
-    # ---- the state
-
-    def stands(self) -> bool:
-        """Whether the state is that of the position, with nothing under way."""
-        return self.machine.settled and not self._updating and self.at == self.machine.position.step
-
-    def _begin_update(self, step: int, records: Mapping[int, Record]) -> None:
-        self.site.checks.decision(self.machine.generation, Key(step, 0), records, self._settling)
-        if self.gradient is None or self.gradient[0] != step or self.at != step - 1:
-            raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradient}")
-        self._updating = True
-        self._note_phase()
-        slow = self.world.rng.random() < 0.15  # long enough for plans to come in the middle
-        took = self.world.between(MS // 2, 25 * MS if slow else 3 * MS)
-        self.later(took, self._apply, step, records, self.gradient[1])
-
-    def _apply(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
-        self._updating = False
-        self.replay(step, {k: update(self.states[k], step, gradient) for k, gradient in gradients.items()})
-        self.records, self._asked = records, False
-        self.donor.feed(step, records, gradients)
-        self.feed(Updated(step))
-
-    def replay(self, step: int, states: dict[int, int]) -> None:
-        """The states are now those of `step`, one further; stages that are not named are dropped."""
-        self.at, self.states = step, states
-        self._check_states()
-        self.effects_held[step] = self.site.checks.effect(step)
-
-    def _check_states(self) -> None:
-        for stage, state in self.states.items():
-            self.site.checks.state(self.me, self.at, stage, state)
-
-    def copy(self, stage: int) -> Copy:
-        """What a peer needs to be where this worker is."""
-        kept = ((self.at, self.site.checks.effect(self.at)),) if self.at else ()
-        return Copy(self.machine.position, self.records, {stage: self.states[stage]}, kept)
-
-    def install(self, copy: Copy) -> None:
-        """Become a copy, or get more stages at the same position. The caller reports it to the machine at once."""
-        if copy.position != self.machine.position:
-            self._asked = False
-            self.gradient = None
-        self.donor.jumped()
-        kept = self.states if copy.position.step == self.at else {}
-        self.at, self.states = copy.position.step, {**kept, **copy.states}
-        if copy.records or copy.position != self.machine.position:
-            self.records = copy.records
-        self.effects_held.update(copy.effects)
-        self._check_states()
-
-    def _release(self, step: int) -> None:
-        released = self.site.checks.released.get(self.me, 0)
-        for held in sorted(s for s in self.effects_held if s <= step):
-            effect = self.effects_held.pop(held)
-            if held > released:
-                self.site.checks.release(self.me, self.machine.position, held, effect)
-        plan = self.machine.plan
+    def _release(self, effect: step.Release) -> None:
+        self.state.release(effect.step, self.driver.position)
+        plan = self.driver.plan
         if plan is None:
             return
-        self.keeper.released(step, plan)
+        self.keeper.released(effect.step, plan)
         if plan.leader(0) == self.me.worker_id:
-            self.tell(
-                wire.Progress(
-                    worker_id=self.me.worker_id,
-                    incarnation=self.me.incarnation,
-                    generation=self.machine.generation,
-                    step=step,
-                    step_ms=10.0,
-                )
-            )
+            self.tell(self.driver.progress(effect.step, 10.0))
+
+    def _discard(self, effect: step.Discard) -> None:
+        self.lanes.discard(effect.step)
+
+    def _entered(self, effect: do.EnteredPlan) -> None:
+        held = self.state.stages.keys() if self.state.at == effect.step else ()
+        self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
+        self.site.checks.freed(self.me, "feeds, as a member", self.follower.feeds)
+
+    def _condemn(self, effect: do.Condemn) -> None:
+        self.keeper.condemn(effect.sound)
+        if effect.first:
+            self.site.disk.condemn(effect.sound)
+
+    def _stepped(self, effect: do.Stepped) -> None:
+        checks, at = self.site.checks, self.state.at
+        checks.stands(self.me, effect.step, at)
+        checks.freed(self.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
+        checks.freed(self.me, f"gathers, at step {at}", [k for k in self.driver.gathered if k.step != at])
+        self._go_on(effect)
+
+    def _go_on(self, effect: do.Answer) -> None:
+        self._phase = ""
+        pause = self.world.between(0, MS) if self.world.rng.random() < 0.3 else 0
+        self.later(pause, self.handle, self.app.next(effect))
+
+    def _exit(self, effect: do.Exit) -> None:
+        self._ending(
+            Cause.EXITED, effect.reason, restart=not (effect.drained or effect.failed), in_order=effect.drained
+        )
+
+    def _over(self, effect: do.JobOver) -> None:
+        self._ending(Cause.EXITED, "the job is over", restart=False)
+
+    def _outvoted(self, effect: do.Outvoted) -> None:
+        self._ending(Cause.CORRUPT, f"outvoted: {effect.reason}", restart=True)
+
+
+_BEGIN: dict[type[do.Operation], Callable[[SimWorker, Any], None]] = {
+    do.Open: SimWorker._open,
+    do.Exchange: SimWorker._exchange,
+    do.Compute: lambda worker, operation: worker.lanes.compute(operation),
+    do.Reduce: lambda worker, operation: worker.mesh.reduce(operation),
+    do.Update: SimWorker._update,
+    do.Fetch: lambda worker, operation: worker.fetcher.fetch(operation),
+    do.Restore: SimWorker._restore,
+    do.OpenFeeds: lambda worker, operation: worker.follower.open(operation),
+    do.Watch: lambda worker, operation: worker.follower.look(),
+    do.Adopt: SimWorker._adopt,
+    do.Replay: SimWorker._replay,
+    do.Evaluate: SimWorker._evaluate,
+    do.SaveLast: SimWorker._save_last,
+    do.Linger: SimWorker._linger,
+    do.Finish: SimWorker._finish,
+}
+_PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
+    do.Cut: SimWorker._cut,
+    do.Tell: SimWorker._tell,
+    do.Decided: SimWorker._decided,
+    step.Release: SimWorker._release,
+    step.Discard: SimWorker._discard,
+    do.Shelve: lambda worker, effect: worker.donor.shelve(effect),
+    do.Unshelve: lambda worker, effect: worker.donor.unshelve(),
+    do.OfferFeeds: lambda worker, effect: worker.donor.offer(effect),
+    do.CutFeeds: lambda worker, effect: worker.donor.jumped(),
+    do.CloseFeeds: lambda worker, effect: worker.follower.stop(),
+    do.EnteredPlan: SimWorker._entered,
+    do.RememberLoop: lambda worker, effect: None,
+    do.Condemn: SimWorker._condemn,
+    do.DropLanes: lambda worker, effect: None,
+    do.Arrived: SimWorker._stepped,
+    do.Stepped: SimWorker._stepped,
+    do.WentBack: SimWorker._stepped,
+    do.GatherDone: SimWorker._go_on,
+    do.Evaluated: SimWorker._go_on,
+    do.Exit: SimWorker._exit,
+    do.JobOver: SimWorker._over,
+    do.Outvoted: SimWorker._outvoted,
+}

@@ -51,6 +51,10 @@ class World:
         self.now_ns = max(self.now_ns, until_ns)
         return stop()
 
+    def pending(self) -> list[Act]:
+        """What is still to be called."""
+        return [entry[2] for entry in self._heap]
+
     def log(self, who: str, what: str, *details: Any) -> None:
         """A line of the trace."""
         if self.tracing:
@@ -178,6 +182,7 @@ class Connection:
         self.pair = _pair(a.name, b.name)
         self.timeout_ns = timeout_ns
         self.open = True
+        self.closing = False  # one side has ended it; the other has not seen that yet
         self._receive: list[Callable[[Any], None] | None] = [None, None]
         self._lost: list[Callable[[], None] | None] = [None, None]
         self._due = [0, 0]
@@ -212,6 +217,11 @@ class Connection:
         if self.open and self._held[to] and self._held[to][0] is message:
             self.fail()
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a message waits for the hosts to reach each other again."""
+        return any(self._held)
+
     def flush(self) -> None:
         """The hosts may reach each other again."""
         if not self.open or not self.world.reachable(self.ends[0].host, self.ends[1].host):
@@ -242,6 +252,7 @@ class Connection:
         if not self.open:
             return
         to = 1 - self.ends.index(side)
+        self.closing = True
         self._lost[1 - to] = self._receive[1 - to] = None
         if self._held[to] or not self.world.reachable(self.ends[0].host, self.ends[1].host):
             self.world.later(self.timeout_ns, self.fail)

@@ -73,9 +73,9 @@ def assemble(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
     device: torch.device,
-    goes_back: bool = False,
+    rewindable: bool = False,
 ) -> Run:
-    """A run over these parts, of a model that is not split. goes_back: as for `Session`.
+    """A run over these parts, of a model that is not split. rewindable: as for `Session`.
 
     Raises: ConfigError if the job is to have stages.
     """
@@ -89,7 +89,7 @@ def assemble(
         parts.extras = {**parts.extras, "everstep.order": order}
     replica = make_replica(parts, link.config, device)
     whole = Whole.of(parts.model)
-    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, goes_back), parts.model)
+    return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable), parts.model)
 
 
 def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
@@ -104,11 +104,11 @@ def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
     built = _Built(task, config, device, {"everstep.early_stop": early_stop})
     parts = built.make(() if config.meta_init and config.stages > 1 else None)
     if config.stages == 1:
-        return assemble(link, parts, built.dataset, task.collate, device, goes_back=True), early_stop
+        return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
     order = sample_order(config, built.dataset)
     whole = Whole.of(parts.model)
     stages = _stages(built, parts, order, task, config, device, checked=link.split_checked)
-    session = Session(link, stages, device, built.dataset, task.collate, order, whole, goes_back=True)
+    session = Session(link, stages, device, built.dataset, task.collate, order, whole, rewindable=True)
     return Run(session, parts.model), early_stop
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.order.cursor import LaneSamples
+from everstep.order.cursor import LaneSamples, SampleOrder
 from everstep.order.permutation import index_at
 
 
@@ -75,3 +75,6 @@ class ElasticOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.position = int(state["step"]), int(state["position"])
         self.workers, self.micro_batch = int(state["workers"]), int(state["micro"])
+
+
+Order = SampleOrder | ElasticOrder

@@ -7,19 +7,19 @@ seed, and the results are folded in chunk order. What a dead worker leaves undon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
-from everstep.base.errors import CollectiveAborted, ConfigError
+from everstep.base.errors import ConfigError
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.trees import Bundle, from_wire, to_wire
-
-if TYPE_CHECKING:
-    from everstep.train.session import Session
+from everstep.protocol.driver.operations import Evaluate
+from everstep.train.transports import JobTransport
+from everstep.train.view import WorkerView
 
 _Results = dict[int, dict[str, tuple[float, float]]]
 
@@ -69,36 +69,55 @@ _BEFORE_ALL_STEPS = 1 << 31
 """Messages of evaluations count as of a step before all others, so that those of older waves can be forgotten alone."""
 
 
-def evaluate_split(
-    session: Session, metrics: Callable[[Any, Any], Mapping[str, Any]], chunks: int, load: Callable[[int], Any]
-) -> dict[str, float]:
-    """As `evaluate`, where each worker has a part of the model: chunks flow through the pools, wave after wave.
+class Waves:
+    """An evaluation where each worker has a part of the model: chunks flow through the pools, wave after wave.
 
     A wave belongs to the generation that all stated in the gather before it. Whoever has left that generation does not
     begin it, and whoever waits for such a one is freed by the plan that comes; the next gather unites them.
     """
-    engine, known = session.engine, _Results()
-    mine: _Results = {}
-    while True:
-        stated = session.gather(msgspec.msgpack.encode((engine.machine.generation, mine)))
-        generations: set[int] = set()
-        for data in stated.values():
-            generation, found = msgspec.msgpack.decode(data, type=tuple[int, _Results])
-            generations.add(generation)
-            known.update(found)
-        mine = {}
-        missing = [i for i in range(chunks) if i not in known][:_WAVE]
-        if not missing:
-            return _folded(known, chunks)
-        plan = engine.plan
-        if plan is None or generations != {plan.generation} or engine.ended is not None:
-            continue
-        number = engine.last_gather.seq - _BEFORE_ALL_STEPS
-        session.transport.channel.forget(number - 1)  # all have received what the wave before sent
-        try:
-            _Wave(session, plan, number, metrics, load).run(missing, mine)
-        except CollectiveAborted as fault:
-            engine.left(fault, plan.generation)
+
+    def __init__(
+        self,
+        view: WorkerView,
+        transport: JobTransport,
+        metrics: Callable[[Any, Any], Mapping[str, Any]],
+        chunks: int,
+        load: Callable[[int], Any],
+    ) -> None:
+        self._view, self._transport, self._metrics = view, transport, metrics
+        self._chunks, self._load = chunks, load
+        self._generations: set[int] = set()
+        self._known = _Results()
+        self._mine: _Results = {}
+
+    def run(self, gather: Callable[[bytes], Mapping[int, bytes]], wave: Callable[[], object]) -> dict[str, float]:
+        """All chunks, whatever happens to the members; as `evaluate`. wave: has `pass_on` carried out, if it can be.
+
+        Raises: WentBack if the state is another one meanwhile.
+        """
+        while True:
+            stated = gather(msgspec.msgpack.encode((self._view.driver.generation, self._mine)))
+            self._generations = set()
+            for data in stated.values():
+                generation, found = msgspec.msgpack.decode(data, type=tuple[int, _Results])
+                self._generations.add(generation)
+                self._known.update(found)
+            self._mine = {}
+            if not self._missing():
+                return _folded(self._known, self._chunks)
+            wave()
+
+    def _missing(self) -> list[int]:
+        return [i for i in range(self._chunks) if i not in self._known][:_WAVE]
+
+    def pass_on(self, operation: Evaluate) -> None:
+        """One wave. Raises: CollectiveAborted."""
+        plan = operation.plan
+        if self._generations != {plan.generation}:
+            return
+        number = operation.number - _BEFORE_ALL_STEPS
+        self._transport.channel.forget(number - 1)  # all have received what the wave before sent
+        _Wave(self._view, self._transport, plan, number, self._metrics, self._load).run(self._missing(), self._mine)
 
 
 class _Wave:
@@ -106,31 +125,33 @@ class _Wave:
 
     def __init__(
         self,
-        session: Session,
+        view: WorkerView,
+        transport: JobTransport,
         plan: Plan,
         number: int,
         metrics: Callable[[Any, Any], Mapping[str, Any]],
         load: Callable[[int], Any],
     ) -> None:
-        self._session, self._plan, self._number, self._metrics, self._load = session, plan, number, metrics, load
-        self._me = session.link.me.worker_id
-        self._parts = plan.stages * session.config.chunks
+        self._view, self._transport, self._plan, self._number = view, transport, plan, number
+        self._metrics, self._load = metrics, load
+        self._me = view.me
+        self._parts = plan.stages * view.config.chunks
         self._pools = [[s.worker_id for s in plan.pool(k) if s.lanes] for k in range(plan.stages)]
         self._local: dict[tuple[int, int], Bundle] = {}
 
     def run(self, indices: Sequence[int], results: _Results) -> None:
         """All passes of these chunks that are this worker's; what comes out at the last part goes to `results`."""
-        session = self._session
-        models = [replica.parts.model for replica in session.stages.values()]
+        view = self._view
+        models = [replica.parts.model for replica in view.stages.values()]
         modes = [model.training for model in models]
-        for replica in session.stages.values():
+        for replica in view.stages.values():
             replica.settle_buffers()
             replica.parts.model.eval()
         try:
             for place, index in enumerate(indices):
                 for part in range(self._parts):
                     if self._holder(part, place) == self._me:
-                        if session.engine.superseded(self._plan.generation):
+                        if view.cutter.over(self._plan.generation):
                             return
                         self._pass(part, place, index, results)
         finally:
@@ -142,13 +163,13 @@ class _Wave:
         return pool[place % len(pool)]
 
     def _pass(self, part: int, place: int, index: int, results: _Results) -> None:
-        session = self._session
+        view = self._view
         inputs = self._take(part, place) if part else None
         last = part == self._parts - 1
-        seed_all(derive(session.config.seed, _CHUNK_SEED, index))
+        seed_all(derive(view.config.seed, _CHUNK_SEED, index))
         batch = self._load(index) if part == 0 or last else None
-        session.tick()
-        found = session.stages[part % self._plan.stages].evaluate(part, inputs, self._metrics, batch)
+        view.tick()
+        found = view.stages[part % self._plan.stages].evaluate(part, inputs, self._metrics, batch)
         if last:
             results[index] = _pairs(found)
         else:
@@ -161,14 +182,14 @@ class _Wave:
         source = self._holder(part - 1, place)
         if source == self._me:
             return self._local.pop((part, place))
-        return from_wire(*self._session.transport.channel.recv(source, self._hop(part, place)))
+        return from_wire(*self._transport.channel.recv(source, self._hop(part, place)))
 
     def _give(self, part: int, place: int, what: Bundle) -> None:
         to = self._holder(part, place)
         if to == self._me:
             self._local[part, place] = what
         else:
-            self._session.transport.channel.send(to, self._hop(part, place), *to_wire(what))
+            self._transport.channel.send(to, self._hop(part, place), *to_wire(what))
 
 
 def _pairs(results: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,9 +25,7 @@ from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
-
-if TYPE_CHECKING:
-    from everstep.train.session import Session
+from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
 _MODEL = "model/"
@@ -68,21 +66,16 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 class Finisher:
     """Writes final/ where this worker is the main, and gives its stages to the main where it is not."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, view: WorkerView) -> None:
+        self._view = view
         self._manifests: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def write(self, run_dir: Path) -> bool:
+    def write(self, run_dir: Path, plan: Plan, number: int) -> bool:
         """Whether it was written. False: the plan changed meanwhile."""
-        session = self._session
-        number = session.engine.position.step
-        if not session.stages.split:
-            replica = session.stages.only
+        if not self._view.stages.split:
+            replica = self._view.stages.only
             write_final(run_dir, replica.parts.model, replica.state, number)
             return True
-        plan = session.engine.plan
-        if plan is None:
-            return False
         parts = self._collect(plan, number)
         if parts is None:
             return False
@@ -95,39 +88,36 @@ class Finisher:
 
     def _collect(self, plan: Plan, number: int) -> list[tuple[dict[str, Any], dict[str, Tensor]]] | None:
         """All stages; None if the plan changed before they were there."""
-        session = self._session
-        while not session.engine.superseded(plan.generation):
+        while not self._view.cutter.over(plan.generation):
             try:
                 return [self._stage(plan, stage, number) for stage in range(plan.stages)]
             except (EverstepError, OSError) as error:
                 log.info("the stages could not be collected: %s", error)  # not there yet; or dead, then a plan comes
-                session.tick()
+                self._view.tick()
                 time.sleep(0.02)
         return None
 
     def _stage(self, plan: Plan, stage: int, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        session = self._session
-        if stage in session.engine.machine.stages:
-            replica = session.stages[stage]
+        view = self._view
+        if stage in view.driver.machine.stages:
+            replica = view.stages[stage]
             return self._manifest(stage, number), model_tensors(replica.parts.model)
         holders = [plan.member(seat.worker_id) for seat in plan.pool(stage)]
         request = {"kind": "final", "stage": stage, "step": number, "generation": plan.generation}
-        connection = heal.connect_first(holders, session.link.token, request)
-        try:
+        connection = heal.connect_first(holders, view.link.token, request)
+        with view.cutter.guarded(connection, plan.generation):
             while not heal.readable(connection, 0.005):
-                session.tick()
+                view.tick()
             told = connection.recv_json()
             manifest = told["manifest"]
-            blocks = heal.receive_blocks(connection, manifest, session.tick)
-        finally:
-            connection.close()
+            blocks = heal.receive_blocks(connection, manifest, view.tick)
         return manifest, _tensors(manifest, told["names"], blocks)
 
     def _manifest(self, stage: int, number: int) -> dict[str, Any]:
         """Made once: nothing changes any more."""
         key = (stage, number)
         if key not in self._manifests:
-            replica = self._session.stages[stage]
+            replica = self._view.stages[stage]
             replica.settle_buffers()
             self._manifests = {k: m for k, m in self._manifests.items() if k[1] == number}
             self._manifests[key] = replica.state.manifest()
@@ -135,11 +125,10 @@ class Finisher:
 
     def serve(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """In a handler thread: the main asks for a stage at the last step. Silent if it is not held like that."""
-        session, stage, number = self._session, int(request["stage"]), int(request["step"])
-        engine = session.engine
-        if engine.position.step != number or stage not in engine.machine.stages:
+        view, stage, number = self._view, int(request["stage"]), int(request["step"])
+        if view.step != number or stage not in view.driver.machine.stages:
             return
-        replica = session.stages[stage]
+        replica = view.stages[stage]
         manifest = self._manifest(stage, number)
         connection.send_json({"manifest": manifest, "names": names_of(replica.parts.model, replica.state)})
         for index in range(len(manifest["blocks"])):

@@ -26,9 +26,9 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import decode_records, encode_records
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,13 @@ class Donor:
     others: answers further kinds of requests, by kind.
     """
 
-    def __init__(self, others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None) -> None:
+    def __init__(
+        self,
+        asked: Callable[[], None] = lambda: None,
+        others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None,
+    ) -> None:
+        """asked: called, in a handler thread, when somebody wants to follow."""
+        self._told_asked = asked
         self._lock = threading.Lock()
         self._asked: list[Feed] = []
         self._feeds: list[Feed] = []
@@ -97,9 +103,6 @@ class Donor:
         self._others = dict(others or {})
 
     # ---- training thread
-
-    def wanted(self) -> bool:
-        return bool(self._asked)
 
     def offer(self, make: Callable[[], Offer]) -> None:
         """At a step boundary: give everyone who asked a snapshot of now; they are fed from the next step on."""
@@ -149,14 +152,14 @@ class Donor:
                 feed.closed = True
             self._feeds = []
 
-    def offer_settled(self, generation: int, offer: Offer) -> None:
+    def shelve(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
         with self._settled_changed:
             self._settled = {generation: offer}
             self._settled_changed.notify_all()
 
-    def forget_settled(self) -> None:
-        """A decision was taken since: whoever had to fetch the state has it."""
+    def unshelve(self) -> None:
+        """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
         with self._lock:
             self._settled = {}
 
@@ -191,6 +194,7 @@ class Donor:
         feed = Feed(stages)
         with self._lock:
             self._asked.append(feed)
+        self._told_asked()
         try:
             if not feed.ready.wait(timeout=_SERVE_TIMEOUT_S) or feed.offer is None:
                 return

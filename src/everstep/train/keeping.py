@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.vault import Copy, Kept, Vault
 from everstep.exact.snapshot import Snapshot
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Record, SnapshotsKept
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import decode_records, encode_records
-
-if TYPE_CHECKING:
-    from everstep.train.session import Session
+from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +36,16 @@ class KeptStep:
 class Keeper:
     """One worker's snapshots."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._vault = Vault(session.config.checkpoint.memory)
+    def __init__(
+        self, view: WorkerView, skipped: Callable[[int, Why, bool], None], state: Callable[[SnapshotsKept], None]
+    ) -> None:
+        """skipped: told the step that was not kept, why, and whether that is new. state: told what is kept of steps
+        that all have gone beyond."""
+        self._view = view
+        self._told_skipped = skipped
+        self._state = state
+        self._released = 0
+        self._vault = Vault(view.config.checkpoint.memory)
         self._skipping = False
         self._records: dict[int, bytes] = {}
         self._copying: list[Snapshot] = []
@@ -59,17 +64,17 @@ class Keeper:
 
     def take_own(self, number: int, records: Mapping[int, Record]) -> None:
         """Of the state as it is, that of this step."""
-        plan = self._session.engine.plan
+        plan = self._view.plan
         if plan is None:
             return
         if self._busy():
             self._skip(number, Why(Cause.BUSY, f"that of step {self._begun} is still on its way to another worker"))
             return
         snapshots: dict[int, Snapshot] = {}
-        for stage, replica in self._session.stages.items():
+        for stage, replica in self._view.stages.items():
             snapshot = replica.state.clone_snapshot()
             if not self._vault.make_room(stage, snapshot.n_blocks):
-                limit_mb = self._session.config.checkpoint.memory.limit_mb
+                limit_mb = self._view.config.checkpoint.memory.limit_mb
                 text = f"it does not fit checkpoint.memory.limit_mb, which is {limit_mb}"
                 self._skip(number, Why(Cause.CONFIG, text))
                 snapshot.release()
@@ -84,7 +89,7 @@ class Keeper:
         self._send(plan, number, snapshots)
 
     def _skip(self, number: int, why: Why) -> None:
-        self._session.saver.not_kept(number, why, tell=not self._skipping)
+        self._told_skipped(number, why, not self._skipping)
         self._skipping = True
 
     def _busy(self) -> bool:
@@ -98,25 +103,26 @@ class Keeper:
     def agreed(self, step: int) -> None:
         """All members have done all for this step: what is older may go."""
         if step:
-            self._vault.retire(step, self._session.saver.proven(step))
+            self._vault.retire(step, self._view.driver.proven(step))
             there = {n for _, n in self._vault.kept()}
             self._records = {n: r for n, r in self._records.items() if n >= step or n in there}
 
     def released(self, number: int) -> None:
         """State what is kept of steps that all have gone beyond."""
+        self._released = max(self._released, number)
         if not self._records and not self._stated:
             return
         stated = tuple(key for key in self._vault.kept() if key[1] <= number and key[1] in self._records)
         if stated != self._stated:
             self._stated = stated
-            self._session.engine.handle(SnapshotsKept(snapshots=stated))
+            self._state(SnapshotsKept(snapshots=stated))
 
     def went_back(self, number: int) -> None:
         """Steps after this one are done again."""
         self._vault.forget(number)
         self._records = {n: r for n, r in self._records.items() if n <= number}
         self._begun = self._sent = min(self._begun, number)
-        self.released(self._session.released)
+        self.released(self._released)
 
     def at(self, step: int) -> KeptStep | None:
         """All that is kept here of a step."""
@@ -135,7 +141,7 @@ class Keeper:
 
     def _send(self, plan: Plan, number: int, snapshots: Mapping[int, Snapshot]) -> None:
         """In the background: hand over the stages that this worker leads."""
-        me = self._session.link.me.worker_id
+        me = self._view.me
         mine = [(k, s, target(plan, k)) for k, s in snapshots.items() if plan.pool(k)[0].worker_id == me]
         wanted = [(k, snapshot, to) for k, snapshot, to in mine if to is not None]
         records = self._records[number]
@@ -157,7 +163,7 @@ class Keeper:
     def _hand_over(self, to: Member, stage: int, number: int, snapshot: Snapshot, records: bytes) -> None:
         manifest = snapshot.manifest()
         request = {"kind": "keep", "stage": stage, "step": number, "records": records.hex()}
-        connection = peer_connect(to.address, self._session.link.token, request)
+        connection = peer_connect(to.address, self._view.link.token, request)
         try:
             connection.send_json(manifest)
             for index in range(snapshot.n_blocks):

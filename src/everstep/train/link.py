@@ -60,6 +60,10 @@ class Link(Protocol):
     flip: Callable[[], None]
     split_checked: bool
 
+    def on_flip(self, flip: Callable[[], None]) -> None:
+        """Whoever has the state says how a bit of it is flipped."""
+        ...
+
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
         ...
@@ -110,6 +114,9 @@ class LaunchedLink:
         self._coordinator = context.coordinator_file
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
+
+    def on_flip(self, flip: Callable[[], None]) -> None:
+        self.flip = flip
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         self._peers = PeerServer("127.0.0.1", self.token, handler)
@@ -181,6 +188,9 @@ class LoneLink:
         self.flip: Callable[[], None] = lambda: None
         self.split_checked = False
         self._deliver: Deliver | None = None
+
+    def on_flip(self, flip: Callable[[], None]) -> None:
+        self.flip = flip
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         return ""

@@ -1,6 +1,6 @@
 """The executor of a split model: goes through this worker's list of passes, and moves what they hand over.
 
-Apart from the session because it knows lanes and parts only: whatever it is given, it computes the same, and it may be
+Apart from its host because it knows lanes and parts only: whatever it is given, it computes the same, and it may be
 stopped between any two passes. What is computed is kept by the stages; what is on its way belongs to a generation.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.base.config import Config
+from everstep.base.errors import CollectiveAborted
 from everstep.base.plan import Plan
 from everstep.base.ports import Channel, Hop, HopKind
 from everstep.exact.trees import Bundle, from_wire, to_wire
@@ -25,7 +26,7 @@ _SLICE_S = 0.01
 
 
 class Host(Protocol):
-    """What the executor needs of the session."""
+    """What the executor of passes needs of the worker."""
 
     def phase(self, name: str, step: int, plan: Plan) -> None:
         """A phase begins (progress board, scripted faults)."""
@@ -51,8 +52,8 @@ class Host(Protocol):
         """The samples of a lane, without loading them."""
         ...
 
-    def superseded(self) -> bool:
-        """Take in news; whether the list is not wanted any more."""
+    def over(self, generation: int) -> bool:
+        """Whether nothing is to be computed for this generation any more."""
         ...
 
     def lane_done(self, step: int, stage: int, lane: int) -> None:
@@ -74,7 +75,7 @@ class Pipeline:
     def run(
         self, plan: Plan, step: int, lanes: Sequence[int], stages: Mapping[int, StageReplica], channel: Channel
     ) -> None:
-        """Compute these lanes wherever they pass through this worker; returns early if a newer plan has come.
+        """Compute these lanes wherever they pass through this worker.
 
         lanes: the same at every member, none of them empty.
 
@@ -91,8 +92,8 @@ class Pipeline:
         for k in range(min(_AHEAD, len(listed))):
             passes.expect(k)
         for k, op in enumerate(listed):
-            if self._host.superseded():
-                return
+            if self._host.over(plan.generation):
+                raise CollectiveAborted("a newer plan has come")
             passes.expect(k + _AHEAD)
             passes.perform(k, op)
         self._batches, self._local = {}, {}

@@ -16,9 +16,9 @@ from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
+from everstep.protocol.driver.records import Outcome
 from everstep.runtime.address import EVENTS_FILE
 from everstep.train.ledger_file import LedgerFile
-from everstep.train.record import Outcome
 
 log = logging.getLogger(__name__)
 

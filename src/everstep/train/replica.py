@@ -27,12 +27,12 @@ from everstep.exact.stage_sums import StageSums
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place, stage_terms, tied_out
 from everstep.exact.trees import Bundle
+from everstep.protocol.driver.records import LaneReport, Outcome, StageSection
 from everstep.train.lr_policy import LrPolicy
 from everstep.train.model_call import Loss, ModelCall
 from everstep.train.part_pass import Lane, PartPass, Scaled
 from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast
-from everstep.train.record import LaneReport, Outcome, StageSection
 from everstep.train.update_probe import UpdateProbe
 
 Received = Mapping[Place, torch.Tensor | None]
@@ -413,6 +413,10 @@ class StageReplica:
         self.discard()
         for part in self._passes.values():
             part.guard.abandon()
+
+    def prove_update(self) -> None:
+        """The state was trained elsewhere: that an update can be done twice alike was seen there."""
+        self.update_proven = True
 
     def settle_buffers(self) -> None:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""

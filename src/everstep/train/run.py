@@ -6,6 +6,7 @@ when the update has been applied. So the user's other lines run once per step.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -17,7 +18,9 @@ from torch import nn
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
 from everstep.protocol import messages as wire
-from everstep.train.evaluation import evaluate, evaluate_split
+from everstep.protocol.driver.operations import Compute, Evaluate, EvaluateAsked, StepAsked
+from everstep.train.evaluation import Waves, evaluate
+from everstep.train.executor import WentBack
 from everstep.train.session import Session
 
 
@@ -26,49 +29,59 @@ class Step:
 
     def __init__(self, session: Session, number: int, done: bool = False) -> None:
         self._session = session
-        self._done = done
         self._count = 0
         self.number = number
+        self.done = done
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches: one per lane; more of them after a failure."""
+        if self.done:
+            return
         session = self._session
-        while not self._done:
-            taken = session.next_batch(self.number)
-            if taken is None:
-                self._done = True
-                return
-            lane, batch, self._count, use = taken
-            if session.should_probe():
-                yield batch
-                first = session.probe_digest()
-                session.replica.enter_lane(self.number, lane)
-                yield batch
-                session.compare_probe(first, session.replica.lane_digest(), lane, self.number)
-            else:
-                yield batch
-            session.end_lane(self.number, lane, self._count, use)
+        turn = session.executor.ask(StepAsked(self.number))
+        while isinstance(turn, Compute):
+            for lane in session.lanes.begin(turn):
+                if session.lanes.over(turn.generation):
+                    break
+                yield from self._lane(turn, lane)
+            turn = session.executor.computed()
+        self.done = True
+
+    def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
+        lanes = self._session.lanes
+        entered = lanes.enter(operation, lane)
+        if entered is None:
+            return
+        batch, self._count, use = entered
+        if lanes.should_probe():
+            yield batch
+            first = lanes.enter_again(self.number, lane)
+            yield batch
+            lanes.compare_probe(first, self.number, lane)
+        else:
+            yield batch
+        lanes.leave(self.number, lane, self._count, use)
 
     def run_split(self) -> None:
         """Compute the lanes of a split model wherever they pass through this worker, until the update is done.
 
         Raises: WentBack if the step was left for another one.
         """
-        if not self._done:
-            self._session.run_lanes(self.number)
-            self._done = True
+        if not self.done:
+            self._session.executor.ask(StepAsked(self.number))
+            self.done = True
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
 
         Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
         """
-        self._session.backward(self.number, loss, weight, self._count)
+        self._session.lanes.backward(self.number, loss, weight, self._count)
 
     @property
     def loss(self) -> float:
         """Mean loss over the global batch; nan before the step is done."""
-        outcome = self._session.outcome
+        outcome = self._session.updates.outcome
         return outcome.loss if outcome is not None and outcome.step == self.number else math.nan
 
 
@@ -93,21 +106,32 @@ class Run:
         try:
             session.open()
             while True:
-                if session.engine.arrived():
+                if session.executor.arrived():
                     self._stopped = False
-                    if session.engine.position.step > session.past:
-                        yield Step(session, session.engine.position.step, done=True)
-                elif not self._stopped and session.engine.position.step < self.total_steps:
-                    yield Step(session, session.begin_step())
-                elif session.finish():
-                    return
+                    if session.view.step > session.transfers.past:
+                        yield Step(session, session.view.step, done=True)
+                elif not self._stopped and session.view.step < self.total_steps:
+                    step = Step(session, session.begin_step())
+                    yield step
+                    self._refuse_undone(step)
+                else:
+                    with contextlib.suppress(WentBack):
+                        session.end()
+                        return
         finally:
             session.close()
 
+    def _refuse_undone(self, step: Step) -> None:
+        if not step.done and not self._session.executor.jumped:
+            raise TaskError(
+                f"the loop left step {step.number} before its batches were used up: iterate `for batch in step:` to "
+                "its end in every step"
+            )
+
     def hold(self, words: wire.WorkerFailed) -> None:
-        """The user's loop has raised; see `Saver.hold`. Nothing if the session is closed already."""
+        """The user's loop has raised; see `Session.hold`. Nothing if the session is closed already."""
         if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
-            self._session.saver.hold(words)
+            self._session.hold(words)
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""
@@ -117,29 +141,29 @@ class Run:
     @property
     def is_split(self) -> bool:
         """Whether each worker holds a part of the model only; `Step.run_split` computes its lanes then."""
-        return self._session.stages.split
+        return self._session.view.stages.split
 
     @property
     def total_steps(self) -> int:
         """Number of the last step."""
-        return self._session.order.total_steps
+        return self._session.view.order.total_steps
 
     @property
     def is_main(self) -> bool:
         """Whether this worker is the leader at the moment."""
-        return self._session.is_main
+        return self._session.view.is_main
 
     @property
     def leads(self) -> bool | None:
         """As `is_main`; None before there is a plan."""
-        return None if self._session.engine.plan is None else self._session.is_main
+        return None if self._session.view.plan is None else self._session.view.is_main
 
     def report(self, kind: str, **fields: Any) -> None:
         """An event of the job at this step, told once: by the leader, or by the next one if it died meanwhile."""
-        session = self._session
-        step = fields.pop("step", session.engine.position.step)
-        fields.setdefault("generation", session.engine.machine.generation)
-        session.publisher.report(kind, step, self.is_main, fields)
+        view = self._session.view
+        step = fields.pop("step", view.step)
+        fields.setdefault("generation", view.driver.generation)
+        view.publisher.report(kind, step, self.is_main, fields)
 
     def stop(self) -> None:
         """End after this step. Every worker must come to the same conclusion (from a loss or a metric, say)."""
@@ -158,11 +182,7 @@ class Run:
         and for any number of workers. After the last step each worker evaluates by itself.
         """
         session = self._session
-        if session.engine.ended is None:
-            session.phase("evaluate", session.engine.position.step, session.engine.plan)
-        chunks = -(-len(dataset) // batch_size)
-        if chunks == 0:
-            raise TaskError("evaluate was given an empty dataset")
+        chunks = self._begin_evaluation(dataset, batch_size)
         was_training = self.model.training
         self.model.eval()
         try:
@@ -173,11 +193,11 @@ class Run:
                     lambda i: self._chunk(dataset, i, batch_size, collate),
                     gather=session.gather,
                     members=session.members,
-                    seed=session.config.seed,
+                    seed=session.view.config.seed,
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found)
+        session.saver.evaluated(found, session.gather)
         return found
 
     def evaluate_split(
@@ -193,17 +213,27 @@ class Run:
         Raises: WentBack if the state is another one meanwhile.
         """
         session = self._session
-        if session.engine.ended is None:
-            session.phase("evaluate", session.engine.position.step, session.engine.plan)
+        chunks = self._begin_evaluation(dataset, batch_size)
+        waves = Waves(
+            session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
+        )
+        session.executor.install({Evaluate: waves.pass_on})
+        found = waves.run(session.gather, lambda: session.executor.ask(EvaluateAsked()))
+        session.saver.evaluated(found, session.gather)
+        return found
+
+    def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:
+        """Returns the number of chunks."""
+        view = self._session.view
+        if not view.ended:
+            view.phase("evaluate", view.step, view.plan)
         chunks = -(-len(dataset) // batch_size)
         if chunks == 0:
             raise TaskError("evaluate was given an empty dataset")
-        found = evaluate_split(session, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
-        session.saver.evaluated(found)
-        return found
+        return chunks
 
     def _chunk(self, dataset: Any, index: int, batch_size: int, collate: Any) -> Any:
-        self._session.tick()
+        self._session.view.tick()
         first = index * batch_size
         samples = [dataset[i] for i in range(first, min(first + batch_size, len(dataset)))]
-        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.device)
+        return to_device((collate or torch.utils.data.default_collate)(samples), self._session.lanes.device)

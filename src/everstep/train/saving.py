@@ -1,4 +1,4 @@
-"""Checkpoints, as the session takes and uses them: when all begin one, what goes into it, how a job goes on from it.
+"""Checkpoints, as a worker takes and uses them: when all begin one, what goes into it, how a job goes on from it.
 
 The main decides what is due and says so in its agree record, so that all workers begin the same one right after that
 step. At a boundary that all have come to (an evaluation, the end, a plan that says so) they begin one without that.
@@ -6,19 +6,18 @@ step. At a boundary that all have come to (an evaluation, the end, a plan that s
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import nn
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import numerics
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, ConfigError, EverstepError, Evicted, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member, Plan
 from everstep.checkpoint.checkpointer import Checkpointer, Extent, Restored
 from everstep.checkpoint.interchange import NAMES, names_record
@@ -30,14 +29,15 @@ from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
-from everstep.protocol.step_machine import Phase
+from everstep.protocol.driver.operations import Condemn, Linger, RememberLoop, SaveLast
+from everstep.protocol.driver.records import Outcome, decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
-from everstep.runtime.address import CHECKPOINTS_DIR, JOB_FILE
+from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.record import Outcome, decode_records, encode_records
-
-if TYPE_CHECKING:
-    from everstep.train.session import Session
+from everstep.train.executor import Unusable
+from everstep.train.heal import pack_state, unpack_state
+from everstep.train.stages import Stages
+from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +67,41 @@ class Whole:
         return Whole(tensors, names_record(model))
 
 
+class LoopState:
+    """The small state of the user's loop, as it was at moments to which somebody may have to go back."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._initial = b"" if stages.split else pack_state(stages.only.application)
+        self._after = (-1, b"")
+
+    def remember(self, effect: RememberLoop) -> None:
+        """The loop is about to learn something: whoever goes back to this step must not know it yet."""
+        if self._after[0] != effect.step:
+            self._after = (effect.step, pack_state(self._stages.any.application))
+
+    def after(self, number: int) -> bytes:
+        """As it was right after this step's update, if it may have gone on since; else empty."""
+        return self._after[1] if self._after[0] == number else b""
+
+    def went_back(self, number: int) -> None:
+        """The state is that of this step: the loop goes on from there."""
+        state = self.after(number) if number else self._initial
+        if state:
+            unpack_state(self._stages.any.application, state)
+        self._after = (-1, b"")
+
+
 class Saver:
     """One worker's checkpoints. Without a run directory, or with `checkpoint.enabled` false, it does nothing."""
 
-    def __init__(self, session: Session, whole: Whole | None) -> None:
-        self._session = session
+    def __init__(self, view: WorkerView, whole: Whole | None, loop: LoopState, job: str) -> None:
+        """job: names this job, and no other one of the same kind."""
+        self._view = view
         self._whole = whole
+        self._loop = loop
         self._checkpointer: Checkpointer | None = None
-        self._config = session.config.checkpoint
+        self._config = view.config.checkpoint
         self._due: tuple[int, Due] = (0, Due())
         self._asked: list[Why] = []
         self._answering = 0
@@ -85,36 +112,18 @@ class Saver:
         self._best: float | None = None
         self._deferred: Why | None = None
         self._prepared = False
-        link, job = session.link, self._job()
-        self.begins_after = int(job.get("begins_after", 0))
+        link = view.link
         if link.run_dir is not None and link.task and self._config.enabled and whole is not None:
-            name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
             self._checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._config,
-                Identity(link.task, numerics(session.config), whole.tensors, name),
-                link.me.worker_id,
+                Identity(link.task, numerics(view.config), whole.tensors, job),
+                view.me,
                 send=self._send,
                 events=self._told,
-                memory_every=_AUTOMATIC_EVERY if session.stages.split else 0,
-                proven=self.proven,
+                memory_every=_AUTOMATIC_EVERY if view.stages.split else 0,
+                proven=view.driver.proven,
             )
-
-    def _job(self) -> dict[str, Any]:
-        """What job.json says; nothing where there is none."""
-        run_dir = self._session.link.run_dir
-        if run_dir is None or not (run_dir / JOB_FILE).exists():
-            return {}
-        try:
-            return dict(json.loads((run_dir / JOB_FILE).read_text()))
-        except (OSError, ValueError):
-            log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
-            return {}
-
-    def proven(self, number: int) -> int:
-        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
-        every = self._session.config.verify_every
-        return max(0, number // every * every - 1 if every else 0, self.begins_after)
 
     @property
     def on(self) -> bool:
@@ -133,16 +142,15 @@ class Saver:
 
     def wanted(self, number: int) -> Due:
         """For the agree record of a step: what is due after it, if this is the main."""
-        session, checkpointer = self._session, self._checkpointer
-        if not session.is_main:
+        view, checkpointer = self._view, self._checkpointer
+        if not view.is_main:
             return Due()
         if checkpointer is None:  # snapshots in memory are what makes up for a pool that is lost
             every = self._config.memory.every_steps or _AUTOMATIC_EVERY
-            return Due(("memory",), f"every {every} steps") if session.stages.split and number % every == 0 else Due()
+            return Due(("memory",), f"every {every} steps") if view.stages.split and number % every == 0 else Due()
         if self._due[0] != number:
             asked = bool(self._asked)
-            order = session.order
-            ended = number < order.total_steps and self._epoch_ends(number)
+            ended = number < view.order.total_steps and self._epoch_ends(number)
             now_s = time.monotonic()
             due = checkpointer.due(number, now_s, epoch_end=ended and checkpointer.affordable(now_s))
             if asked and not checkpointer.schedule.wanted:
@@ -155,12 +163,12 @@ class Saver:
 
     def _judges(self, number: int) -> bool:
         """Whether there is an evaluation after this step that says how good it is: a checkpoint waits for that."""
-        every, rule = self._session.config.eval_every, self._config
+        every, rule = self._view.config.eval_every, self._config
         named = rule.best_metric is not None and bool(rule.disk.keep_best or rule.object.keep_best)
         return named and bool(every) and number % every == 0
 
     def _epoch_ends(self, number: int) -> bool:
-        epoch_of = getattr(self._session.order, "epoch_of", None)
+        epoch_of = getattr(self._view.order, "epoch_of", None)
         return epoch_of is not None and epoch_of(number + 1) != epoch_of(number)
 
     # ---- taking one
@@ -172,25 +180,23 @@ class Saver:
             return
         if not self._prepared:
             self._prepared = True  # what the state consists of is found out once, now that the optimizer has its part
-            for replica in self._session.stages.values():
+            for replica in self._view.stages.values():
                 replica.state.live_tensors()
-        if tiers and self._session.engine.machine.settled:
+        if tiers and self._view.driver.machine.settled:
             due = Due(tiers, outcome.save[1], outcome.save_cause)  # type: ignore[arg-type]
             self._start(outcome.step, due, records, {})
 
     def here(self, why: Why, metrics: Mapping[str, float] | None = None) -> bool:
         """Take one of the state as it is, in which all members are; each of them calls this. False: not now."""
-        session, checkpointer = self._session, self._checkpointer
-        machine = session.engine.machine
-        number = session.engine.position.step
-        if checkpointer is None or not number or not machine.settled or session.engine.ended is not None:
+        view, number = self._view, self._view.step
+        if self._checkpointer is None or not number or not view.driver.machine.settled or view.ended:
             return False
         if self._begun == number or number in self._steps():
             return True
-        for replica in session.stages.values():
+        for replica in view.stages.values():
             replica.settle_buffers()
-        application = {PAST: b""} if session.asked > number else {}
-        after = session.transfers.after_update_state(number)
+        application = {PAST: b""} if view.driver.asked > number else {}
+        after = self._loop.after(number)
         if after and not application:
             application = {LOOP: after}
         tiers: tuple[Tier, ...] = ("disk", "object") if self._config.object.url else ("disk",)
@@ -198,8 +204,8 @@ class Saver:
         return True
 
     def _records(self, number: int) -> Mapping[int, Record]:
-        engine = self._session.engine
-        return engine.gathered.get(Key(number, 0)) or (engine.machine.records if not engine.position.seq else {})
+        driver = self._view.driver
+        return driver.gathered.get(Key(number, 0)) or (driver.machine.records if not driver.position.seq else {})
 
     def _steps(self) -> list[int]:
         try:
@@ -215,12 +221,10 @@ class Saver:
         application: Mapping[str, bytes],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        session, checkpointer = self._session, self._checkpointer
-        plan = session.engine.plan
+        checkpointer, plan = self._checkpointer, self._view.plan
         if checkpointer is None or plan is None:
             return
-        me = session.link.me.worker_id
-        states = {stage: session.stages[stage].state for stage in plan.stages_of(me)}
+        states = {stage: self._view.stages[stage].state for stage in plan.stages_of(self._view.me)}
         self._mains = {**dict(list(self._mains.items())[-3:]), number: plan.member(plan.leader(0))}
         self._plan, self._begun = plan, number
         parts = {**application, **({NAMES: self._whole.names} if self._whole is not None else {})}
@@ -252,7 +256,7 @@ class Saver:
         main = self._mains.get(decode_report(data).step)
         if main is None:
             return
-        connection = peer_connect(main.address, self._session.link.token, {"kind": "part"})
+        connection = peer_connect(main.address, self._view.link.token, {"kind": "part"})
         try:
             connection.send_bytes([data])
             connection.recv_json()
@@ -268,8 +272,8 @@ class Saver:
 
     def _told(self, kind: str, fields: dict[str, Any]) -> None:
         """In one of several threads: something that happened to a checkpoint."""
-        generation = self._session.engine.machine.generation
-        self._session.publisher.emit(kind, **{"generation": generation, **fields})
+        generation = self._view.driver.generation
+        self._view.publisher.emit(kind, **{"generation": generation, **fields})
         if fields.get("tier") == "disk" and fields.get("step") == self._answering != 0:
             self._answering = 0
             step, done = int(fields["step"]), kind == "checkpoint_completed"
@@ -281,47 +285,44 @@ class Saver:
         return f"{store.path}/{step_name(step)}" if store is not None else ""
 
     def _answer(self, step: int, done: bool, where: str = "", reason: str = "") -> None:
-        me = self._session.link.me
-        self._session.link.tell(
-            wire.Saved(
-                worker_id=me.worker_id, incarnation=me.incarnation, step=step, ok=done, where=where, reason=reason
-            )
+        self._view.link.tell(self._saved(step, done, where, reason))
+
+    def _saved(self, step: int, done: bool, where: str, reason: str) -> wire.Saved:
+        me = self._view.link.me
+        return wire.Saved(
+            worker_id=me.worker_id, incarnation=me.incarnation, step=step, ok=done, where=where, reason=reason
         )
 
-    def condemn(self, sound: int, *, first: bool) -> None:
-        """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more.
-
-        first: whether this is the worker that sees to the object store, of all that do this.
-        """
+    def condemn(self, effect: Condemn) -> None:
+        """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more."""
         if self._checkpointer is not None:
             self.before_update()
-            self._checkpointer.condemn(sound, with_objects=first)
+            self._checkpointer.condemn(effect.sound, with_objects=effect.first)
         self._plan, self._begun, self._best, self._deferred = None, 0, None, None
 
     # ---- evaluations
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, metrics: Mapping[str, float], gather: Callable[[bytes], Mapping[int, bytes]]) -> None:
         """After an evaluation, by all: if it is the best so far, the main says so and all take a checkpoint."""
         name, rule = self._config.best_metric, self._config
         if self._checkpointer is None or name is None or not (rule.disk.keep_best or rule.object.keep_best):
             return
-        if name not in metrics and not self._session.config.eval_every:
+        if name not in metrics and not self._view.config.eval_every:
             return  # a script may evaluate several things
         if name not in metrics:
             raise ConfigError(
                 f"checkpoint.best_metric: expected one of the task's metrics ({', '.join(metrics)}), got {name!r}"
             )
         value = metrics[name] if rule.best_mode == "max" else -metrics[name]
-        session = self._session
         why: Why | None = None
-        if session.is_main:
+        if self._view.is_main:
             best = self._best if self._best is not None else self._stored_best()
             if best is None or value > best:
                 why, self._best = Why(Cause.SCHEDULED, "the best so far"), value
             else:
                 why = self._deferred
             self._deferred = None
-        told = session.gather(b"" if why is None else msgspec.json.encode(why))
+        told = gather(b"" if why is None else msgspec.json.encode(why))
         said = next((data for _, data in sorted(told.items()) if data), b"")
         if said:
             self.here(msgspec.json.decode(said, type=Why), metrics)
@@ -337,50 +338,34 @@ class Saver:
 
     # ---- the end
 
-    def last(self, plan: Plan) -> None:
-        """This plan asks for a checkpoint before the job ends: take it, tell, and wait for the end."""
-        session, checkpointer = self._session, self._checkpointer
-        if checkpointer is None:
-            return
-        number = session.engine.position.step
+    def last(self, operation: SaveLast) -> wire.Saved | None:
+        """This plan asks for a checkpoint before the job ends: take it, and say where it is."""
+        view, number = self._view, operation.step
+        if self._checkpointer is None:
+            return None
         there = number in self._steps()
-        taken = self._finally(Why(plan.cause, plan.save), uploads=True)
-        if plan.leader(0) == session.link.me.worker_id:
-            done = taken and (there or number in self._steps())
-            why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
-            self._answer(number, done, self.where(number) if done else "", why)
+        plan = operation.plan
+        taken = self._finally(operation.generation, Why(plan.cause, plan.save), uploads=True)
+        if not view.is_main:
+            return None
+        done = taken and (there or number in self._steps())
+        why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
+        return self._saved(number, done, self.where(number) if done else "", why)
+
+    def linger(self, operation: Linger) -> None:
+        """Until the generation is over, or for as long as the checkpoint before might have taken."""
         deadline = time.monotonic() + self._config.grace_s
-        while not session.superseded() and time.monotonic() < deadline:  # the end comes as an exception
-            session.tick()
+        while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
+            self._view.tick()
             time.sleep(0.005)
 
-    def hold(self, words: wire.WorkerFailed) -> None:
-        """The loop has raised, but the state is whole: say so, and stay a member, who computes nothing, until the
-        coordinator lets this worker go; others may need the state, or a checkpoint be wanted of it first.
-
-        Raises: what ends a member, such as Evicted.
-        """
-        session, engine = self._session, self._session.engine
-        whole = engine.machine.settled and engine.machine.phase is not Phase.UPDATING
-        if self._checkpointer is None or not whole or not engine.position.step:
-            return
-        self.before_update()
-        for replica in session.stages.values():
-            replica.drop_lanes()
-            replica.settle_buffers()
-        session.tell(words)
-        deadline = time.monotonic() + self._config.grace_s
-        while time.monotonic() < deadline:
-            engine.turn()
-
-    def at_end(self) -> None:
+    def at_end(self, generation: int) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
-        self._finally(Why(Cause.COMPLETED, "the end of the job"), uploads=self._session.is_main)
+        self._finally(generation, Why(Cause.COMPLETED, "the end of the job"), uploads=self._view.is_main)
 
-    def _finally(self, why: Why, *, uploads: bool) -> bool:
+    def _finally(self, generation: int, why: Why, *, uploads: bool) -> bool:
         """`here`, once those that began before are on disk, as nobody writes parts of two at a time; returns when it is
         durable, or its time is over."""
-        generation = self._session.engine.machine.generation
         now_s, grace_s = time.monotonic(), self._config.grace_s
         self._wait(generation, now_s + grace_s / 2, uploads=False)
         taken = self.here(why)
@@ -390,13 +375,11 @@ class Saver:
 
     def _wait(self, generation: int, deadline: float, *, uploads: bool) -> None:
         """Until what began is durable; not longer than the generation."""
-        session, checkpointer = self._session, self._checkpointer
-        while checkpointer is not None and time.monotonic() < deadline:
+        view, checkpointer = self._view, self._checkpointer
+        while checkpointer is not None and time.monotonic() < deadline and not view.cutter.over(generation):
             if checkpointer.drain(0.005) and not (uploads and checkpointer.uploading):
                 return
-            session.tick()
-            if session.engine.ended is None and session.engine.superseded(generation):
-                return
+            view.tick()
 
     def not_kept(self, step: int, why: Why, tell: bool) -> None:
         """The memory tier has skipped a step. tell: it has not been told yet."""
@@ -420,46 +403,35 @@ class Saver:
         found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
         return tuple(s for s in found if s not in self._refused)
 
-    def restore(self, plan: Plan, number: int, stages: Sequence[int]) -> Restored:
+    def restore(self, number: int, stages: Sequence[int]) -> Restored:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
 
-        Raises: CollectiveAborted then: the members settle anew, with what is left. Evicted if an unsplit model has
-        been overwritten in part: this worker starts anew.
+        Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
         """
-        session, checkpointer = self._session, self._checkpointer
-        trained = session.engine.position.step > 0
+        view, checkpointer = self._view, self._checkpointer
+        trained = view.step > 0
         written: list[int] = []
+        replicas = [view.stages[stage] for stage in stages]
+
+        def ready() -> None:
+            written.extend(() if trained else stages)
+            for replica in replicas:  # before, for it puts the buffers of the step under way back
+                replica.abandon()
+                replica.prove_update()
+
+        states = {stage: replica.state for stage, replica in zip(stages, replicas, strict=True)}
         try:
             if checkpointer is None:
                 raise StoreError("checkpoint.enabled is false")
-            replicas = [session.stages[stage] for stage in stages]
-
-            def ready() -> None:
-                written.extend(() if trained else stages)
-                for replica in replicas:  # before, for it puts the buffers of the step under way back
-                    replica.abandon()
-                    replica.update_proven = True
-
-            states = {stage: replica.state for stage, replica in zip(stages, replicas, strict=True)}
             restored = checkpointer.load(number, states, ready=ready, twice=trained)
         except (CheckpointCorrupt, StoreError) as error:
             self._refused.add(number)
-            if written and not session.stages.split:
-                reason = f"the checkpoint of step {number} cannot be used: {error}; this worker starts anew"
-                raise Evicted(reason) from error
-            for stage in written:
-                session.stages.rebuild(stage)
-            me = session.link.me
-            session.link.tell(
-                wire.SettleAgain(
-                    worker_id=me.worker_id,
-                    incarnation=me.incarnation,
-                    generation=plan.generation,
-                    cause=error.cause,
-                    reason=f"the checkpoint of step {number} cannot be used: {error}",
-                )
-            )
-            raise CollectiveAborted(f"the checkpoint of step {number} cannot be used: {error}") from error
+            torn = bool(written) and not view.stages.split
+            if not torn:
+                for stage in written:
+                    view.stages.rebuild(stage)
+            why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
+            raise Unusable(why, torn) from error
         self._begun = number
         return restored
 

@@ -9,7 +9,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.train.calling import calling
-from everstep.train.engine import WentBack
+from everstep.train.executor import WentBack
 from everstep.train.run import Run, Step
 from everstep.train.task import Task
 

@@ -9,7 +9,7 @@ import torch
 
 from everstep.base.errors import check
 from everstep.base.plan import Plan
-from everstep.base.ports import Channel, Node, Reduced, Tag, Tick, Transport
+from everstep.base.ports import Channel, Node, Reduced, Tag, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
@@ -17,6 +17,7 @@ from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
 from everstep.train.link import Link
 from everstep.train.rendezvous import Rendezvous
+from everstep.train.stages import Stages
 
 
 class JobTransport(Protocol):
@@ -69,27 +70,22 @@ class OneStage:
         return self._inner.reduce(step, presence)
 
 
-def open_transport(
-    link: Link, layout: GradientLayout, tick: Tick, rendezvous: Rendezvous, device: torch.device
-) -> JobTransport:
-    """As the config's `transport` says; 'auto' takes shared memory, since a launcher's workers are on one host.
+def open_transport(link: Link, stages: Stages, rendezvous: Rendezvous, device: torch.device) -> JobTransport:
+    """As the config's `transport` says; 'auto' takes shared memory, since a launcher's workers are on one host. Of a
+    split model the layouts are given when a generation is opened.
 
     Raises: ConfigError if it is not to be had on this device.
     """
-    kind = link.config.transport
-    if kind in ("auto", "shm"):
-        return OneStage(SharedMemoryTransport(link.me, layout, link.config.lanes, tick))
-    store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
-    return OneStage(GroupTransport(link.me, layout, link.config.lanes, store, tick, backend=kind, device=device))
+    kind, lanes = link.config.transport, link.config.lanes
+    shared = kind in ("auto", "shm")
 
+    def tick() -> None:
+        link.row.tick()
 
-def open_staged(link: Link, tick: Tick, rendezvous: Rendezvous, device: torch.device) -> JobTransport:
-    """The same choice for a model that is split into stages; layouts are given when a generation is opened.
-
-    Raises: ConfigError if it is not to be had on this device.
-    """
-    kind = link.config.transport
-    if kind in ("auto", "shm"):
-        return StagedTransport(link.me, link.config.lanes, tick, device=device)
-    store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
-    return StagedTransport(link.me, link.config.lanes, tick, kind=kind, store=store, device=device)
+    store = None if shared else ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
+    if stages.split:
+        return StagedTransport(link.me, lanes, tick, kind="shm" if shared else kind, store=store, device=device)
+    layout = stages.only.layout
+    if store is None:
+        return OneStage(SharedMemoryTransport(link.me, layout, lanes, tick))
+    return OneStage(GroupTransport(link.me, layout, lanes, store, tick, backend=kind, device=device))

@@ -12,7 +12,8 @@ from torch import nn
 from everstep.base.errors import InvariantViolation
 from everstep.base.ports import Node, Piece, Reduced
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, untie
-from everstep.exact.reduce import NodePart, block_norms, finish, merge_presence, tied_sumsq, total_sumsq
+from everstep.exact.reduce import NodePart, block_norms, finish, merge_presence, tied_sumsq
+from everstep.placement.tree import total_sumsq
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
+from everstep.protocol.driver.records import LaneReport, Outcome
 from everstep.train.ledger_file import LedgerFile
 from everstep.train.published import Publisher
-from everstep.train.record import LaneReport, Outcome
 
 
 def told(run_dir: Path) -> list[int]:

@@ -8,9 +8,8 @@ import struct
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.protocol.step_types import Holding, Key, Record
-from everstep.train.comparing import differing
-from everstep.train.record import (
+from everstep.protocol.driver.comparing import differing
+from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
     LaneReport,
@@ -21,6 +20,7 @@ from everstep.train.record import (
     encode_holding,
     encode_payload,
 )
+from everstep.protocol.step_types import Holding, Key, Record
 
 
 def record(
@@ -89,5 +89,5 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     records = {w: Record(0, encode_payload(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
     outcome = conclude(6, 1, records, 2)
     assert outcome.ties == {"embed.weight": {(0, 3): "aa", (1, 4): there}}
-    found = differing(outcome, split=True)
+    found = differing(outcome)
     assert (found is None) == (there == "aa")

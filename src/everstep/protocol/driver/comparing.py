@@ -1,6 +1,7 @@
 """What the digests in a step's records show: whether all copies of the state are alike, and which one is not.
 
 Apart because it is a function of the records alone, so that all workers come to the same conclusion.
+Pure.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from everstep.train.record import Outcome
+from everstep.protocol.driver.records import Outcome
 
 Holder = TypeVar("Holder", bound=Hashable)
 
 
-def differing(outcome: Outcome, split: bool) -> tuple[str, frozenset[int]] | None:
+def differing(outcome: Outcome) -> tuple[str, frozenset[int]] | None:
     """What is wrong with the states before the step, in words, and which workers are outvoted; None if all are alike.
 
     A worker is outvoted where more than half of the copies (of a stage, or of a parameter that several stages hold)
-    agree on another state. split: whether stages are to be named.
+    agree on another state.
     """
+    split = any(outcome.digests)
     found: list[str] = []
     outvoted: set[int] = set()
     for stage, digests in sorted(outcome.digests.items()):
@@ -35,6 +37,16 @@ def differing(outcome: Outcome, split: bool) -> tuple[str, frozenset[int]] | Non
             outvoted.update(worker for stage, worker in copies if f"{worker} (stage {stage})" in odd_holders)
             found.append(_words(f"the tied parameter {name}", outcome.step, holders, odd_holders))
     return ("; ".join(found), frozenset(outvoted)) if found else None
+
+
+def proven_step(number: int, verify_every: int, begins_after: int) -> int:
+    """After so many steps: the newest one whose state has been compared among the workers, and was alike.
+
+    verify_every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step
+    whose state the job began with.
+    """
+    compared = number // verify_every * verify_every - 1 if verify_every else 0
+    return max(0, compared, begins_after)
 
 
 def _minority(digests: Mapping[Holder, str]) -> list[Holder]:

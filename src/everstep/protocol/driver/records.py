@@ -1,6 +1,7 @@
 """What travels in the records of decisions, and what everybody concludes from them.
 
 Apart because both halves must agree to the bit: a conclusion is a function of the records alone, folded in lane order.
+Pure.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import check
-from everstep.exact.reduce import total_sumsq
-from everstep.placement.tree import fold
+from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.step_types import Holding, Key, Record
 
 
@@ -57,10 +57,14 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """
 
     sections: list[StageSection]
-    committed_unix_ns: int
+    committed_unix_ns: int = 0
     kept: int = 0
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
+
+    def at(self, committed_unix_ns: int) -> AgreePayload:
+        """The same, saying when the step before was committed."""
+        return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns)
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):

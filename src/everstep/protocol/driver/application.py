@@ -1,0 +1,166 @@
+"""What the application asks, and when it is answered. Pure.
+
+Apart because an ask may outlive several generations: what it waits for is found again in each.
+"""
+
+from __future__ import annotations
+
+from everstep.base.errors import check
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.settler import Gathers
+from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_types import Key
+
+_UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT})
+
+
+class Application:
+    """One application's asks, one after the other. `ask`: the present one; `asked`: the step that it asked for last,
+    one beyond the last once it is through with that; `ended`: how the job has ended, if it has."""
+
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers) -> None:
+        self.ask: do.Ask | None = None
+        self.asked = 0
+        self.ended: wire.JobEnded | None = None
+        self._machine = machine
+        self._out = out
+        self._gathers = gathers
+        self._gather = Key(0, 0)
+        self._finished = 0
+        self._jumped = False
+        self._followers = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether this worker is a member that may go on, once what is queued has been done."""
+        return self._machine.phase not in _UNSETTLED
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has raised, and computes nothing more."""
+        return isinstance(self.ask, do.HoldAsked)
+
+    # ---- what happens
+
+    def end(self, message: wire.JobEnded) -> None:
+        """The job is over."""
+        self.ended = message
+        if message.state != "completed":
+            self.answer(do.Exit(message.reason, failed=True))
+
+    def follower_asked(self) -> None:
+        """Somebody wants to follow this worker."""
+        self._followers = True
+
+    def went_back(self) -> None:
+        """The state is that of another step: the application goes on from there, and counts its gathers anew."""
+        self._jumped, self._gather, self.asked = True, Key(0, 0), 0
+
+    def answer(self, answer: do.Answer) -> None:
+        """The application's turn."""
+        self.ask = None
+        self._out.put(answer)
+
+    # ---- asks
+
+    def take(self, event: do.Ask) -> bytes | None:
+        """An ask begins. Returns what it wants gathered, if it does."""
+        check(self.ask is None or isinstance(event, do.HoldAsked), f"{event} before {self.ask} was answered")
+        self.ask = event
+        match event:
+            case do.StepAsked():
+                self.asked = event.step
+                self._offer_feeds()
+            case do.GatherAsked():
+                return self._begin_gather(event.data)
+            case do.EndAsked():
+                self._finished, self.asked = 0, self._machine.step + 1
+                return self._begin_gather(b"")  # proves that all have committed the last step, whatever follows
+            case do.HoldAsked():
+                self._hold(event)
+        return None
+
+    def _begin_gather(self, data: bytes) -> bytes | None:
+        at, before = self._machine.position.step, self._gather
+        self._gather = Key(at, before.seq + 1 if before.step == at else 1)
+        if self._gather in self._gathers.known or self.ended:
+            return None
+        self._out.put(do.RememberLoop(at))
+        return data
+
+    def _offer_feeds(self) -> None:
+        """The state stands still, between two steps: whoever has asked to follow may have it."""
+        machine = self._machine
+        if self._followers and machine.settled and machine.phase is Phase.IDLE:
+            self._followers = False
+            known = dict(self._gathers.known)
+            self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
+
+    def _hold(self, event: do.HoldAsked) -> None:
+        if not self.settled or not self._machine.step:
+            self.answer(do.Released())
+            return
+        self._out.put(do.DropLanes())
+        self._out.send(event.words)
+
+    # ---- answers
+
+    def go_on(self) -> bool:
+        """Answer, or begin what is waited for. Returns whether anything was done."""
+        answer = self._answer()
+        if answer is not None:
+            self.answer(answer)
+            return True
+        ask = self.ask
+        if not self.settled or self._machine.plan is None:
+            return False
+        if isinstance(ask, do.EvaluateAsked):
+            self._out.start(do.Evaluate, self._machine.generation, self._machine.plan, self._gather.seq)
+            return True
+        if isinstance(ask, do.EndAsked) and self._known and self._finished != self._machine.generation:
+            self._finished = self._machine.generation
+            self._out.start(do.Finish, self._finished, self._machine.plan, self._machine.step)
+            return True
+        return False
+
+    def _answer(self) -> do.Answer | None:
+        """What the ask has come to, if it has."""
+        ask = self.ask
+        if isinstance(ask, do.HoldAsked):
+            return do.Released() if self.ended or self._out.times.now_ns >= ask.until_ns else None
+        member = self.settled and self._machine.plan is not None
+        if member and isinstance(ask, do.JoinAsked):
+            self._jumped = False
+            return do.Arrived(self._machine.step)
+        if member and self._jumped:
+            self._jumped = False
+            return do.WentBack(self._machine.step)
+        if member and isinstance(ask, do.StepAsked) and self._machine.step >= ask.step:
+            return do.Stepped(ask.step)
+        if isinstance(ask, do.GatherAsked | do.EndAsked):
+            return self._answer_gather(ask)
+        return self._answer_end()
+
+    @property
+    def _known(self) -> bool:
+        return self._gather in self._gathers.known
+
+    def _answer_gather(self, ask: do.GatherAsked | do.EndAsked) -> do.Answer | None:
+        if isinstance(ask, do.GatherAsked) and (self._known or self.ended):
+            return do.GatherDone(self._gathers.known.get(self._gather, {}))
+        if self.ended:
+            return do.JobOver()
+        if not self._known and self._machine.step > self._gather.step:
+            key = self._gather
+            return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
+        return None
+
+    def _answer_end(self) -> do.Answer | None:
+        """The job is over while this worker waits for a step, or to be taken in."""
+        if not self.ended:
+            return None
+        if isinstance(self.ask, do.EvaluateAsked):
+            return do.Evaluated()
+        return do.Exit("the job is over, and this worker was not needed", drained=True)

@@ -1,0 +1,351 @@
+"""One worker's driver: from messages, asks and what operations gave to the next operation. Pure.
+
+It wraps the step machine, which says when a step is decided and how a generation settles; here is what a worker makes
+of that: one operation after the other, what is left when a plan comes, what the application is told. Whoever carries it
+out keeps to this:
+
+- `handle` is called by one thread. Effects are carried out in order; an operation is the last one, and is answered
+  exactly once before the application asks anything else.
+- What arrives while an operation is outstanding, or while the application has the turn, waits (`Heard` may be handed in
+  at any time; it is taken in when nothing is outstanding). Only `interrupts` is asked at once, by whoever receives: the
+  transfers of the generations that it names are cut, so that the operation comes back as `Aborted`.
+- `Update`, `Adopt` and `Replay` are interrupted by nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol import messages as wire
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.application import Application
+from everstep.protocol.driver.joiner import Joiner
+from everstep.protocol.driver.outbox import Outbox, Standing
+from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
+from everstep.protocol.driver.stepper import Stepper
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Key
+
+FOREVER = 1 << 62
+_DECIDED = step.Update | step.Gathered | step.Release | step.Discard
+
+
+def interrupts(message: wire.AnyMessage) -> int | None:
+    """The newest generation whose operations are over by this message; None if it can wait."""
+    if isinstance(message, wire.PlanNow | wire.Heal):
+        return message.plan.generation - 1
+    if isinstance(message, wire.JobEnded | wire.Dismissed):
+        return FOREVER
+    return None
+
+
+@dataclass(frozen=True)
+class DriverConfig:
+    """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
+    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`."""
+
+    lanes: int
+    rewindable: bool = True
+    verify_every: int = 0
+    begins_after: int = 0
+
+
+class Driver:
+    """Drives one worker's part in a job."""
+
+    def __init__(self, me: WorkerKey, config: DriverConfig, machine: StepMachine) -> None:
+        self.me = me
+        self.config = config
+        self.machine = machine
+        self.standing = Standing()
+        self._out = out = Outbox(me)
+        self._gathers = Gathers()
+        self._settler = Settler(machine, out, self._gathers, config.rewindable)
+        self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
+        self._application = Application(machine, out, self._gathers)
+        self._joiner = Joiner(out, self._stepper, self._gathers)
+        self._table = self._means()
+        self._queue: deque[step.StepEffect] = deque()
+        self._news: deque[do.Heard] = deque()
+
+    # ---- what others may look at
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the present generation."""
+        return self.machine.plan
+
+    @property
+    def position(self) -> Key:
+        """Of the last decision."""
+        return self.machine.position
+
+    @property
+    def generation(self) -> int:
+        """Of the plan."""
+        return self.machine.generation
+
+    @property
+    def ended(self) -> wire.JobEnded | None:
+        """How the job has ended, if it has."""
+        return self._application.ended
+
+    @property
+    def asked(self) -> int:
+        """The step that the application has asked for last; one beyond the last once it is through with that."""
+        return self._application.asked
+
+    @property
+    def gathered(self) -> do.Gathers:
+        """Records of the decisions of the present step, by key."""
+        return self._gathers.known
+
+    def in_memory(self, number: int) -> bool:
+        """Whether a member stated, when this generation settled, that it has state of this step in memory."""
+        return self._settler.in_memory(number)
+
+    def proven(self, number: int) -> int:
+        """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
+        return self._stepper.proven(number)
+
+    def progress(self, number: int, step_ms: float) -> wire.AnyMessage:
+        """How far the job is, as told of this generation."""
+        return wire.Progress(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            generation=self.generation,
+            step=number,
+            step_ms=step_ms,
+        )
+
+    # ---- events
+
+    def handle(self, now_ns: int, event: object) -> list[do.Effect]:
+        """Take in one event; the effects are to be carried out in order."""
+        self._out.times.tick(now_ns)
+        match event:
+            case do.Heard():
+                self._news.append(event)
+            case do.Done():
+                self._done(self._out.answered(event.op), event.result)
+            case do.Aborted():
+                self._aborted(self._out.answered(event.op), event)
+            case do.Tainted():
+                self._unusable(self._out.answered(event.op), event)
+            case step.LaneDone() | step.SnapshotsKept():
+                self._feed(event)
+            case do.FollowerAsked():
+                self._application.follower_asked()
+            case do.Tick():
+                pass
+            case _:
+                self._asked(event)  # type: ignore[arg-type]
+        self._advance()
+        self.standing = Standing(self.machine.step, self.machine.plan, self._out.standing)
+        return self._out.drain()
+
+    def _asked(self, event: do.Ask) -> None:
+        data = self._application.take(event)
+        if data is not None:
+            self._feed(self._stepper.gather(data))
+        elif isinstance(event, do.StepAsked):
+            self._feed(step.StepAsked())
+
+    def _advance(self) -> None:
+        """Whatever can be done before the next operation's end, the application's next ask, or the next message."""
+        while self._application.ask is not None and self._out.operation is None:
+            if self._news:
+                self._take(self._news.popleft())
+            elif self._queue:
+                effect = self._queue.popleft()
+                self._table[type(effect)](effect)
+            elif not self._go_on():
+                return
+
+    def _go_on(self) -> bool:
+        joins = self.machine.plan is None and self.ended is None and not self._application.holds
+        return (joins and self._join_on()) or self._application.go_on()
+
+    def _join_on(self) -> bool:
+        differs = self._joiner.go_on()
+        if differs is not None:
+            self._feeds_lost(differs.why)
+        return self._out.operation is not None or differs is not None
+
+    def _feed(self, *events: step.StepEvent) -> None:
+        """Give the machine events; its effects are carried out in turn."""
+        for event in events:
+            effects = self.machine.handle(self._out.times.now_ns, event)
+            if any(isinstance(e, step.Leave | step.Open) for e in effects):
+                self._drop_transfers()
+            self._queue.extend(effects)
+
+    def _drop_transfers(self) -> None:
+        """What has been decided is still carried out; everything that needs the old generation is not."""
+        self._queue = deque(e for e in self._queue if isinstance(e, _DECIDED))
+
+    # ---- messages
+
+    def _take(self, heard: do.Heard) -> None:
+        message = heard.message
+        match message:
+            case wire.PlanNow():
+                self._out.times.plan_arrived(heard.arrived_ns)
+                if message.plan.has(self.me):
+                    self._feed(step.PlanArrived(message.plan))
+            case wire.PlanPrepared():
+                self._feed(step.PreparedArrived(message.plan))
+            case wire.Heal():
+                self._heal(message)
+            case wire.Dismissed():
+                self._application.answer(do.Exit(message.reason, drained=message.drained))
+            case wire.JobEnded():
+                self._application.end(message)
+
+    def _heal(self, ticket: wire.Heal) -> None:
+        plan = self.machine.plan
+        if plan is None:
+            self._joiner.stop()
+            self._out.nothing_stands()
+            self._joiner.begin(ticket)
+        elif ticket.plan.generation > plan.generation:
+            reason = (
+                f"it followed a switch to generation {plan.generation}, but the others went on without it as "
+                f"generation {ticket.plan.generation}; it has to start anew"
+            )
+            self._application.answer(do.Exit(reason))
+
+    # ---- the machine's effects
+
+    def _means(self) -> dict[type, Callable[[Any], object]]:
+        """The table of what each effect of the machine means."""
+        settler, stepper = self._settler, self._stepper
+        return {
+            step.Leave: lambda e: settler.leave(e.generation),
+            step.Open: lambda e: self._open(e.plan),
+            step.SendHolding: lambda e: settler.state_holding(),
+            step.SettleAnew: lambda e: settler.anew(Why(Cause.CORRUPT, e.reason)),
+            step.ServeState: settler.serve,
+            step.FetchState: settler.fetch,
+            step.GoBack: self._go_back,
+            step.Entered: self._entered,
+            step.Compute: self._compute,
+            step.Reduce: stepper.reduce,
+            step.SendRecord: stepper.contribute,
+            step.Update: self._update,
+            step.Gathered: self._gathered,
+            step.Release: self._out.put,
+            step.Discard: self._out.put,
+            step.LeftPlan: lambda e: self._application.answer(do.Exit("the plan goes on without it", drained=True)),
+        }
+
+    def _open(self, plan: Plan) -> None:
+        self._joiner.stop()
+        self._settler.open(plan)
+
+    def _go_back(self, effect: step.GoBack) -> None:
+        leaves = self._settler.go_back(effect)
+        if leaves is not None:
+            self._application.answer(leaves)
+
+    def _entered(self, effect: step.Entered) -> None:
+        self._stepper.entered(effect.generation)
+        self._settler.entered(effect)
+
+    def _compute(self, effect: step.Compute) -> None:
+        if not self._application.holds:
+            self._stepper.compute(effect)
+
+    def _gathered(self, effect: step.Gathered) -> None:
+        self._settler.unshelve()
+        self._stepper.gathered(effect)
+
+    def _update(self, effect: step.Update) -> None:
+        """Unless the records show that the states before the step differ: then all go back, but for the outvoted."""
+        self._settler.unshelve()
+        differs = self._stepper.update(effect)
+        if differs is None:
+            return
+        if differs.outvoted:
+            generation = self.machine.generation
+            self._application.answer(do.Outvoted(differs.why.reason, effect.step, generation, differs.sound))
+            return
+        self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
+        self._feed(step.Tainted(differs.sound))
+        self._settler.anew(differs.why, effect.step)
+
+    # ---- operations that have ended
+
+    def _done(self, operation: do.Operation, result: Any) -> None:
+        settler, stepper = self._settler, self._stepper
+        events: Iterable[step.StepEvent] = ()
+        match operation:
+            case do.Open():
+                events = settler.opened(operation, result)
+            case do.Exchange() if operation.tag == SETTLE:
+                events = settler.all_stated(operation, result)
+            case do.Exchange():
+                events = stepper.all_contributed(operation, result)
+            case do.Reduce():
+                events = stepper.reduced(operation, result)
+            case do.Update():
+                events = stepper.updated(operation, result)
+            case do.Fetch():
+                events = settler.fetched(operation, result)
+            case do.Restore():
+                events = self._restored(operation, result)
+            case do.OpenFeeds() | do.Watch() | do.Adopt() | do.Replay():
+                events = self._joiner.done(operation, result)
+            case do.Evaluate():
+                self._application.answer(do.Evaluated())
+            case do.SaveLast():
+                self._saved_last(operation, result)
+            case do.Finish():
+                at = operation.step
+                self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(result))
+        self._feed(*events)
+
+    def _saved_last(self, operation: do.SaveLast, told: wire.Saved | None) -> None:
+        if told is not None:
+            self._out.send(told, lasting=False)
+        self._out.start(do.Linger, operation.generation)
+
+    def _restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
+        moved = self.machine.position != Key(operation.step, 0)  # else the application is where it should be
+        if moved:
+            self._application.went_back()
+        return self._settler.restored(operation, result)
+
+    def _aborted(self, operation: do.Operation, event: do.Aborted) -> None:
+        """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""
+        if isinstance(operation, do.OpenFeeds | do.Watch):
+            self._feeds_lost(event.why)
+            return
+        if event.accused:
+            accused, generation = sorted(event.accused), operation.generation
+            cause, reason = event.why.cause, event.why.reason
+            self._out.tell(wire.PeerFault, generation=generation, accused=accused, cause=cause, reason=reason)
+        self._drop_transfers()
+        if isinstance(operation, do.Evaluate):
+            self._application.answer(do.Evaluated())
+
+    def _feeds_lost(self, why: Why) -> None:
+        """A feed has ended: somebody else is asked, unless something else was told meanwhile."""
+        ticket = self._joiner.stop()
+        if ticket is not None and all(interrupts(heard.message) is None for heard in self._news):
+            reason = f"healing stopped: {why.reason}"
+            self._out.tell(wire.HealFailed, ticket=ticket.ticket, cause=why.cause, reason=reason)
+
+    def _unusable(self, operation: do.Operation, event: do.Tainted) -> None:
+        """All settle anew, with what is left; whoever cannot mend its state starts anew."""
+        self._drop_transfers()
+        if event.torn:
+            self._application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
+        else:
+            self._settler.anew(event.why)

@@ -1,0 +1,107 @@
+"""What leaves a driver: effects in order, at most one operation, and what would have to be told again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.base.errors import InvariantViolation
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a coordinator that has missed something is to hear again: position and plan for the hello, and messages."""
+
+    step: int = 0
+    plan: Plan | None = None
+    messages: tuple[wire.AnyMessage, ...] = ()
+
+
+class Outbox:
+    """Collects effects while an event is handled. `operation`: the outstanding one."""
+
+    def __init__(self, me: WorkerKey) -> None:
+        self.me = me
+        self.operation: do.Operation | None = None
+        self.standing: tuple[wire.AnyMessage, ...] = ()
+        self.times = Times()
+        self._effects: list[do.Effect] = []
+        self._count = 0
+
+    def put(self, effect: do.Effect) -> None:
+        """To be carried out at once."""
+        self._effects.append(effect)
+
+    def start(self, make: type[do.Operation], generation: int, *args: Any) -> None:
+        """The next operation."""
+        self._count += 1
+        self.operation = make(self._count, generation, *args)
+        self.times.begin()
+        self._effects.append(self.operation)
+
+    def answered(self, number: int) -> do.Operation:
+        """The outstanding operation has ended. Raises: InvariantViolation for any other."""
+        operation, self.operation = self.operation, None
+        if operation is None or operation.op != number:
+            raise InvariantViolation(f"operation {number} was answered, outstanding is {operation}")
+        return operation
+
+    def tell(self, kind: Callable[..., wire.AnyMessage], *, lasting: bool = True, **fields: Any) -> None:
+        """Send to the coordinator in this worker's name. lasting: one that missed it has to hear it again."""
+        self.send(kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields), lasting=lasting)
+
+    def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
+        """The same, of a message as it is."""
+        if lasting:
+            self.standing = (*(m for m in self.standing if type(m) is not type(message)), message)
+        self._effects.append(do.Tell(message))
+
+    def nothing_stands(self) -> None:
+        """What was told before is of no interest any more."""
+        self.standing = ()
+
+    def drain(self) -> list[do.Effect]:
+        """All since the last time."""
+        effects, self._effects = self._effects, []
+        return effects
+
+
+class Times:
+    """How long the parts of a recovery took; in ns, monotonic."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self._arrived_ns = 0
+        self._began_ns = 0
+        self._phases_ms: dict[str, float] = {}
+
+    def tick(self, now_ns: int) -> None:
+        """It is that late."""
+        self.now_ns = now_ns
+
+    def plan_arrived(self, arrived_ns: int) -> None:
+        """When the plan came to this process."""
+        self._arrived_ns = arrived_ns
+
+    def begin(self) -> None:
+        """An operation begins."""
+        self._began_ns = self.now_ns
+
+    def freed(self) -> None:
+        """What was done for the generation before has been left."""
+        if self._arrived_ns:
+            self._phases_ms["unblock"] = (self.now_ns - self._arrived_ns) / 1e6
+        self._arrived_ns = 0
+
+    def note(self, phase: str) -> None:
+        """The operation that has just ended was this phase."""
+        self._phases_ms[phase] = (self.now_ns - self._began_ns) / 1e6
+
+    def taken(self) -> dict[str, float]:
+        """All since the last generation, in ms by phase."""
+        taken, self._phases_ms = self._phases_ms, {}
+        return taken

@@ -1,0 +1,186 @@
+"""How a driver regroups and settles: what it states, serves, copies, and goes back to. Pure.
+
+Apart from steps because nothing here happens in an undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from everstep.base.cause import Why
+from everstep.base.errors import InvariantViolation
+from everstep.base.plan import Plan
+from everstep.base.ports import Tag
+from everstep.protocol import messages as wire
+from everstep.protocol import step_types as step
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.records import decode_holding, encode_holding
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Key, Record
+
+SETTLE = Tag("settle", 0, 0)
+
+
+class Gathers:
+    """Records of the decisions of the present step, by key: what answers the application's gathers."""
+
+    def __init__(self) -> None:
+        self.known: dict[Key, Mapping[int, Record]] = {}
+
+    def applied(self, number: int, records: Mapping[int, Record]) -> None:
+        """The state is that of this step, decided by these records (none if they are not known)."""
+        self.known = {Key(number, 0): records} if records else {}
+
+    def decided(self, key: Key, records: Mapping[int, Record]) -> None:
+        """A gather."""
+        self.known = {k: v for k, v in self.known.items() if k.step == key.step}
+        self.known[key] = records
+
+    def copied(self, gathers: do.Gathers) -> None:
+        """Of the state that was copied from somebody."""
+        self.known = dict(gathers)
+
+    def of_update(self, number: int) -> Mapping[int, Record]:
+        """By which the step itself was decided, if it is known."""
+        return self.known.get(Key(number, 0), {})
+
+
+class Settler:
+    """From a plan to the moment at which all go on in it."""
+
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, rewindable: bool) -> None:
+        self._machine = machine
+        self._out = out
+        self._gathers = gathers
+        self._rewindable = rewindable
+        self._stated: Mapping[int, step.Holding] = {}
+        self._disk: tuple[int, ...] = ()
+        self._shelved = False
+
+    @property
+    def plan(self) -> Plan:
+        """The present one. Raises: InvariantViolation if there is none."""
+        plan = self._machine.plan
+        if plan is None:
+            raise InvariantViolation(f"no plan while {self._machine.phase}")
+        return plan
+
+    def in_memory(self, number: int) -> bool:
+        """Whether a member stated, when this generation settled, that it has state of this step in memory."""
+        holdings = self._stated.values()
+        return any(h.position.step == number or any(s == number for _, s in h.snapshots) for h in holdings)
+
+    # ---- regroup
+
+    def leave(self, generation: int) -> None:
+        """A generation is over."""
+        self._out.put(do.Cut(generation))
+        self.unshelve()
+
+    def open(self, plan: Plan) -> None:
+        """Meet the members."""
+        machine = self._machine
+        self._out.times.freed()
+        doubt = machine.sound >= 0
+        disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
+        limit = machine.sound if doubt else None
+        self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
+
+    def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
+        """All are there."""
+        self._out.times.note("regroup")
+        self._disk = result.disk
+        return [step.LanesLost(operation.step, result.lost)] if result.lost else []
+
+    def state_holding(self) -> None:
+        """Tell the members what is held, and hear it of them."""
+        holding = replace(self._machine.holding(), disk=self._disk)
+        self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
+
+    def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
+        """Everybody has said what it holds."""
+        self._out.times.note("settle")
+        self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
+        return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
+
+    def anew(self, why: Why, tainted: int = 0) -> None:
+        """What was stated does not do. tainted: the step before which states were found to differ."""
+        generation = self._machine.generation
+        decided_in = generation if tainted else 0
+        self._out.tell(
+            wire.SettleAgain,
+            generation=generation,
+            cause=why.cause,
+            reason=why.reason,
+            tainted=tainted,
+            decided_in=decided_in,
+        )
+
+    def entered(self, effect: step.Entered) -> None:
+        """All go on from here."""
+        plan = self.plan
+        self._out.put(do.EnteredPlan(plan, effect.step))
+        top = max((h.position.step for h in self._stated.values()), default=0)
+        if top > effect.step:  # so that it is known how many steps are done again
+            self._out.tell(wire.Progress, lasting=False, generation=plan.generation - 1, step=top, step_ms=0.0)
+        self._out.nothing_stands()
+        phases_ms = self._out.times.taken()
+        self._out.tell(wire.GenerationEntered, generation=plan.generation, step=effect.step + 1, phases_ms=phases_ms)
+        if plan.save:
+            self._out.start(do.SaveLast, plan.generation, plan, effect.step)
+
+    # ---- state for others
+
+    def serve(self, effect: step.ServeState) -> None:
+        """Members may have what is held here of a position."""
+        machine, position = self._machine, effect.position
+        live = position.step == machine.step
+        at_update = live and position.seq == 0 and machine.position.seq > 0
+        records, gathers = machine.records, dict(self._gathers.known) if live else {}
+        if at_update:  # whoever goes back to it has learnt nothing yet
+            records = self._gathers.of_update(position.step)
+            gathers = {position: records} if records else {}
+        stages = machine.stages if live else ()
+        self._shelved = True
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live, at_update))
+
+    def unshelve(self) -> None:
+        """Whoever had to copy the state has done so."""
+        if self._shelved:
+            self._shelved = False
+            self._out.put(do.Unshelve())
+
+    # ---- state from others
+
+    def fetch(self, effect: step.FetchState) -> None:
+        """Copy what is lacking."""
+        self._out.start(do.Fetch, self._machine.generation, self.plan, effect.position, effect.donors)
+
+    def go_back(self, effect: step.GoBack) -> do.Exit | None:
+        """Take on another step's state; unless the application cannot go on from there."""
+        machine, at = self._machine, self._machine.position
+        if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
+            return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
+        stands = at.step == effect.step
+        own = (self._gathers.of_update(at.step) or ({} if at.seq else machine.records)) if stands else {}
+        held = machine.stages if stands else ()
+        self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
+        return None
+
+    def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
+        """What was lacking is there."""
+        self._out.times.note("heal")
+        records = result.records if operation.sources else self._machine.records
+        if operation.position != self._machine.position:
+            self._out.put(do.CutFeeds())
+            self._gathers.copied(result.gathers)
+        return [step.StateCopied(operation.generation, operation.position, records)]
+
+    def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
+        """The state is that of the step."""
+        self._out.times.note("heal")
+        self._out.put(do.CutFeeds())
+        self._gathers.applied(operation.step, result.records)
+        return [step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]

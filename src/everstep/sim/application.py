@@ -1,0 +1,30 @@
+"""The user's loop in the simulation: a step, the gathers that belong after it, the next step; at the end it says so."""
+
+from __future__ import annotations
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.driver import operations as do
+from everstep.sim.model import Job
+
+
+class Application:
+    """What is asked after each answer."""
+
+    def __init__(self, me: WorkerKey, job: Job) -> None:
+        self.me = me
+        self.job = job
+        self.step = 0
+        self.gathers = 0
+
+    def next(self, answer: do.Answer | None) -> do.Ask:
+        """None: before the first ask."""
+        match answer:
+            case None:
+                return do.JoinAsked()
+            case do.Arrived(step) | do.Stepped(step) | do.WentBack(step):
+                self.step, self.gathers = step, 0
+            case do.GatherDone():
+                self.gathers += 1
+        if self.gathers < self.job.gathers(self.step):
+            return do.GatherAsked(f"{self.me} {self.step} {self.gathers}".encode())
+        return do.StepAsked(self.step + 1) if self.step < self.job.steps else do.EndAsked()

@@ -1,0 +1,349 @@
+"""Moving states between simulated workers: the shelf for members that settle, feeds for joiners, and who takes them.
+
+The donor's half is what its handler threads do: they read a shelf, and never ask the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from everstep.base.plan import Member
+from everstep.protocol.driver import operations as do
+from everstep.protocol.step_types import Key, Record
+from everstep.sim.model import Gradient, initial, update
+from everstep.sim.state import Copy
+from everstep.sim.world import MS, Connection, connect
+
+if TYPE_CHECKING:
+    from everstep.sim.worker import SimWorker
+
+CONNECT_NS = 500 * MS
+
+
+class Donor:
+    """Gives states away: to settling members from the shelf, to joiners at a step boundary and then step by step."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self.worker = worker
+        self.shelf: tuple[int, dict[int, Copy]] | None = None  # of a generation, by stage
+        self.feeds: list[tuple[Connection, tuple[int, ...]]] = []  # with the stages
+        self.wanted: list[tuple[Connection, tuple[int, ...]]] = []
+        self.fetchers: list[tuple[Connection, int, int]] = []  # generation, stage
+
+    def accept(self, connection: Connection) -> None:
+        connection.listen(self.worker, lambda m: self._asked(connection, m), lambda: self._gone(connection))
+
+    def _gone(self, connection: Connection) -> None:
+        self.feeds = [f for f in self.feeds if f[0] is not connection]
+        self.wanted = [w for w in self.wanted if w[0] is not connection]
+        self.fetchers = [f for f in self.fetchers if f[0] is not connection]
+
+    def _asked(self, connection: Connection, message: tuple[Any, ...]) -> None:
+        if message[0] == "follow":
+            self.wanted.append((connection, message[1]))
+            self.worker.handle(do.FollowerAsked())
+        else:
+            self.fetchers.append((connection, *message[1:]))
+            self._serve()
+
+    # ---- the shelf
+
+    def shelve(self, effect: do.Shelve) -> None:
+        """Members of this generation may have what is held at the position, live or kept."""
+        state, kept = self.worker.state, self.worker.keeper.kept
+        step = effect.position.step
+        copies = {
+            stage: Copy(effect.position, records, {stage: value})
+            for (stage, at), (value, records) in kept.items()
+            if at == step
+        }
+        if effect.live:
+            for stage in effect.stages:
+                copies[stage] = state.copy(effect.position, effect.records, effect.gathers, (stage,))
+        self.shelf = (effect.generation, copies)
+        self._serve()
+
+    def unshelve(self) -> None:
+        """Nobody asks for it any more."""
+        self.shelf = None
+
+    def _serve(self) -> None:
+        if self.shelf is None:
+            return
+        for one in self.fetchers[:]:
+            if one[1] == self.shelf[0]:
+                self.fetchers.remove(one)
+                self.worker.later(self.worker.world.between(MS, 15 * MS), self._give, self.shelf, *one)
+
+    def _give(self, shelf: tuple[int, dict[int, Copy]], connection: Connection, generation: int, stage: int) -> None:
+        """The last block has been read. Nothing may have changed meanwhile, or the copy would be torn."""
+        worker, copy = self.worker, shelf[1].get(stage)
+        if self.shelf is not shelf or copy is None:
+            if connection.open and worker.driver.generation == generation and worker.cut_to < generation:
+                raise AssertionError(f"{worker.me} at {worker.driver.position} served {shelf}, and does no more")
+            connection.close(worker)
+            return
+        live = copy.effects or not copy.position.step
+        if live and (worker.state.at, worker.state.stages.get(stage)) != (copy.position.step, copy.states[stage]):
+            raise AssertionError(f"{worker.me} moved to {worker.driver.position} while it served {shelf}")
+        connection.send(worker, ("state", copy))
+
+    def cut(self, generation: int) -> None:
+        """Who waits for a state of this generation, or an older one, need not."""
+        for connection, wanted, _ in self.fetchers[:]:
+            if wanted <= generation:
+                connection.close(self.worker)
+        self.fetchers = [f for f in self.fetchers if f[1] > generation]
+
+    # ---- feeds
+
+    def offer(self, effect: do.OfferFeeds) -> None:
+        """The state stands still: start the joiners that asked."""
+        wanted, self.wanted = self.wanted, []
+        for connection, stages in wanted:
+            if not set(stages) <= set(effect.stages):
+                connection.close(self.worker)
+                continue
+            copy = self.worker.state.copy(effect.position, effect.records, effect.gathers, stages)
+            connection.send(self.worker, ("offer", copy))
+            self.feeds.append((connection, stages))
+            self._caught_up(connection)
+
+    def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
+        """A step is decided: pass it on."""
+        for connection, stages in self.feeds:
+            if set(stages) <= set(gradients):
+                connection.send(self.worker, ("step", step, records, {k: gradients[k] for k in stages}))
+                self._caught_up(connection)
+            else:
+                connection.close(self.worker)
+        self.feeds = [f for f in self.feeds if set(f[1]) <= set(gradients)]
+
+    def _caught_up(self, connection: Connection) -> None:
+        worker = self.worker
+        worker.later(worker.world.between(0, 2 * MS), connection.send, worker, ("caught_up",))
+
+    def jumped(self) -> None:
+        """The followers have missed something."""
+        for connection, _ in self.feeds:
+            connection.close(self.worker)
+        self.feeds = []
+
+
+class Fetcher:
+    """Gets the state of a settling generation, stage by stage: own copies, one peer after the other, disk, or anew."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self.worker = worker
+        self.connection: Connection | None = None
+        self._got: dict[int, Copy] = {}
+        self._left: list[tuple[int, tuple[int, ...]]] = []
+
+    def fetch(self, operation: do.Fetch | do.Restore) -> None:
+        """Get these stages, then take them on, all or nothing."""
+        self._got, self._left = {}, sorted(operation.sources.items())
+        self._next(operation)
+
+    def stop(self) -> None:
+        """Whatever is on its way is not wanted."""
+        if self.connection is not None:
+            self.connection.close(self.worker)
+            self.connection = None
+
+    def _next(self, operation: do.Fetch | do.Restore) -> None:
+        worker = self.worker
+        if not self._left:
+            worker.later(worker.world.between(0, MS), self._install, operation)
+            return
+        stage, donors = self._left.pop(0)
+        if isinstance(operation, do.Restore) and (not donors or donors[0] == worker.me.worker_id):
+            self._own(operation, stage, bool(donors))
+        else:
+            self._try(operation, stage, list(donors))
+
+    def _own(self, operation: do.Restore, stage: int, memory: bool) -> None:
+        """From this worker's memory, from disk, or anew."""
+        worker, step = self.worker, operation.step
+        if memory and stage in operation.stands:
+            copy = worker.state.copy(Key(step, 0), operation.own, {}, (stage,))
+        elif memory:
+            state, records = worker.keeper.kept[stage, step]
+            copy = Copy(Key(step, 0), records, {stage: state})
+        else:
+            state = worker.site.disk.parts[step][stage] if step else initial(stage)
+            copy = Copy(Key(step, 0), {}, {stage: state})
+        worker.later(
+            worker.world.between(0, MS) if memory else worker.world.between(MS, 20 * MS),
+            self._have,
+            operation,
+            stage,
+            copy,
+        )
+
+    def _have(self, operation: do.Fetch | do.Restore, stage: int, copy: Copy) -> None:
+        if self.worker.operation is operation:
+            self._got[stage] = copy
+            self._next(operation)
+
+    def _try(self, operation: do.Fetch | do.Restore, stage: int, donors: list[int]) -> None:
+        worker = self.worker
+        if worker.operation is not operation:
+            return
+        if not donors:
+            worker.abort(operation, tuple(operation.sources[stage]), "the state could not be copied")
+            return
+        donor = worker.site.lives.get(operation.plan.member(donors[0]).key)
+        connection = connect(worker.world, worker, donor, timeout_ns=CONNECT_NS)
+        again = (operation, stage, donors[1:])
+        if connection is None or donor is None:
+            worker.later(worker.world.latency_ns(), self._try, *again)
+            return
+        self.connection = connection
+        donor.donor.accept(connection)
+        connection.listen(worker, lambda m: self._received(operation, stage, m[1]), lambda: self._try(*again))
+        connection.send(worker, ("fetch", operation.generation, stage))
+
+    def _received(self, operation: do.Fetch | do.Restore, stage: int, copy: Copy) -> None:
+        if self.worker.operation is operation and stage not in self._got:
+            self.stop()
+            self._have(operation, stage, copy)
+
+    def _install(self, operation: do.Fetch | do.Restore) -> None:
+        worker = self.worker
+        if worker.operation is not operation:
+            return
+        position = Key(operation.step, 0) if isinstance(operation, do.Restore) else operation.position
+        wrong = [c.position for c in self._got.values() if c.position != position]
+        if wrong:
+            raise AssertionError(f"{worker.me} wants the state at {position} and got {wrong}")
+        copies = [self._got[k] for k in sorted(self._got)]
+        records = next((c.records for c in copies if c.records), {})
+        gathers = next((c.gathers for c in copies if c.gathers), {})
+        states = {k: state for c in copies for k, state in c.states.items()}
+        effects = tuple(sorted({effect for c in copies for effect in c.effects}))
+        worker.state.install(Copy(position, records, states, effects, gathers))
+        worker.done(operation, do.Copied(records, gathers))
+
+
+@dataclass(eq=False)
+class _Feed:
+    """One donor of a joiner: what it has offered, and the steps that have come since."""
+
+    stages: tuple[int, ...]
+    donors: list[Member]
+    connection: Connection | None = None
+    offer: Copy | None = None
+    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, Gradient]]] = field(default_factory=dict)
+    seen: list[int] = field(default_factory=list)  # 0: caught up
+
+
+class Follower:
+    """A joiner's feeds, and what they bring."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self.worker = worker
+        self.feeds: list[_Feed] = []
+        self.broken = ""
+
+    def open(self, operation: do.OpenFeeds) -> None:
+        """Ask the first donor of each group that can be reached."""
+        self.stop()
+        self.feeds = [_Feed(stages, list(donors)) for donors, stages in operation.groups]
+        for feed in self.feeds:
+            self._try(feed)
+
+    def stop(self) -> None:
+        """Follow nobody any more."""
+        for feed in self.feeds:
+            if feed.connection is not None:
+                feed.connection.close(self.worker)
+        self.feeds, self.broken = [], ""
+
+    def _try(self, feed: _Feed) -> None:
+        worker = self.worker
+        if feed not in self.feeds:
+            return
+        if not feed.donors:
+            self._lost(feed, "no donor could be reached")
+            return
+        donor = worker.site.lives.get(feed.donors.pop(0).key)
+        connection = connect(worker.world, worker, donor, timeout_ns=CONNECT_NS)
+        if connection is None or donor is None:
+            worker.later(worker.world.latency_ns(), self._try, feed)
+            return
+        feed.connection = connection
+        donor.donor.accept(connection)
+        connection.listen(worker, lambda m: self._received(feed, m), lambda: self._lost(feed, "the donor went away"))
+        connection.send(worker, ("follow", feed.stages))
+
+    def _lost(self, feed: _Feed, reason: str) -> None:
+        if feed in self.feeds:
+            self.broken = self.broken or reason
+            self.look()
+
+    def _received(self, feed: _Feed, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("offer", copy):
+                feed.offer = copy
+            case ("step", step, records, gradients):
+                feed.steps[step] = (records, gradients)
+                feed.seen.append(step)
+            case _:
+                feed.seen.append(0)
+        self.look()
+
+    def look(self) -> None:
+        """Answer the operation that waits for the feeds, if there is something."""
+        worker = self.worker
+        operation = worker.operation
+        if isinstance(operation, do.OpenFeeds):
+            offers = [f.offer.position for f in self.feeds if f.offer is not None]
+            if len(offers) == len(self.feeds):
+                worker.done(operation, tuple(offers))
+            elif self.broken:
+                worker.abort(operation, (), self.broken)
+        elif isinstance(operation, do.Watch):
+            seen = [
+                do.Seen(n, s, feed.steps[s][0] if s else {}) for n, feed in enumerate(self.feeds) for s in feed.seen
+            ]
+            for feed in self.feeds:
+                feed.seen = []
+            if seen:
+                worker.done(operation, tuple(seen))
+            elif self.broken:
+                worker.abort(operation, (), self.broken)
+
+    def adopt(self, operation: do.Adopt) -> None:
+        """Load what was offered, brought to one position by the steps that have come."""
+        states: dict[int, int] = {}
+        effects: dict[int, int] = {}
+        newest: Copy | None = None
+        for feed, passed in zip(self.feeds, operation.passed, strict=True):
+            offer = feed.offer
+            if offer is None:
+                raise AssertionError(f"{self.worker.me} adopts what was not offered")
+            copies, effects = dict(offer.states), {**effects, **dict(offer.effects)}
+            for outcome in passed:
+                _, gradients = feed.steps.pop(outcome.step)
+                copies = {k: update(state, outcome.step, gradients[k]) for k, state in copies.items()}
+                effects[outcome.step] = self.worker.site.checks.effect(outcome.step)
+            if offer.position == operation.position:
+                newest = offer
+            states |= copies
+        if newest is None:
+            raise AssertionError(f"{self.worker.me}: nobody has offered {operation.position}")
+        copy = Copy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
+        self.worker.state.install(copy, only=True)
+        self.worker.done(operation, do.Copied(newest.records, newest.gathers))
+
+    def replay(self, operation: do.Replay) -> None:
+        """Apply the next step of all feeds."""
+        gradients: dict[int, Gradient] = {}
+        for feed in self.feeds:
+            gradients |= feed.steps.pop(operation.step)[1]
+        if self.worker.state.at != operation.step - 1:
+            raise AssertionError(f"{self.worker.me} at {self.worker.state.at} is to replay {operation.step}")
+        self.worker.state.apply(operation.step, operation.records, gradients)
+        self.worker.done(operation)

@@ -1,0 +1,167 @@
+"""The executor: carries out what the driver asks for, one operation after the other, in the training thread.
+
+Other threads only put things into its inbox, and cut the transfers of generations that are over.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.base.cause import Why
+from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.step_types import LaneDone
+from everstep.train.cutter import Cutter
+
+_WAIT_S = 0.02
+_ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.Released)
+
+
+class WentBack(EverstepError):
+    """The state has jumped to that of another step: what the application was doing is over, it goes on from there."""
+
+
+class Unusable(EverstepError):
+    """What was to be taken on must not be used: all settle anew. torn: the state has been written in part."""
+
+    def __init__(self, why: Why, torn: bool) -> None:
+        super().__init__(why.reason)
+        self.why = why
+        self.torn = torn
+
+
+Handlers = Mapping[type, Callable[[Any], Any]]
+
+
+class Executor:
+    """Between the application's asks and the driver's answers.
+
+    handlers: what carries out an operation (and returns its result) or an effect, by its type. Whoever leaves `Compute`
+    out gets that handed out, in place of an answer, and says what becomes of it.
+    """
+
+    def __init__(self, driver: Driver, cutter: Cutter, tick: Callable[[], None]) -> None:
+        self._driver = driver
+        self._cutter = cutter
+        self._tick = tick
+        self._handlers: dict[type, Callable[[Any], Any]] = {}
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._effects: deque[do.Effect] = deque()
+        self._handed: do.Compute | None = None
+        self.jumped = False
+
+    def install(self, handlers: Handlers) -> None:
+        """Who does what; before the first ask."""
+        self._handlers.update(handlers)
+
+    # ---- from any thread
+
+    def deliver(self, message: wire.AnyMessage) -> None:
+        """A message of the coordinator. One that ends a generation frees this worker from whatever it waits for."""
+        self._inbox.put(do.Heard(message, time.monotonic_ns()))
+        generation = interrupts(message)
+        if generation is not None:
+            self._cutter.cut(generation)
+
+    def note(self, event: object) -> None:
+        """Something that the driver is to know when it comes to it."""
+        self._inbox.put(event)
+
+    @property
+    def news(self) -> bool:
+        """Whether something has come that the driver does not know yet."""
+        return not self._inbox.empty()
+
+    # ---- the training thread
+
+    def arrived(self) -> bool:
+        """Whether the state has jumped since this was asked last (true the first time): go on from there."""
+        jumped, self.jumped = self.jumped, False
+        return jumped
+
+    def ask(self, event: do.Ask) -> do.Answer | do.Compute:
+        """Wait for the answer, or for lanes to compute.
+
+        Raises: WentBack, Evicted, JobFailed, StateTainted: what ends what the application was doing.
+        """
+        while self._handed is not None or self._effects:  # what it was doing was left in the middle
+            self._leave()
+            self._carry_out()
+        self._handle(event)
+        return self._until_answered()
+
+    def lane_done(self, number: int, stage: int, lane: int) -> None:
+        """While an operation computes lanes: a stage is through with one."""
+        self._effects.extend(self._driver.handle(time.monotonic_ns(), LaneDone(number, stage, lane)))
+
+    def computed(self) -> do.Answer | do.Compute:
+        """What was handed out has been computed, or was left as its generation is over. Returns and raises as `ask`."""
+        operation, self._handed = self._handed, None
+        if operation is not None:
+            over = self._cutter.over(operation.generation)
+            self._handle(do.Aborted(operation.op) if over else do.Done(operation.op))
+        return self._until_answered()
+
+    def _leave(self) -> None:
+        operation, self._handed = self._handed, None
+        if operation is not None:
+            self._handle(do.Aborted(operation.op))
+
+    def _until_answered(self) -> do.Answer | do.Compute:
+        while (answer := self._carry_out()) is None:
+            self._await_news()
+        return answer
+
+    def _carry_out(self) -> do.Answer | do.Compute | None:
+        """All effects, and those that follow from them, up to an answer."""
+        while self._effects:
+            effect = self._effects.popleft()
+            self.jumped |= isinstance(effect, do.Arrived | do.WentBack)
+            if isinstance(effect, do.WentBack):
+                raise WentBack(f"the state is that of step {effect.step} now")
+            if isinstance(effect, do.Exit):
+                raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
+            if isinstance(effect, do.Outvoted):
+                raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound, True)
+            if isinstance(effect, _ANSWERS):
+                return effect
+            if isinstance(effect, do.Compute) and do.Compute not in self._handlers:
+                self._handed = effect
+                return effect
+            if isinstance(effect, do.Operation):
+                self._operate(effect)
+            else:
+                self._handlers[type(effect)](effect)
+        return None
+
+    def _operate(self, operation: do.Operation) -> None:
+        event: object = do.Aborted(operation.op)
+        try:
+            event = do.Done(operation.op, self._handlers[type(operation)](operation))
+        except CollectiveAborted as fault:
+            event = do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))
+        except Unusable as found:
+            event = do.Tainted(operation.op, found.why, found.torn)
+        finally:
+            self._handle(event)
+
+    def _handle(self, event: object) -> None:
+        """What has come before goes first; while an operation is outstanding it waits in the driver."""
+        while self.news:
+            self._effects.extend(self._driver.handle(time.monotonic_ns(), self._inbox.get()))
+        self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
+
+    def _await_news(self) -> None:
+        """Whatever comes next, or a moment later nothing."""
+        self._tick()
+        try:
+            event = self._inbox.get(timeout=_WAIT_S)
+        except queue.Empty:
+            event = do.Tick()
+        self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
