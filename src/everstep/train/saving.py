@@ -29,7 +29,7 @@ from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.operations import Condemn, Linger, RememberLoop, SaveLast
+from everstep.protocol.driver.operations import Condemn, Linger, RememberLoop, SaveLast, Skipped
 from everstep.protocol.driver.records import Outcome, decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.address import CHECKPOINTS_DIR
@@ -381,10 +381,10 @@ class Saver:
                 return
             view.tick()
 
-    def not_kept(self, step: int, why: Why, tell: bool) -> None:
-        """The memory tier has skipped a step. tell: it has not been told yet."""
+    def not_kept(self, effect: Skipped) -> None:
+        """The memory tier has skipped a step."""
         if self._checkpointer is not None:
-            self._checkpointer.skip("memory", step, why, tell)
+            self._checkpointer.skip("memory", effect.step, effect.why, effect.tell)
 
     def close(self) -> None:
         """The worker ends."""

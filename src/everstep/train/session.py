@@ -86,7 +86,7 @@ class Session:
         self.loop = LoopState(stages)
         name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
         self.saver = Saver(self.view, whole, self.loop, name)
-        self.keeper = Keeper(self.view, self.saver.not_kept, self.executor.note)
+        self.keeper = Keeper(self.view, self.executor.note)
         self.finisher = Finisher(self.view)
         others = {"keep": self.keeper.take, "final": self.finisher.serve, "part": self.saver.take_report}
         self.donor = Donor(lambda: self.executor.note(do.FollowerAsked()), others)
@@ -129,6 +129,10 @@ class Session:
             do.EnteredPlan: self._entered,
             do.RememberLoop: self.loop.remember,
             do.Condemn: self.saver.condemn,
+            do.Keep: self.keeper.keep,
+            do.RetireKept: self.keeper.retire,
+            do.ForgetKept: self.keeper.forget,
+            do.Skipped: self.saver.not_kept,
             do.DropLanes: self._drop_lanes,
         }
         return found | ({do.Compute: self.lanes.compute} if view.stages.split else {})

@@ -46,15 +46,12 @@ class Transfers:
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at this position, live or kept."""
         position = effect.position
-        offer = Offer(position, {}, {}, {})
+        offer = Offer(position, effect.records, {}, {})
         if effect.live:
             offer = self._live(position, effect.records, effect.gathers, effect.stages)
             if effect.at_update:
                 offer.application = self._loop.after(position.step)
-        kept = self._keeper.at(position.step)
-        if kept is not None:
-            offer.snapshots = {**kept.snapshots, **offer.snapshots}
-            offer.records = offer.records or kept.records
+        offer.snapshots = {**self._keeper.at(position.step), **offer.snapshots}
         self._donor.shelve(effect.generation, offer)
 
     def unshelve(self, effect: do.Unshelve) -> None:
@@ -154,7 +151,7 @@ class Transfers:
         view.phase("heal", number, operation.plan)
         received = self._copy(operation, {k: ids for k, ids in sources.items() if ids and ids[0] != me})
         own = self._keeper.at(number)
-        records = operation.own or next((r.records for r in received if r.records), own.records if own else {})
+        records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still()
         restored = None
         if number and not all(sources.values()):
@@ -167,14 +164,13 @@ class Transfers:
                 if not number:
                     view.stages.rebuild(stage)
             elif ids[0] == me and stage not in operation.stands:
-                check(own is not None and stage in own.snapshots, f"stage {stage} of step {number} was stated as kept")
-                self._load_stage(view.stages[stage], _in_memory(own.snapshots[stage]))  # type: ignore[union-attr]
+                check(stage in own, f"stage {stage} of step {number} was stated as kept")
+                self._load_stage(view.stages[stage], _in_memory(own[stage]))
             else:
                 view.stages[stage].abandon()
         for offer in received:
             self._load(offer)
         self._loop.went_back(number)
-        self._keeper.went_back(number)
         outcome = conclude(number, view.config.lanes, records, stages_in(records)) if records else None
         if restored is not None:
             self._take_loop(restored)

@@ -65,7 +65,7 @@ class Updates:
         ]
         wanted = self._saver.wanted(number)
         save = (tuple(wanted.tiers), wanted.reason)
-        return AgreePayload(sections, kept=self._keeper.complete, save=save, save_cause=wanted.cause)
+        return AgreePayload(sections, save=save, save_cause=wanted.cause)
 
     def update(self, operation: Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""
@@ -95,9 +95,6 @@ class Updates:
         self._gradients = {n: g for n, g in self._gradients.items() if n >= number}
         self._generations = {n: g for n, g in self._generations.items() if n > number}
         self.hold(outcome, generation, extra)
-        self._keeper.agreed(outcome.kept)
-        if "memory" in outcome.save[0]:
-            self._keeper.take_own(number, records)
         self._saver.after_update(outcome, records)
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
@@ -111,7 +108,7 @@ class Updates:
     def stand_still(self) -> None:
         """Before anything changes the state: whoever reads it is through with that."""
         self._donor.busy_snapshot()
-        self._keeper.before_update()
+        self._keeper.stand_still()
         self._saver.before_update()
 
     def arrive(self, outcome: Outcome | None, number: int) -> None:
@@ -147,7 +144,7 @@ class Updates:
         if records:
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
         view.publisher.release(number, leads)
-        self._keeper.released(number)
+        self._keeper.state()
         now = time.monotonic_ns()
         if leads and self._entered == view.driver.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now

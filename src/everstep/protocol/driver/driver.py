@@ -26,6 +26,7 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.joiner import Joiner
+from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox, Standing
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
@@ -66,8 +67,9 @@ class Driver:
         self.standing = Standing()
         self._out = out = Outbox(me)
         self._gathers = Gathers()
-        self._settler = Settler(machine, out, self._gathers, config.rewindable)
         self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
+        self._keeper = Keeper(machine, out, self._stepper.proven)
+        self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable)
         self._application = Application(machine, out, self._gathers)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._table = self._means()
@@ -138,8 +140,14 @@ class Driver:
                 self._aborted(self._out.answered(event.op), event)
             case do.Tainted():
                 self._unusable(self._out.answered(event.op), event)
-            case step.LaneDone() | step.SnapshotsKept():
+            case step.LaneDone():
                 self._feed(event)
+            case do.InMemory():
+                self._feed(*self._keeper.there(event))
+            case do.HandedOver():
+                self._keeper.handed_over(event)
+            case do.NotKept():
+                self._keeper.refused(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
             case do.Tick():
@@ -240,7 +248,7 @@ class Driver:
             step.SendRecord: stepper.contribute,
             step.Update: self._update,
             step.Gathered: self._gathered,
-            step.Release: self._out.put,
+            step.Release: self._release,
             step.Discard: self._out.put,
             step.LeftPlan: lambda e: self._application.answer(do.Exit("the plan goes on without it", drained=True)),
         }
@@ -261,6 +269,10 @@ class Driver:
     def _compute(self, effect: step.Compute) -> None:
         if not self._application.holds:
             self._stepper.compute(effect)
+
+    def _release(self, effect: step.Release) -> None:
+        self._out.put(effect)
+        self._feed(*self._keeper.released(effect.step))
 
     def _gathered(self, effect: step.Gathered) -> None:
         self._settler.unshelve()
@@ -293,14 +305,17 @@ class Driver:
             case do.Exchange():
                 events = stepper.all_contributed(operation, result)
             case do.Reduce():
-                events = stepper.reduced(operation, result)
+                events = stepper.reduced(operation, result, self._keeper.complete)
             case do.Update():
+                self._keeper.updated(operation.outcome, operation.records)
                 events = stepper.updated(operation, result)
             case do.Fetch():
                 events = settler.fetched(operation, result)
             case do.Restore():
                 events = self._restored(operation, result)
             case do.OpenFeeds() | do.Watch() | do.Adopt() | do.Replay():
+                if isinstance(operation, do.Replay):
+                    self._keeper.updated(operation.outcome, operation.records)
                 events = self._joiner.done(operation, result)
             case do.Evaluate():
                 self._application.answer(do.Evaluated())

@@ -307,6 +307,44 @@ class Condemn:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Take a snapshot in memory of all stages held, as they are now, of this step; hand some to members of other pools.
+    `HandedOver` or `NotKept` says what came of it, `InMemory` what there is then.
+
+    to: by stage, who is to keep it too.
+    """
+
+    step: int
+    records: Mapping[int, Record]
+    to: Mapping[int, Member]
+
+
+@dataclass(frozen=True)
+class RetireKept:
+    """All stages have a snapshot of this step: of older ones may go what no rule keeps. proven: up to which step states
+    are known to be right."""
+
+    step: int
+    proven: int
+
+
+@dataclass(frozen=True)
+class ForgetKept:
+    """Snapshots of steps after this one count for nothing, since these are done again."""
+
+    after: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """No snapshot in memory was taken of a step. tell: it has not been told yet."""
+
+    step: int
+    why: Why
+    tell: bool
+
+
+@dataclass(frozen=True)
 class DropLanes:
     """The application has raised: what it was computing is dropped, and the state stands as after the last update."""
 
@@ -392,6 +430,10 @@ Effect = (
     | EnteredPlan
     | RememberLoop
     | Condemn
+    | Keep
+    | RetireKept
+    | ForgetKept
+    | Skipped
     | DropLanes
     | Answer
 )
@@ -443,6 +485,30 @@ class Tick:
 @dataclass(frozen=True)
 class FollowerAsked:
     """Somebody wants to follow this worker, from its next step's beginning on."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over."""
+
+    snapshots: tuple[tuple[int, int], ...]
+    records: Mapping[int, Mapping[int, Record]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """Other pools have got what they are to keep of a step; or not, since somebody is gone."""
+
+    step: int
+    done: bool
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """There was no room for a snapshot."""
+
+    step: int
+    why: Why
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
 
-    def at(self, committed_unix_ns: int) -> AgreePayload:
-        """The same, saying when the step before was committed."""
-        return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns)
+    def stamped(self, committed_unix_ns: int, kept: int) -> AgreePayload:
+        """The same, saying when the step before was committed, and what is kept."""
+        return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns, kept=kept)
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.step_machine import StepMachine
@@ -50,8 +51,9 @@ class Gathers:
 class Settler:
     """From a plan to the moment at which all go on in it."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, rewindable: bool) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, keeper: Keeper, rewindable: bool) -> None:
         self._machine = machine
+        self._keeper = keeper
         self._out = out
         self._gathers = gathers
         self._rewindable = rewindable
@@ -138,7 +140,8 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         at_update = live and position.seq == 0 and machine.position.seq > 0
-        records, gathers = machine.records, dict(self._gathers.known) if live else {}
+        records = machine.records if live else self._keeper.records_of(position.step)
+        gathers = dict(self._gathers.known) if live else {}
         if at_update:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
@@ -164,7 +167,8 @@ class Settler:
         if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
-        own = (self._gathers.of_update(at.step) or ({} if at.seq else machine.records)) if stands else {}
+        own = self._gathers.of_update(at.step) or ({} if at.seq else machine.records) if stands else {}
+        own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
         self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
         return None
@@ -183,4 +187,5 @@ class Settler:
         self._out.times.note("heal")
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
-        return [step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]
+        kept = self._keeper.went_back(operation.step)
+        return [*kept, step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]

@@ -69,9 +69,9 @@ class Stepper:
         """All own lanes are there."""
         self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step)
 
-    def reduced(self, operation: do.Reduce, payload: AgreePayload) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is held here."""
-        data = encode_payload(payload.at(self._committed_ns))
+    def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int) -> Iterable[step.StepEvent]:
+        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be."""
+        data = encode_payload(payload.stamped(self._committed_ns, kept))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes) -> step.GatherAsked:
