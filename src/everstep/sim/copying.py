@@ -178,7 +178,8 @@ class Fetcher:
                     worker.world.between(0, 5 * MS), worker.tainted, operation, f"checkpoint {step} is damaged"
                 )
                 return
-            copy = Copy(Key(step, 0), {}, {stage: found})
+            effects = ((step, worker.site.checks.effect(step)),) if step else ()  # perhaps nobody has told them
+            copy = Copy(Key(step, 0), {}, {stage: found}, effects)
         worker.later(
             worker.world.between(0, MS) if memory else worker.world.between(MS, 20 * MS),
             self._have,

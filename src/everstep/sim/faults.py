@@ -38,6 +38,7 @@ _WEIGHTS = {
     "stale_plan": 2,
     "raises": 2,
     "damage": 1,
+    "stop": 1,
 }
 _KINDS = tuple(_WEIGHTS)
 
@@ -292,6 +293,11 @@ class Injector:
         target = self._worker(fault, worker)
         if target is not None:
             self.simulation.command("drain", {"worker_id": target.me.worker_id})
+
+    def _stop(self, fault: Fault, worker: SimWorker | None) -> None:
+        """The user ends the job, with a checkpoint if there is time."""
+        if fault.pick % 3 == 0:  # most seeds are to see the end
+            self.simulation.command("stop", {"grace_s": fault.for_ms / 1000})
 
     # ---- the end of all faults
 

@@ -300,7 +300,26 @@ class SimWorker(Process):
         self.later(self.world.between(0, 5 * MS), self.done, operation)
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        self.later(self.world.between(MS, 20 * MS), self.done, operation)
+        """Each stage's leader writes its part; the main tells when all are there."""
+        plan, disk, me = operation.plan, self.site.disk, self.me.worker_id
+        for stage in plan.stages_of(me):
+            if plan.leader(stage) == me:
+                took = self.world.between(MS, 60 * MS)
+                self.later(took, disk.write, stage, operation.step, self.state.stages[stage])
+        if plan.leader(0) == me:
+            self._saved(operation)
+        else:
+            self.later(self.world.between(MS, 60 * MS), self.done, operation)
+
+    def _saved(self, operation: do.SaveLast) -> None:
+        if self.operation is not operation:
+            return
+        if len(self.site.disk.parts.get(operation.step, ())) < self.job.stages:
+            self.later(5 * MS, self._saved, operation)
+            return
+        self.site.checks.saved(operation.step, self.site.disk.parts[operation.step])
+        who = {"worker_id": self.me.worker_id, "incarnation": self.me.incarnation}
+        self.done(operation, wire.Saved(**who, step=operation.step, ok=True, where="disk"))
 
     def _finish(self, operation: do.Finish) -> None:
         self.later(self.world.between(0, 3 * MS), self._finished, operation)
