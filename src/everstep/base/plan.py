@@ -87,7 +87,7 @@ class Plan:
         ids = [m.worker_id for m in self.members]
         check(ids == sorted(set(ids)), f"members must be distinct and ascend, got {ids}")
 
-    @property
+    @cached_property
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 

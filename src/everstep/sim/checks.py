@@ -261,6 +261,10 @@ class Checks:
             self.state(who, step, stage, state)
         self.finals.append(dict(states))
 
+    def saved(self, step: int, states: Mapping[int, int]) -> None:
+        """A checkpoint that was asked for is on disk."""
+        self.require(states == self.states[step], "P1", f"the checkpoint of step {step} holds {states}")
+
     def finish(self) -> None:
         """The job is said to be completed."""
         self.require(bool(self.finals), "P1", "completed without a result")

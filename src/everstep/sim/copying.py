@@ -172,8 +172,14 @@ class Fetcher:
             state, records = worker.keeper.kept[stage, step]
             copy = Copy(Key(step, 0), records, {stage: state})
         else:
-            state = worker.site.disk.parts[step][stage] if step else initial(stage)
-            copy = Copy(Key(step, 0), {}, {stage: state})
+            found = worker.site.disk.read(stage, step) if step else initial(stage)
+            if found is None:
+                worker.later(
+                    worker.world.between(0, 5 * MS), worker.tainted, operation, f"checkpoint {step} is damaged"
+                )
+                return
+            effects = ((step, worker.site.checks.effect(step)),) if step else ()  # perhaps nobody has told them
+            copy = Copy(Key(step, 0), {}, {stage: found}, effects)
         worker.later(
             worker.world.between(0, MS) if memory else worker.world.between(MS, 20 * MS),
             self._have,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from everstep.protocol import messages as wire
 from everstep.sim.world import MS, SECOND
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ _WEIGHTS = {
     "coordinator_freeze": 1,
     "agent_freeze": 1,
     "last_words": 2,
+    "stale_plan": 2,
+    "raises": 2,
+    "damage": 1,
+    "stop": 1,
 }
 _KINDS = tuple(_WEIGHTS)
 
@@ -208,6 +213,27 @@ class Injector:
         if target is not None and target.frozen_ns is None:
             target.fail(f"error {self.world.now_ns}")
 
+    def _stale_plan(self, fault: Fault, worker: SimWorker | None) -> None:
+        """A plan comes once more, late."""
+        target = self._worker(fault, worker)
+        plans = (
+            [] if target is None else [p for _, p in sorted(self.simulation.checks.plans.items()) if p.has(target.me)]
+        )
+        if target is not None and plans:
+            plan = plans[-1 - fault.pick % min(3, len(plans))]
+            again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
+            target.later(self.world.latency_ns(), target.deliver, again)
+
+    def _raises(self, fault: Fault, worker: SimWorker | None) -> None:
+        """An exception in a worker's application, which stays for a while with what it holds."""
+        target = self._worker(fault, worker)
+        if target is not None:
+            target.later(0, target.raises, f"error {self.world.now_ns}")
+
+    def _damage(self, fault: Fault, worker: SimWorker | None) -> None:
+        """The newest checkpoint can be listed, but not read."""
+        self.simulation.site.disk.damage()
+
     def _cut(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
         for a, b in pairs:
             self.world.cut(a, b)
@@ -267,6 +293,11 @@ class Injector:
         target = self._worker(fault, worker)
         if target is not None:
             self.simulation.command("drain", {"worker_id": target.me.worker_id})
+
+    def _stop(self, fault: Fault, worker: SimWorker | None) -> None:
+        """The user ends the job, with a checkpoint if there is time."""
+        if fault.pick % 3 == 0:  # most seeds are to see the end
+            self.simulation.command("stop", {"grace_s": fault.for_ms / 1000})
 
     # ---- the end of all faults
 

@@ -28,10 +28,12 @@ class Disk:
         self.stages = stages
         self.hosts = hosts
         self.parts: dict[int, dict[int, int]] = {}
+        self.damaged: set[int] = set()
 
     def write(self, stage: int, step: int, state: int) -> None:
         """One stage's part is on disk; the last one completes the checkpoint."""
         self.parts.setdefault(step, {})[stage] = state
+        self.damaged.discard(step)
 
     def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
         """Steps of the newest two checkpoints that a host can read, up to the limit."""
@@ -39,6 +41,17 @@ class Disk:
             return ()
         whole = (step for step, parts in self.parts.items() if len(parts) == self.stages)
         return tuple(sorted(step for step in whole if limit is None or step <= limit)[-2:])
+
+    def damage(self) -> None:
+        """The newest complete checkpoint cannot be read any more."""
+        self.damaged.update(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages)[-1:])
+
+    def read(self, stage: int, step: int) -> int | None:
+        """A stage's state, or None if the checkpoint turns out to be damaged: then it is set aside."""
+        if step in self.damaged or step not in self.parts:
+            self.parts.pop(step, None)
+            return None
+        return self.parts[step][stage]
 
     def condemn(self, sound: int) -> None:
         """Later checkpoints are set aside."""

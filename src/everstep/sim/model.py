@@ -39,6 +39,11 @@ class Job:
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 
+def evaluates(job: Job, step: int) -> bool:
+    """Whether the application evaluates at the state of `step`, before its first gather."""
+    return job.stages > 1 and job.gathers(step) > 0 and step % 2 == 0
+
+
 def initial(stage: int) -> int:
     """The state of a stage that nobody has trained yet."""
     return INITIAL + stage

@@ -52,6 +52,7 @@ class Setup:
     active: int = 0  # of each pool, the others stand by; 0: all of them
     disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
     lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
+    save_ms: int = 0  # how long the last checkpoint of a worker that has raised may take; 0: none is taken
     rewindable: bool = True  # applications can go on from an earlier step, in place
 
     def with_state_of(self, size: int) -> Setup:
@@ -82,6 +83,7 @@ def set_up(seed: int) -> Setup:
         job=Job(steps, lanes, rng.randint(2, 5)),
         faults=draw(rng, horizon_ms=60 + steps * 40),
         rewindable=rng.random() < 0.5,
+        save_ms=rng.choice((0, 300)),
     ).with_state_of(rng.choice((-1, 1)))
 
 
@@ -104,6 +106,7 @@ def set_up_split(seed: int) -> Setup:
         active=rng.choice((0, 0, 1)),
         disk_hosts=rng.choice((None, None, 1)),
         lasting_ms=rng.choice((30_000, 0, 50)),
+        save_ms=rng.choice((0, 300)),
     ).with_state_of(rng.choice((-1, -1, 1)))
 
 
@@ -178,6 +181,7 @@ class Simulation:
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
             grace_ns=1 * SECOND,
+            save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(setup.workers, setup.job.stages),
                 active=(setup.active,) * setup.job.stages if setup.active else (),
@@ -238,7 +242,7 @@ class Simulation:
         return {w.me: w.driver.position for w in self.site.live_workers() if w.driver.plan is not None}
 
     def ended(self) -> bool:
-        return self.site.completed or bool(self.site.failed)
+        return self.site.completed or self.site.stopped or bool(self.site.failed)
 
     def run(self) -> str:
         """Returns what went wrong, or "". Raises: whatever broke."""
@@ -248,7 +252,8 @@ class Simulation:
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
         if self.site.failed:
             return f"P4: the job failed: {self.site.failed}"
-        self.checks.finish()
+        if not self.site.stopped:
+            self.checks.finish()
         self._sweep()
         return ""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from everstep.sim.control import AgentProcess, Site
 
 MakeDriver = Callable[[WorkerKey], Driver]
+_HOLD_NS = 1000 * MS
 _NOTHING = (Key(0, 0), 0)
 _UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 _PHASES: dict[type[do.Operation], str] = {
@@ -62,6 +63,7 @@ class SimWorker(Process):
         self.donor, self.fetcher, self.follower = Donor(self), Fetcher(self), Follower(self)
         self.operation: do.Operation | None = None
         self.cut_to = -1  # operations of this generation and older ones are over
+        self.raised = ""  # by the application
         self._phase = ""
         self._exchanged = _NOTHING  # key and generation of the exchange that has just been completed
         self._events: deque[object] = deque()
@@ -202,6 +204,38 @@ class SimWorker(Process):
         self.operation = None
         self.fetcher.stop()
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
+        if self.raised and isinstance(operation, do.Compute):
+            self._hold()
+
+    def tainted(self, operation: do.Operation, reason: str) -> None:
+        """The operation came upon something that must not be used."""
+        if self.operation is operation:
+            self.operation = None
+            self.fetcher.stop()
+            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason)))
+
+    def raises(self, reason: str) -> None:
+        """The application raises: where it computes, or as soon as it has the turn."""
+        self.raised = self.raised or reason
+        if isinstance(self.operation, do.Compute):
+            self.abort(self.operation, (), reason)
+
+    def _hold(self) -> None:
+        """What it holds may be needed: stay for a while."""
+        words = wire.WorkerFailed(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            step=self.driver.position.step,
+            cause=Cause.EXCEPTION,
+            reason=self.raised,
+            signature=self.raised,
+            fatal=False,
+            generation=self.driver.generation,
+            holds=True,
+        )
+        until_ns = self.world.now_ns + _HOLD_NS
+        self.later(_HOLD_NS, self.handle, do.Tick())
+        self.handle(do.HoldAsked(words, until_ns))
 
     def _perform(self, effect: do.Effect) -> None:
         if isinstance(effect, do.Operation):
@@ -271,7 +305,27 @@ class SimWorker(Process):
         self.later(self.world.between(0, 5 * MS), self.done, operation)
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        self.later(self.world.between(MS, 20 * MS), self.done, operation)
+        """Each stage's leader writes its part; the main tells when all are there."""
+        plan, disk, me = operation.plan, self.site.disk, self.me.worker_id
+        for stage in plan.stages_of(me):
+            if plan.leader(stage) == me:
+                took = self.world.between(MS, 60 * MS)
+                self.later(took, disk.write, stage, operation.step, self.state.stages[stage])
+        if plan.leader(0) == me:
+            self._saved(operation)
+        else:
+            self.later(self.world.between(MS, 60 * MS), self.done, operation)
+
+    def _saved(self, operation: do.SaveLast) -> None:
+        if self.operation is not operation:
+            return
+        if len(self.site.disk.parts.get(operation.step, ())) < self.job.stages:
+            self.later(5 * MS, self._saved, operation)
+            return
+        self.site.checks.saved(operation.step, self.site.disk.parts[operation.step])
+        me, at = self.me, operation.step
+        told = wire.Saved(worker_id=me.worker_id, incarnation=me.incarnation, step=at, ok=True, where="disk")
+        self.done(operation, told)
 
     def _linger(self, operation: do.Linger) -> None:
         self.later(self.world.between(10 * MS, 2000 * MS), self.done, operation)
@@ -346,12 +400,17 @@ class SimWorker(Process):
     def _go_on(self, effect: do.Answer) -> None:
         self._phase = ""
         pause = self.world.between(0, MS) if self.world.rng.random() < 0.3 else 0
-        self.later(pause, self.handle, self.app.next(effect))
+        if self.raised:
+            self.later(pause, self._hold)
+        else:
+            self.later(pause, self.handle, self.app.next(effect))
 
     def _exit(self, effect: do.Exit) -> None:
-        self._ending(
-            Cause.EXITED, effect.reason, restart=not (effect.drained or effect.failed), in_order=effect.drained
-        )
+        restart = not (effect.drained or effect.failed)
+        self._ending(Cause.EXITED, effect.reason, restart, in_order=effect.drained)
+
+    def _released(self, effect: do.Released) -> None:
+        self._ending(Cause.EXCEPTION, self.raised, restart=True)
 
     def _over(self, effect: do.JobOver) -> None:
         self._ending(Cause.EXITED, "the job is over", restart=False)
@@ -398,6 +457,7 @@ _PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
     do.GatherDone: SimWorker._go_on,
     do.Evaluated: SimWorker._go_on,
     do.Exit: SimWorker._exit,
+    do.Released: SimWorker._released,
     do.JobOver: SimWorker._over,
     do.Outvoted: SimWorker._outvoted,
 }
