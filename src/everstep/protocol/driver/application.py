@@ -138,7 +138,8 @@ class Application:
             self._jumped = False
             return do.WentBack(self._machine.step)
         if member and isinstance(ask, do.StepAsked) and self._machine.step >= ask.step:
-            return do.Stepped(ask.step)
+            at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
+            return do.Stepped(at) if at == ask.step else do.WentBack(at)
         if isinstance(ask, do.GatherAsked | do.EndAsked):
             return self._answer_gather(ask)
         return self._answer_end()

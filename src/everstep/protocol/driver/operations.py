@@ -380,7 +380,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class WentBack:
-    """To any ask: the state is that of another step now; the application goes on from there."""
+    """To any ask: the state is that of another step now, be it a later one; the application goes on from there."""
 
     step: int
 
