@@ -52,11 +52,11 @@ class Donor:
 
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at the position, live or kept."""
-        state, kept = self.worker.state, self.worker.keeper.kept
+        state, kept = self.worker.state, self.worker.memory.kept
         step = effect.position.step
         copies = {
-            stage: Copy(effect.position, records, {stage: value})
-            for (stage, at), (value, records) in kept.items()
+            stage: Copy(effect.position, effect.records, {stage: value})
+            for (stage, at), value in kept.items()
             if at == step
         }
         if effect.live:
@@ -169,8 +169,7 @@ class Fetcher:
         if memory and stage in operation.stands:
             copy = worker.state.copy(Key(step, 0), operation.own, {}, (stage,))
         elif memory:
-            state, records = worker.keeper.kept[stage, step]
-            copy = Copy(Key(step, 0), records, {stage: state})
+            copy = Copy(Key(step, 0), operation.own, {stage: worker.memory.kept[stage, step]})
         else:
             found = worker.site.disk.read(stage, step) if step else initial(stage)
             if found is None:

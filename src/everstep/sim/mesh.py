@@ -172,7 +172,7 @@ class Mesh:
         self._send(worker_id, ("snapshot", self.generation, *parts))
 
     def _on_snapshot(self, stage: int, step: int, state: int, records: Mapping[int, Record]) -> None:
-        self.worker.keeper.keep(stage, step, state, records)
+        self.worker.memory.take(stage, step, state, records)
 
     # ---- the reduction
 
@@ -233,7 +233,7 @@ class Mesh:
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
             sections.append(StageSection(k, reports, (0, 0), b"", [], [vote.encode()], self.worker.digest(step, k)))
-        return AgreePayload(sections)
+        return AgreePayload(sections, save=self.worker.due(step))
 
     # ---- neighbours that are gone
 

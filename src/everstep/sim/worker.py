@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import Member, WorkerKey
+from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
@@ -20,7 +20,7 @@ from everstep.protocol.step_types import Key
 from everstep.sim.application import Application
 from everstep.sim.control import ControlClient
 from everstep.sim.copying import Donor, Fetcher, Follower
-from everstep.sim.keep import Keeper
+from everstep.sim.keep import Memory
 from everstep.sim.lanes import Lanes
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import Job
@@ -59,7 +59,7 @@ class SimWorker(Process):
         self.slowness = world.rng.choice((1, 1, 1, 2, 4))
         self.app = Application(self.me, job)
         self.state = State(self.me, job, site.checks)
-        self.mesh, self.lanes, self.keeper = Mesh(self), Lanes(self), Keeper(self)
+        self.mesh, self.lanes, self.memory = Mesh(self), Lanes(self), Memory(self)
         self.donor, self.fetcher, self.follower = Donor(self), Fetcher(self), Follower(self)
         self.operation: do.Operation | None = None
         self.cut_to = -1  # operations of this generation and older ones are over
@@ -289,7 +289,25 @@ class SimWorker(Process):
 
     def _updated(self, operation: do.Update, gradients: dict[int, Any]) -> None:
         self.state.apply(operation.step, operation.records, gradients)
+        plan = self.driver.plan
+        if "disk" in operation.outcome.save[0] and plan is not None and self.driver.machine.settled:
+            self._write(plan, operation.step)
         self.done(operation, self.world.now_ns)
+
+    def due(self, step: int) -> tuple[tuple[str, ...], str]:
+        """What the main has all take after the step."""
+        plan, job = self.driver.plan, self.job
+        if plan is None or plan.leader(0) != self.me.worker_id:
+            return (), ""
+        every = {"memory": job.keep_every, "disk": job.write_every}
+        return tuple(tier for tier, n in every.items() if n and step % n == 0), "it is time"
+
+    def _write(self, plan: Plan, number: int) -> None:
+        """Each stage's leader writes its part."""
+        for stage in plan.stages_of(self.me.worker_id):
+            if plan.leader(stage) == self.me.worker_id:
+                took = self.world.between(MS, 60 * MS)
+                self.later(took, self.site.disk.write, stage, number, self.state.stages[stage])
 
     def _restore(self, operation: do.Restore) -> None:
         self.site.went_back.append(operation.step)
@@ -306,12 +324,8 @@ class SimWorker(Process):
 
     def _save_last(self, operation: do.SaveLast) -> None:
         """Each stage's leader writes its part; the main tells when all are there."""
-        plan, disk, me = operation.plan, self.site.disk, self.me.worker_id
-        for stage in plan.stages_of(me):
-            if plan.leader(stage) == me:
-                took = self.world.between(MS, 60 * MS)
-                self.later(took, disk.write, stage, operation.step, self.state.stages[stage])
-        if plan.leader(0) == me:
+        self._write(operation.plan, operation.step)
+        if operation.plan.leader(0) == self.me.worker_id:
             self._saved(operation)
         else:
             self.later(self.world.between(MS, 60 * MS), self.done, operation)
@@ -373,7 +387,6 @@ class SimWorker(Process):
         plan = self.driver.plan
         if plan is None:
             return
-        self.keeper.released(effect.step, plan)
         if plan.leader(0) == self.me.worker_id:
             self.tell(self.driver.progress(effect.step, 10.0))
 
@@ -386,7 +399,6 @@ class SimWorker(Process):
         self.site.checks.freed(self.me, "feeds, as a member", self.follower.feeds)
 
     def _condemn(self, effect: do.Condemn) -> None:
-        self.keeper.condemn(effect.sound)
         if effect.first:
             self.site.disk.condemn(effect.sound)
 
@@ -451,6 +463,10 @@ _PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
     do.RememberLoop: lambda worker, effect: None,
     do.Condemn: SimWorker._condemn,
     do.DropLanes: lambda worker, effect: None,
+    do.Keep: lambda worker, effect: worker.memory.keep(effect),
+    do.RetireKept: lambda worker, effect: worker.memory.retire(effect),
+    do.ForgetKept: lambda worker, effect: worker.memory.forget(effect),
+    do.Skipped: lambda worker, effect: None,
     do.Arrived: SimWorker._stepped,
     do.Stepped: SimWorker._stepped,
     do.WentBack: SimWorker._stepped,

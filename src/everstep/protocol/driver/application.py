@@ -20,13 +20,14 @@ class Application:
     """One application's asks, one after the other. `ask`: the present one; `asked`: the step that it asked for last,
     one beyond the last once it is through with that; `ended`: how the job has ended, if it has."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, rewindable: bool) -> None:
         self.ask: do.Ask | None = None
         self.asked = 0
         self.ended: wire.JobEnded | None = None
         self._machine = machine
         self._out = out
         self._gathers = gathers
+        self._rewindable = rewindable
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
@@ -138,11 +139,18 @@ class Application:
             self._jumped = False
             return do.WentBack(self._machine.step)
         if member and isinstance(ask, do.StepAsked) and self._machine.step >= ask.step:
-            at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
-            return do.Stepped(at) if at == ask.step else do.WentBack(at)
+            return self._stepped(ask.step)
         if isinstance(ask, do.GatherAsked | do.EndAsked):
             return self._answer_gather(ask)
         return self._answer_end()
+
+    def _stepped(self, wanted: int) -> do.Answer:
+        at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
+        if at == wanted:
+            return do.Stepped(at)
+        if self._rewindable:
+            return do.WentBack(at)
+        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
 
     @property
     def _known(self) -> bool:

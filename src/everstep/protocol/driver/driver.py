@@ -70,7 +70,7 @@ class Driver:
         self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
         self._keeper = Keeper(machine, out, self._stepper.proven)
         self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable)
-        self._application = Application(machine, out, self._gathers)
+        self._application = Application(machine, out, self._gathers, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._table = self._means()
         self._queue: deque[step.StepEffect] = deque()

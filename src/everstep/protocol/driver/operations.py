@@ -19,7 +19,8 @@ from everstep.protocol.step_types import Discard, Key, Record, Release
 
 LEFT = Why(Cause.LINK, "")
 
-Gathers = Mapping[Key, Mapping[int, Record]]
+Records = Mapping[int, Record]
+Gathers = Mapping[Key, Records]
 """Records of the decisions of one step, by key."""
 
 
