@@ -57,8 +57,11 @@ class Executor:
         self.jumped = False
 
     def install(self, handlers: Handlers) -> None:
-        """Who does what; before the first ask."""
-        self._handlers.update(handlers)
+        """Who does what. Effects may be for several."""
+        for kind, act in handlers.items():
+            before = self._handlers.get(kind)
+            shared = before is not None and not issubclass(kind, do.Operation)
+            self._handlers[kind] = _both(before, act) if shared else act  # type: ignore[arg-type]
 
     # ---- from any thread
 
@@ -165,3 +168,11 @@ class Executor:
         except queue.Empty:
             event = do.Tick()
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def act(effect: Any) -> None:
+        first(effect)
+        second(effect)
+
+    return act

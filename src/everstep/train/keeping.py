@@ -34,6 +34,10 @@ class Keeper:
         self._copying: list[Snapshot] = []
         self._told: tuple[tuple[int, int], ...] = ()
 
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {Keep: self.keep, RetireKept: self.retire, ForgetKept: self.forget}
+
     # ---- training thread
 
     def stand_still(self) -> None:

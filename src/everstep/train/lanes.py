@@ -58,6 +58,10 @@ class Lanes:
         )
         self._pipeline = Pipeline(view.me, config, self, lambda: view.order.micro_batch)
 
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver; lanes of a model that is whole are computed by the user's loop."""
+        return {Open: self.open} | ({Compute: self.compute} if self._view.stages.split else {})
+
     def close(self) -> None:
         """Give back what the loader holds."""
         self._loader.close()

@@ -9,19 +9,38 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from everstep.base.cause import Cause
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.operations import Compute, Evaluate, EvaluateAsked, StepAsked
+from everstep.protocol.driver.operations import (
+    Compute,
+    EndAsked,
+    Evaluate,
+    EvaluateAsked,
+    GatherAsked,
+    GatherDone,
+    HoldAsked,
+    JoinAsked,
+    StepAsked,
+)
+from everstep.protocol.driver.records import gathered
+from everstep.train.elastic_order import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import WentBack
 from everstep.train.session import Session
+
+_NOT_EXACT = (
+    "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
+    "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
+)
 
 
 class Step:
@@ -104,22 +123,61 @@ class Run:
     def _steps(self) -> Generator[Step]:
         session = self._session
         try:
-            session.open()
+            self._join()
             while True:
                 if session.executor.arrived():
                     self._stopped = False
                     if session.view.step > session.transfers.past:
                         yield Step(session, session.view.step, done=True)
                 elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, session.begin_step())
+                    step = Step(session, self._begin_step())
                     yield step
                     self._refuse_undone(step)
                 else:
                     with contextlib.suppress(WentBack):
-                        session.end()
+                        self._end()
                         return
         finally:
             session.close()
+
+    def _join(self) -> None:
+        """Say hello and become a settled member: from the start, or healed while the others train."""
+        session, view = self._session, self._session.view
+        session.membership.connect()
+        session.executor.ask(JoinAsked())
+        if isinstance(view.order, ElasticOrder) and view.is_main and not view.step:
+            view.publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=_NOT_EXACT)
+
+    def _begin_step(self) -> int:
+        """Returns the next step's number."""
+        session = self._session
+        number = session.view.step + 1
+        if session.profiling.wanted is not None:
+            session.profiling.begin_step(number)
+        session.updates.begin_step()
+        return number
+
+    def _end(self) -> None:
+        """After the last step; returns when the job has ended. Raises: WentBack, and what ends a worker otherwise."""
+        session = self._session
+        session.profiling.end()
+        session.view.link.row.set(step=session.view.step, phase="finish")
+        session.executor.ask(EndAsked())
+
+    def _gather(self, data: bytes) -> Mapping[int, bytes]:
+        """All members' data, the same at every member. Once the job has ended everybody is alone."""
+        view, alone = self._session.view, {self._session.view.me: data}
+        if view.ended:
+            return alone
+        answer = self._session.executor.ask(GatherAsked(data))
+        records = answer.records if isinstance(answer, GatherDone) else {}
+        return gathered(records) if records else alone
+
+    def _members(self) -> tuple[int, tuple[int, ...]]:
+        """Own worker id, and everybody's as of now."""
+        view = self._session.view
+        plan = view.plan
+        return view.me, plan.worker_ids if plan is not None and not view.ended else (view.me,)
 
     def _refuse_undone(self, step: Step) -> None:
         if not step.done and not self._session.executor.jumped:
@@ -129,9 +187,15 @@ class Run:
             )
 
     def hold(self, words: wire.WorkerFailed) -> None:
-        """The user's loop has raised; see `Session.hold`. Nothing if the session is closed already."""
+        """The user's loop has raised. If the state is whole, say so, and stay a member, who computes nothing, until the
+        coordinator lets this worker go: others may need the state, or a checkpoint be wanted of it first. Nothing if
+        the session is closed already.
+
+        Raises: what ends a member, such as Evicted.
+        """
         if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
-            self._session.hold(words)
+            grace_ns = int(self._session.view.config.checkpoint.grace_s * 1e9)
+            self._session.executor.ask(HoldAsked(words, time.monotonic_ns() + grace_ns))
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""
@@ -171,7 +235,7 @@ class Run:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._session.gather(b"")
+        self._gather(b"")
 
     def evaluate(
         self, fn: Callable[[Any], Mapping[str, Any]], dataset: Any, *, batch_size: int = 64, collate: Any = None
@@ -191,13 +255,13 @@ class Run:
                     fn,
                     chunks,
                     lambda i: self._chunk(dataset, i, batch_size, collate),
-                    gather=session.gather,
-                    members=session.members,
+                    gather=self._gather,
+                    members=self._members,
                     seed=session.view.config.seed,
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found, session.gather)
+        session.saver.evaluated(found, self._gather)
         return found
 
     def evaluate_split(
@@ -218,8 +282,8 @@ class Run:
             session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
         )
         session.executor.install({Evaluate: waves.pass_on})
-        found = waves.run(session.gather, lambda: session.executor.ask(EvaluateAsked()))
-        session.saver.evaluated(found, session.gather)
+        found = waves.run(self._gather, lambda: session.executor.ask(EvaluateAsked()))
+        session.saver.evaluated(found, self._gather)
         return found
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:

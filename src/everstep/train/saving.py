@@ -29,7 +29,7 @@ from everstep.checkpoint.policy import Due, Tier
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.operations import Condemn, Linger, RememberLoop, SaveLast, Skipped
+from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import Outcome, decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.address import CHECKPOINTS_DIR
@@ -75,7 +75,11 @@ class LoopState:
         self._initial = b"" if stages.split else pack_state(stages.only.application)
         self._after = (-1, b"")
 
-    def remember(self, effect: RememberLoop) -> None:
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {do.RememberLoop: self.remember}
+
+    def remember(self, effect: do.RememberLoop) -> None:
         """The loop is about to learn something: whoever goes back to this step must not know it yet."""
         if self._after[0] != effect.step:
             self._after = (effect.step, pack_state(self._stages.any.application))
@@ -129,6 +133,15 @@ class Saver:
     def on(self) -> bool:
         """Whether checkpoints are taken."""
         return self._checkpointer is not None
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {
+            do.SaveLast: self.last,
+            do.Linger: self.linger,
+            do.Condemn: self.condemn,
+            do.Skipped: self.not_kept,
+        }
 
     # ---- when
 
@@ -293,7 +306,7 @@ class Saver:
             worker_id=me.worker_id, incarnation=me.incarnation, step=step, ok=done, where=where, reason=reason
         )
 
-    def condemn(self, effect: Condemn) -> None:
+    def condemn(self, effect: do.Condemn) -> None:
         """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more."""
         if self._checkpointer is not None:
             self.before_update()
@@ -338,7 +351,7 @@ class Saver:
 
     # ---- the end
 
-    def last(self, operation: SaveLast) -> wire.Saved | None:
+    def last(self, operation: do.SaveLast) -> wire.Saved | None:
         """This plan asks for a checkpoint before the job ends: take it, and say where it is."""
         view, number = self._view, operation.step
         if self._checkpointer is None:
@@ -352,7 +365,7 @@ class Saver:
         why = "" if done else "nothing was trained yet" if not number else "it could not be completed"
         return self._saved(number, done, self.where(number) if done else "", why)
 
-    def linger(self, operation: Linger) -> None:
+    def linger(self, operation: do.Linger) -> None:
         """Until the generation is over, or for as long as the checkpoint before might have taken."""
         deadline = time.monotonic() + self._config.grace_s
         while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
@@ -381,7 +394,7 @@ class Saver:
                 return
             view.tick()
 
-    def not_kept(self, effect: Skipped) -> None:
+    def not_kept(self, effect: do.Skipped) -> None:
         """The memory tier has skipped a step."""
         if self._checkpointer is not None:
             self._checkpointer.skip("memory", effect.step, effect.why, effect.tell)

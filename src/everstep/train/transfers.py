@@ -5,7 +5,7 @@ Apart from updates because nothing here is needed in an undisturbed step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, check
@@ -40,6 +40,22 @@ class Transfers:
         self._saver = saver
         self._loop = loop
         self._feeds: list[_Feed] = []
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {
+            do.Fetch: self.fetch,
+            do.Restore: self.restore,
+            do.OpenFeeds: self.open_feeds,
+            do.Watch: self.watch,
+            do.Adopt: self.adopt,
+            do.Replay: self.replay,
+            do.Shelve: self.shelve,
+            do.Unshelve: self.unshelve,
+            do.OfferFeeds: self.offer_feeds,
+            do.CutFeeds: self.cut_feeds,
+            do.CloseFeeds: self.close_feeds,
+        }
 
     # ---- giving
 
@@ -215,12 +231,12 @@ class Transfers:
         self._view.cutter.guard(connection, generation)
         return connection
 
-    def watch(self, news: bool) -> list[do.Seen]:
-        """What has come from the feeds, after a moment. news: do not wait. Raises: CollectiveAborted."""
+    def watch(self, operation: do.Watch) -> list[do.Seen]:
+        """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):
-            if not heal.readable(feed.connection, 0.0 if news else _SLICE_S / len(self._feeds)):
+            if not heal.readable(feed.connection, _SLICE_S / len(self._feeds)):
                 continue
             numel = {k: view.stages[k].layout.numel for k in feed.stages}
             try:

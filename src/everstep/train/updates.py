@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.protocol.driver.operations import Decided, Finish, Reduce, Update
+from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, Outcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic_order import ElasticOrder
@@ -37,13 +37,25 @@ class Updates:
         self._began_ns = 0
         self._told_ns = 0
 
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {
+            do.Reduce: self.reduce,
+            do.Update: self.update,
+            do.Decided: self.decided,
+            Release: self.release,
+            Discard: self.discard,
+            do.EnteredPlan: self.entered,
+            do.DropLanes: self.drop_lanes,
+        }
+
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
 
     # ---- operations
 
-    def reduce(self, operation: Reduce) -> AgreePayload:
+    def reduce(self, operation: do.Reduce) -> AgreePayload:
         """Of all stages held here. Raises: CollectiveAborted."""
         view, plan, number = self._view, operation.plan, operation.step
         me, stages = view.me, view.stages
@@ -67,7 +79,7 @@ class Updates:
         save = (tuple(wanted.tiers), wanted.reason)
         return AgreePayload(sections, save=save, save_cause=wanted.cause)
 
-    def update(self, operation: Update) -> int:
+    def update(self, operation: do.Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""
         began, number = time.time_ns(), operation.step
         self._view.phase("update", number, self._view.plan)
@@ -127,14 +139,14 @@ class Updates:
 
     # ---- effects
 
-    def decided(self, effect: Decided) -> None:
+    def decided(self, effect: do.Decided) -> None:
         """A decision was taken."""
         if self._view.stages.split and effect.key.seq == 0:
             self._transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
             self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
 
-    def release(self, effect: Release | Finish) -> None:
+    def release(self, effect: Release | do.Finish) -> None:
         """All members have gone beyond this step: its effects may leave the process."""
         view, number = self._view, effect.step
         machine = view.driver.machine
@@ -150,9 +162,16 @@ class Updates:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
 
-    def entered(self, generation: int) -> None:
+    def entered(self, effect: do.EnteredPlan) -> None:
         """A generation goes on: what is told from here on is of it."""
-        self._entered = generation
+        self._entered = effect.plan.generation
+
+    def drop_lanes(self, effect: do.DropLanes) -> None:
+        """The loop has raised: the state stands as after the last update."""
+        self._saver.before_update()
+        for replica in self._view.stages.values():
+            replica.drop_lanes()
+            replica.settle_buffers()
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
