@@ -24,7 +24,7 @@ from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Coord
 from everstep.sim.faults import Fault, Injector, draw, draw_split
 from everstep.sim.model import INITIAL, Job
 from everstep.sim.worker import SimWorker
-from everstep.sim.world import MS, SECOND, Connection, World
+from everstep.sim.world import MS, SECOND, Connection, Process, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
 MakeDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
@@ -266,7 +266,8 @@ class Simulation:
         control = (AgentProcess, CoordinatorProcess, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
-        timers = [act for act in self.world.pending() if isinstance(getattr(act, "__self__", None), SimWorker)]
+        owners = [getattr(act, "__self__", None) for act in self.world.pending() if act.__name__ == "wake"]
+        timers = [str(owner.me) for owner in owners if isinstance(owner, SimWorker)]
         freed("the world", "timers of workers", timers)
 
     def _look(self) -> None:

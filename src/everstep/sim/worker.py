@@ -318,8 +318,11 @@ class SimWorker(Process):
             self.later(5 * MS, self._saved, operation)
             return
         self.site.checks.saved(operation.step, self.site.disk.parts[operation.step])
-        who = {"worker_id": self.me.worker_id, "incarnation": self.me.incarnation}
-        self.done(operation, wire.Saved(**who, step=operation.step, ok=True, where="disk"))
+        who = self.me
+        saved = wire.Saved(
+            worker_id=who.worker_id, incarnation=who.incarnation, step=operation.step, ok=True, where="disk"
+        )
+        self.done(operation, saved)
 
     def _finish(self, operation: do.Finish) -> None:
         self.later(self.world.between(0, 3 * MS), self._finished, operation)
