@@ -24,7 +24,7 @@ from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, Coord
 from everstep.sim.faults import Fault, Injector, draw, draw_split
 from everstep.sim.model import INITIAL, Job
 from everstep.sim.worker import SimWorker
-from everstep.sim.world import MS, SECOND, Connection, Process, World
+from everstep.sim.world import MS, SECOND, Connection, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
 MakeDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
