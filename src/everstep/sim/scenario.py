@@ -266,7 +266,8 @@ class Simulation:
         control = (AgentProcess, CoordinatorProcess, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
-        timers = [act for act in self.world.pending() if isinstance(getattr(act, "__self__", None), SimWorker)]
+        owners = [getattr(act, "__self__", None) for act in self.world.pending() if act.__name__ == "wake"]
+        timers = [str(owner.me) for owner in owners if isinstance(owner, SimWorker)]
         freed("the world", "timers of workers", timers)
 
     def _look(self) -> None:
