@@ -15,10 +15,10 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.data.loader import LaneLoader, to_device
 from everstep.order.ledger import use_digest
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.train.pipeline import Pipeline
 from everstep.train.saving import Saver
-from everstep.train.transports import JobTransport
 from everstep.train.view import WorkerView
 
 LaneDone = Callable[[int, int, int], None]
@@ -31,7 +31,7 @@ class Lanes:
     def __init__(
         self,
         view: WorkerView,
-        transport: JobTransport,
+        transport: StagedTransport,
         saver: Saver,
         dataset: Any,
         collate: Callable[[list[Any]], Any],

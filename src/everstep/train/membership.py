@@ -11,12 +11,12 @@ from typing import Any
 
 from everstep.base.errors import DeterminismError
 from everstep.base.plan import Member
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
 from everstep.train.rendezvous import Rendezvous
-from everstep.train.transports import JobTransport
 from everstep.train.view import WorkerView
 
 _LATE = 4
@@ -30,7 +30,7 @@ class Membership:
         self,
         view: WorkerView,
         executor: Executor,
-        transport: JobTransport,
+        transport: StagedTransport,
         rendezvous: Rendezvous,
         serve: Serve,
     ) -> None:

@@ -62,7 +62,7 @@ class Session:
         driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after)
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
-        transport = open_transport(link, stages, rendezvous, device)
+        transport = open_transport(link, rendezvous, device)
         publisher = Publisher(link.run_dir, link.me, config.log_every)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher)
         executor = Executor(driver, view.cutter, view.tick)

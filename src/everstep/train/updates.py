@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, Outcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
@@ -14,7 +15,6 @@ from everstep.train.heal import Donor, Gradient, pack_state
 from everstep.train.keeping import Keeper
 from everstep.train.saving import Saver
 from everstep.train.ties import exchange_ties
-from everstep.train.transports import JobTransport
 from everstep.train.view import WorkerView
 
 _PROGRESS_NS = 200_000_000
@@ -23,7 +23,9 @@ _PROGRESS_NS = 200_000_000
 class Updates:
     """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known."""
 
-    def __init__(self, view: WorkerView, transport: JobTransport, donor: Donor, keeper: Keeper, saver: Saver) -> None:
+    def __init__(
+        self, view: WorkerView, transport: StagedTransport, donor: Donor, keeper: Keeper, saver: Saver
+    ) -> None:
         self.outcome: Outcome | None = None
         self._view = view
         self._transport = transport
@@ -65,7 +67,7 @@ class Updates:
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
         reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}
-        received = exchange_ties(me, plan, number, stages, reduced, self._transport) if stages.split else {}
+        received = exchange_ties(me, plan, number, stages, reduced, self._transport)
         found = {k: Gradient(reduced[k], received.get(k, {})) for k in lanes}
         self._gradients[number] = {**self._gradients.get(number, {}), **found}
         self._generations[number] = plan.generation
@@ -141,7 +143,7 @@ class Updates:
 
     def decided(self, effect: do.Decided) -> None:
         """A decision was taken."""
-        if self._view.stages.split and effect.key.seq == 0:
+        if effect.key.seq == 0:
             self._transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
             self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
