@@ -259,6 +259,16 @@ def test_phases_of_a_recovery_are_told_with_the_generation() -> None:
     assert w.told(wire.GenerationEntered)[-1].phases_ms == {"unblock": 2.0, "regroup": 1.0, "settle": 1.0}
 
 
+def test_a_plan_that_is_not_taken_frees_from_nothing() -> None:
+    """A stale one, and then a switch that nobody had to be freed for."""
+    w = Worker(plan(5, (0, 1)))
+    w.hear(plan(4, (0, 1)))
+    w.hear(plan(6, (0, 1), prepared=True))
+    w.step(1, prepared=6)
+    w.settle()
+    assert set(w.told(wire.GenerationEntered)[-1].phases_ms) == {"regroup", "settle"}
+
+
 # ---- others may look
 
 

@@ -196,9 +196,8 @@ class Driver:
         message = heard.message
         match message:
             case wire.PlanNow():
-                self._out.times.plan_arrived(heard.arrived_ns)
-                if message.plan.has(self.me):
-                    self._feed(step.PlanArrived(message.plan))
+                self._out.times.plan_arrived(message.plan.generation, heard.arrived_ns)
+                self._feed(step.PlanArrived(message.plan))
             case wire.PlanPrepared():
                 self._feed(step.PreparedArrived(message.plan))
             case wire.Heal():

@@ -82,7 +82,7 @@ class Settler:
     def open(self, plan: Plan) -> None:
         """Meet the members."""
         machine = self._machine
-        self._out.times.freed()
+        self._out.times.freed(plan.generation)
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
