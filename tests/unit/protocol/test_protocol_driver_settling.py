@@ -190,7 +190,8 @@ def test_a_kept_state_is_shelved_without_what_belongs_to_the_present_one() -> No
     w.ask(do.StepAsked(4))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     shelf = w.last(do.Shelve)
-    assert (shelf.generation, shelf.position, shelf.gathers, shelf.stages) == (2, Key(2, 0), {}, ())
+    assert (shelf.generation, shelf.position, shelf.stages) == (2, Key(2, 0), ())
+    assert shelf.records == shelf.gathers == {}
     assert (shelf.live, shelf.at_update) == (False, False)
 
 

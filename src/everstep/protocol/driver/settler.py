@@ -138,7 +138,7 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         at_update = live and position.seq == 0 and machine.position.seq > 0
-        records, gathers = machine.records, dict(self._gathers.known) if live else {}
+        records, gathers = (machine.records, dict(self._gathers.known)) if live else ({}, {})
         if at_update:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
