@@ -21,7 +21,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import FOREVER, interrupts
 from everstep.protocol.driver.outbox import Standing
-from everstep.protocol.step_types import Discard, LaneDone, SnapshotsKept
+from everstep.protocol.step_types import Discard, Key, LaneDone, SnapshotsKept
 
 # ---- discipline
 
@@ -88,7 +88,8 @@ def test_messages_go_before_what_is_queued() -> None:
     w.to_agree(1)
     w.hear(plan(2, (0, 1)))
     w.agree()
-    assert [type(e) for e in w.out] == [do.Decided, do.Update] and w.driver.generation == 2
+    assert w.out == [do.Decided(Key(1, 0), 1, True), w.op] and isinstance(w.op, do.Update)
+    assert w.driver.generation == 2
     w.done(1)
     assert w.out == [do.Cut(1), w.op] and isinstance(w.op, do.Open)
     w.settle()

@@ -544,6 +544,13 @@ def test_the_outvoted_one_leaves() -> None:
     assert w.told(wire.SettleAgain) == [] and w.count(do.Update) == 3 and len(w.out) == 3
 
 
+def test_the_outvoted_one_says_in_which_generation_that_was_decided() -> None:
+    w = verified(0, 1, 2)
+    w.hear(plan(2, (0, 1)))
+    w.agree({1: "bb", 2: "bb"})
+    assert [e.generation for e in w.out if isinstance(e, do.Outvoted)] == [1]
+
+
 def test_where_no_copy_is_outvoted_all_settle_anew_and_the_lowest_sees_to_what_is_shared() -> None:
     w = verified(0, 1)
     w.agree({1: "bb"})
@@ -582,7 +589,11 @@ def test_a_plan_that_comes_with_records_that_differ_is_opened_but_not_settled_in
     w = verified(0, 1, 2)
     w.hear(plan(2, (0, 1)))
     w.agree({1: "aa", 2: "bb"})
-    assert isinstance(w.op, do.Open) and w.told(wire.SettleAgain)[-1].generation == 2
+    assert isinstance(w.op, do.Open)
+    told = w.told(wire.SettleAgain)[-1]
+    assert (told.generation, told.decided_in) == (2, 1), (
+        "who took the plan later says the same; twice would end the job"
+    )
     w.done(do.Opened())
     assert w.op is None, "what it would state counts for nothing any more"
     w.hear(plan(3, (0, 1)))

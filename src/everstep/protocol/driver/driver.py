@@ -184,6 +184,8 @@ class Driver:
             effects = self.machine.handle(self._out.times.now_ns, event)
             if any(isinstance(e, step.Leave | step.Open) for e in effects):
                 self._drop_transfers()
+            if any(isinstance(e, step.Update | step.Gathered) for e in effects):
+                self._stepper.decision(self.machine.generation)  # a plan may come before it is carried out
             self._queue.extend(effects)
 
     def _drop_transfers(self) -> None:
@@ -272,12 +274,11 @@ class Driver:
         if differs is None:
             return
         if differs.outvoted:
-            generation = self.machine.generation
-            self._application.answer(do.Outvoted(differs.why.reason, effect.step, generation, differs.sound))
+            self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(differs.sound))
-        self._settler.anew(differs.why, effect.step)
+        self._settler.anew(differs.why, effect.step, differs.generation)
 
     # ---- operations that have ended
 

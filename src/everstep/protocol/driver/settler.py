@@ -105,10 +105,9 @@ class Settler:
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ."""
+    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
+        """What was stated does not do. tainted: the step before which states were found to differ, as `decided_in`."""
         generation = self._machine.generation
-        decided_in = generation if tainted else 0
         self._out.tell(
             wire.SettleAgain,
             generation=generation,
