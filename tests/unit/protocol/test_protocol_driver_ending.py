@@ -153,6 +153,8 @@ def test_a_gather_of_a_job_that_is_over_has_nothing() -> None:
     assert w.out == [do.GatherDone({})]
     w.ask(do.EndAsked())
     assert w.out == [do.JobOver()]
+    w.ask(do.StepAsked(1))
+    assert w.out == [do.Exit("the job is over, and this worker was not needed", drained=True)]
 
 
 def test_a_gather_that_was_decided_is_answered_though_the_job_is_over() -> None:

@@ -154,7 +154,7 @@ class Driver:
         data = self._application.take(event)
         if data is not None:
             self._feed(self._stepper.gather(data))
-        elif isinstance(event, do.StepAsked):
+        elif isinstance(event, do.StepAsked) and self.ended is None:
             self._feed(step.StepAsked())
 
     def _advance(self) -> None:
