@@ -619,3 +619,4 @@ def test_a_member_without_a_seat_says_only_what_it_knows_of_the_state_that_it_di
     assert isinstance(w.op, do.Fetch) and w.op.sources == {}
     w.done(do.Copied())
     assert w.driver.position == Key(3, 0)
+    assert w.driver.machine.records == {}, "those of the step before would be handed to others as this one's"

@@ -171,11 +171,10 @@ class Settler:
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
         """What was lacking is there."""
         self._out.times.note("heal")
-        records = result.records if operation.sources else self._machine.records
         if operation.position != self._machine.position:
             self._out.put(do.CutFeeds())
             self._gathers.copied(result.gathers)
-        return [step.StateCopied(operation.generation, operation.position, records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records)]
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         """The state is that of the step."""
