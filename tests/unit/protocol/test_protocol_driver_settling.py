@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driver_harness import Worker, at, gather_records, joiner, member, member_worker, plan, records_of
+from driver_harness import Worker, at, gather_records, joiner, member, member_worker, plan, records_of, ticket
 
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan, Seat
@@ -11,7 +11,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
-from everstep.protocol.step_types import Discard, Key, LaneDone, Release, SnapshotsKept
+from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release, SnapshotsKept
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
 
@@ -220,6 +220,31 @@ def test_gathers_belong_to_what_is_served_after_them() -> None:
     shelf = w.last(do.Shelve)
     assert (shelf.position, shelf.live, shelf.at_update) == (Key(1, 1), True, False)
     assert set(shelf.gathers) == {Key(1, 0), Key(1, 1)} and shelf.records == w.driver.machine.records
+
+
+def taken_in_late() -> tuple[Worker, dict[int, Record]]:
+    """A joiner, taken in where the others had decided a gather without it; its application has not asked for that."""
+    w = joiner()
+    w.hear(ticket(1, plan(1, (1, 2))))
+    w.done((Key(1, 0),))
+    of_update = records_of(plan(1, (1, 2)))
+    w.done(do.Copied(of_update, {Key(1, 0): of_update}))
+    found = gather_records(plan(1, (1, 2)), w1=b"x")
+    w.hear(plan(2, (0, 1, 2)))
+    w.abort()
+    w.settle(w1=at(1, 1, records=found), w2=at(1, 1, records=found))
+    assert w.out[-1] == do.Arrived(1) and w.driver.position == Key(1, 1)
+    return w, found
+
+
+def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_the_state() -> None:
+    w, found = taken_in_late()
+    w.hear(plan(3, (0, 1, 3)))
+    w.ask(do.GatherAsked(b""))
+    w.settle(w1=at(1, 1, records=found), w3=at(0))
+    shelf = w.last(do.Shelve)
+    assert shelf.position == Key(1, 1) and shelf.gathers[Key(1, 1)] == found and set(shelf.gathers) == {(1, 0), (1, 1)}
+    assert w.out[-1] == do.GatherDone(found)
 
 
 # ---- copying

@@ -95,7 +95,7 @@ class Application:
         machine = self._machine
         if self._followers and machine.settled and machine.phase is Phase.IDLE:
             self._followers = False
-            known = dict(self._gathers.known)
+            known = self._gathers.up_to(machine.position, machine.records)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
 
     def _hold(self, event: do.HoldAsked) -> None:

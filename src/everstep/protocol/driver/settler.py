@@ -42,6 +42,11 @@ class Gathers:
         """Of the state that was copied from somebody."""
         self.known = dict(gathers)
 
+    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.Gathers:
+        """For somebody who is given the state: with the one that was decided by these records, though the application
+        here may not have asked for it yet."""
+        return {**self.known, position: records} if records else dict(self.known)
+
     def of_update(self, number: int) -> Mapping[int, Record]:
         """By which the step itself was decided, if it is known."""
         return self.known.get(Key(number, 0), {})
@@ -137,7 +142,9 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         at_update = live and position.seq == 0 and machine.position.seq > 0
-        records, gathers = (machine.records, dict(self._gathers.known)) if live else ({}, {})
+        records, gathers = (
+            (machine.records, self._gathers.up_to(machine.position, machine.records)) if live else ({}, {})
+        )
         if at_update:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
