@@ -164,9 +164,9 @@ class Donor:
             self._settled = {}
 
     def busy_snapshot(self) -> None:
-        """Wait until what is on offer has been copied; call before the state changes."""
+        """Wait until what is on offer has been copied; call before the state changes. Who is let go may still get it."""
         with self._lock:
-            offers = [f.offer for f in self._feeds if f.offer and not f.closed] + list(self._settled.values())
+            offers = [f.offer for f in self._feeds if f.offer] + list(self._settled.values())
         for offer in offers:
             for snapshot in offer.snapshots.values():
                 snapshot.wait()
