@@ -14,7 +14,7 @@ from everstep.protocol.step_types import Key, Record
 from everstep.train.heal import MAX_BACKLOG, Donor, FollowedStep, Gradient, Offer, Received, next_item, receive_offer
 
 RECORDS = {1: Record(0, b"r")}
-GENEROUS_S = 60.0
+GENEROUS_S = 10.0
 
 
 class Snapshot:
