@@ -164,8 +164,9 @@ class Donor:
             self._settled = {}
 
     def busy_snapshot(self) -> None:
-        """Wait until what is on offer has been copied; call before the state changes. Who is let go may still get it."""
+        """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
+            # Who is let go may get its offer all the same.
             offers = [f.offer for f in self._feeds if f.offer] + list(self._settled.values())
         for offer in offers:
             for snapshot in offer.snapshots.values():
