@@ -165,18 +165,15 @@ class Driver:
             elif self._queue:
                 effect = self._queue.popleft()
                 self._table[type(effect)](effect)
-            elif not self._go_on():
+            else:
+                self._go_on()
                 return
 
-    def _go_on(self) -> bool:
-        joins = self.machine.plan is None and self.ended is None and not self._application.holds
-        return (joins and self._join_on()) or self._application.go_on()
-
-    def _join_on(self) -> bool:
-        differs = self._joiner.go_on()
+    def _go_on(self) -> None:
+        differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
             self._feeds_lost(differs.why)
-        return self._out.operation is not None or differs is not None
+        self._application.go_on()
 
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""
@@ -344,7 +341,6 @@ class Driver:
 
     def _unusable(self, operation: do.Operation, event: do.Tainted) -> None:
         """All settle anew, with what is left; whoever cannot mend its state starts anew."""
-        self._drop_transfers()
         if event.torn:
             self._application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
         else:

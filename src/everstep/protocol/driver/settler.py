@@ -97,7 +97,7 @@ class Settler:
         """All are there."""
         self._out.times.note("regroup")
         self._disk = result.disk
-        return [step.LanesLost(operation.step, result.lost)] if result.lost else []
+        return [step.LanesLost(operation.step, result.lost)]
 
     def state_holding(self) -> None:
         """Tell the members what is held, and hear it of them."""
@@ -170,7 +170,7 @@ class Settler:
         if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
-        own = (self._gathers.of_update(at.step) or ({} if at.seq else machine.records)) if stands else {}
+        own = self._gathers.of_update(at.step) if stands else {}
         held = machine.stages if stands else ()
         self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
         return None
