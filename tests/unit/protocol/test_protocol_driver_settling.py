@@ -307,14 +307,14 @@ def test_one_that_rolls_forward_updates_with_the_records_of_the_others() -> None
 # ---- going back
 
 
-def gone_back(rewindable: bool = True, **more: object) -> Worker:
+def gone_back(ask: do.Ask | None = None, rewindable: bool = True) -> Worker:
     """Worker 1, who was the pool of stage 1, is a new life: all go back from step 3 to 2, in the middle of step 4."""
     w = Worker(plan(1, (0,), (1,)), rewindable=rewindable)
     for number in (1, 2, 3):
         w.step(number)
     w.gather()
     w.on(SnapshotsKept(((0, 2), (1, 2))))
-    w.ask(do.StepAsked(4))
+    w.ask(ask or do.StepAsked(4))
     w.on(LaneDone(4, 0, 1))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     return w
@@ -398,6 +398,19 @@ def test_a_plan_while_going_back() -> None:
     assert isinstance(w.op, do.Restore) and w.op.generation == 3 and w.count(do.WentBack) == 0
     w.done(do.Copied(OF_5))
     assert w.count(do.WentBack) == 1
+
+
+@pytest.mark.parametrize("ask", [do.StepAsked(4), do.GatherAsked(b""), do.EndAsked()])
+def test_the_application_is_told_once_all_have_settled_though_plans_come_in_between(ask: do.Ask) -> None:
+    w = gone_back(ask)
+    w.hear(plan(3, (0,), (1,)))
+    w.done(do.Copied(OF_5))
+    assert isinstance(w.op, do.Open) and w.driver.position == Key(2, 0)
+    w.abort(1)
+    assert [type(e) for e in w.out] == [do.Tell], "nothing is answered before that"
+    w.hear(plan(4, (0,), (1,)))
+    w.settle(w1=at(2, stages=(1,)))
+    assert w.out[-1] == do.WentBack(2)
 
 
 def test_an_application_that_cannot_go_on_from_an_earlier_step_starts_anew() -> None:

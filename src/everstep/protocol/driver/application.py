@@ -147,7 +147,7 @@ class Application:
             return do.GatherDone(self._gathers.known.get(self._gather, {}))
         if self.ended:
             return do.JobOver()
-        if self._machine.step > self._gather.step:
+        if self.settled and self._machine.step > self._gather.step:  # else it may have to be told that it went back
             key = self._gather
             return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
         return None
