@@ -222,7 +222,7 @@ def test_standing_is_position_plan_and_what_was_told_since_the_generation_was_en
 
 
 def test_before_the_first_plan_nothing_stands() -> None:
-    assert joiner().driver.standing == Standing()
+    assert Worker().driver.standing == joiner().driver.standing == Standing()
 
 
 def test_a_ticket_forgets_what_was_told_of_the_one_before() -> None:

@@ -121,6 +121,24 @@ def test_the_job_may_end_while_the_end_is_being_gathered() -> None:
     assert w.driver.ended == COMPLETED
 
 
+@pytest.mark.parametrize("ask", [do.EndAsked(), do.GatherAsked(b"")])
+def test_a_gather_that_was_left_waits_for_the_next_plan(ask: do.Ask) -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(ask)
+    w.abort(1)
+    assert [type(e) for e in w.out] == [do.Tell] and w.op is None
+
+
+def test_nothing_is_finished_that_was_not_asked_to_end() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.gather()
+    w.ask(do.StepAsked(2))
+    w.abort(1)
+    assert [type(e) for e in w.out] == [do.Tell] and w.op is None
+
+
 # ---- leave
 
 

@@ -321,6 +321,13 @@ def test_a_joiner_is_not_needed_once_the_job_is_over() -> None:
     assert w.told() == []
 
 
+def test_a_joiner_that_was_not_cut_yet_leaves_too() -> None:
+    w = adopted()
+    w.hear(wire.JobEnded(state="completed", reason="", exit_code=0))
+    w.done([do.Seen(0)])
+    assert w.out == [do.Exit("the job is over, and this worker was not needed", drained=True)]
+
+
 def test_a_joiner_without_a_ticket_waits() -> None:
     w = joiner()
     assert w.on(do.Tick()) == [] and w.op is None

@@ -11,7 +11,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
-from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release, SnapshotsKept
+from everstep.protocol.step_types import Discard, Key, LaneDone, Release, SnapshotsKept
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
 
@@ -186,6 +186,7 @@ def test_a_kept_state_is_shelved_without_what_belongs_to_the_present_one() -> No
     w = Worker(plan(1, (0,), (1,)))
     for number in (1, 2, 3):
         w.step(number)
+    w.gather()
     w.on(SnapshotsKept(((0, 2), (1, 2))))
     w.ask(do.StepAsked(4))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
@@ -222,29 +223,51 @@ def test_gathers_belong_to_what_is_served_after_them() -> None:
     assert set(shelf.gathers) == {Key(1, 0), Key(1, 1)} and shelf.records == w.driver.machine.records
 
 
-def taken_in_late() -> tuple[Worker, dict[int, Record]]:
-    """A joiner, taken in where the others had decided a gather without it; its application has not asked for that."""
+def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_the_state() -> None:
+    """A joiner was taken in where the others had decided one without it; the next plan comes before it has arrived."""
     w = joiner()
     w.hear(ticket(1, plan(1, (1, 2))))
     w.done((Key(1, 0),))
-    of_update = records_of(plan(1, (1, 2)))
+    of_update, found = records_of(plan(1, (1, 2))), gather_records(plan(1, (1, 2)), w1=b"x")
     w.done(do.Copied(of_update, {Key(1, 0): of_update}))
-    found = gather_records(plan(1, (1, 2)), w1=b"x")
     w.hear(plan(2, (0, 1, 2)))
     w.abort()
-    w.settle(w1=at(1, 1, records=found), w2=at(1, 1, records=found))
-    assert w.out[-1] == do.Arrived(1) and w.driver.position == Key(1, 1)
-    return w, found
-
-
-def test_a_gather_that_the_own_application_has_not_asked_for_yet_is_given_with_the_state() -> None:
-    w, found = taken_in_late()
+    w.done(do.Opened())
     w.hear(plan(3, (0, 1, 3)))
-    w.ask(do.GatherAsked(b""))
+    theirs = encode_holding(at(1, 1, records=found))
+    w.done({0: w.op.payload, 1: theirs, 2: theirs})
+    assert w.driver.position == Key(1, 1) and w.count(do.Arrived) == 0
     w.settle(w1=at(1, 1, records=found), w3=at(0))
     shelf = w.last(do.Shelve)
-    assert shelf.position == Key(1, 1) and shelf.gathers[Key(1, 1)] == found and set(shelf.gathers) == {(1, 0), (1, 1)}
+    assert shelf.position == Key(1, 1) and shelf.gathers == {Key(1, 0): of_update, Key(1, 1): found}
+    assert w.out[-1] == do.Arrived(1)
+    w.ask(do.GatherAsked(b""))
     assert w.out[-1] == do.GatherDone(found)
+
+
+def restored(*pools: tuple[int, ...]) -> Worker:
+    """Worker 0 of a job that goes on from a checkpoint of step 8 that has no records."""
+    w = joiner()
+    w.hear(plan(1, *pools))
+    w.settle(do.Opened(disk=(8,)), w1=at(0, disk=(8,), stages=(len(pools) - 1,)))
+    w.done(do.Copied())
+    assert w.out[-1] == do.Arrived(8)
+    return w
+
+
+def test_records_that_nobody_knows_are_not_given_as_some() -> None:
+    w = restored((0, 1))
+    w.ask(do.StepAsked(9))
+    w.enter(plan(2, (0, 1)), w1=at(0))
+    shelf = w.last(do.Shelve)
+    assert (shelf.position, shelf.records, shelf.gathers) == (Key(8, 0), {}, {})
+    w = restored((0,), (1,))
+    w.gather()
+    w.on(SnapshotsKept(((1, 8),)))
+    w.ask(do.StepAsked(9))
+    w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
+    shelf = w.last(do.Shelve)
+    assert (shelf.position, shelf.at_update, shelf.records, shelf.gathers) == (Key(8, 0), True, {}, {})
 
 
 # ---- copying
@@ -304,6 +327,19 @@ def test_one_that_rolls_forward_updates_with_the_records_of_the_others() -> None
     assert w.out[0] == Discard(1)
 
 
+def test_a_step_is_answered_once_all_have_settled() -> None:
+    w = member_worker(0, 1)
+    w.to_agree(1)
+    w.agree()
+    w.hear(plan(2, (0, 1)))
+    w.done(1)
+    w.abort(1)
+    assert w.driver.position == Key(1, 0) and [type(e) for e in w.out] == [do.Tell]
+    w.hear(plan(3, (0,)))
+    w.settle()
+    assert w.out[-1] == do.Stepped(1)
+
+
 # ---- going back
 
 
@@ -327,6 +363,7 @@ def test_going_back_is_one_operation_and_the_application_is_told_once() -> None:
     w.done(do.Copied(OF_5))
     assert w.out[0] == do.CutFeeds() and w.out[-1] == do.WentBack(2)
     assert w.driver.position == Key(2, 0) and w.driver.gathered == {Key(2, 0): OF_5}
+    assert "heal" in w.told(wire.GenerationEntered)[-1].phases_ms
     assert w.driver.asked == 0
     w.step(3)
     assert w.count(do.WentBack) == 1
@@ -358,7 +395,12 @@ def test_one_that_stands_where_all_go_back_to_goes_on_undisturbed() -> None:
     known = w.driver.machine.records
     assert isinstance(w.op, do.Restore) and (w.op.own, w.op.stands) == (known, (0,))
     w.done(do.Copied(known))
-    assert w.count(do.WentBack) == 0 and isinstance(w.op, do.Compute)
+    assert isinstance(w.op, do.Compute)
+    w.lanes()
+    w.reduce()
+    w.agree()
+    w.done(1)
+    assert w.out[-1] == do.Stepped(2) and w.count(do.WentBack) == 0
 
 
 def test_a_worker_that_arrives_by_going_back_is_told_that_it_has_arrived() -> None:
@@ -539,7 +581,7 @@ def test_nobody_but_the_main_tells_of_it() -> None:
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
     w.done(None)
-    assert w.told(wire.Saved) == [] and isinstance(w.op, do.Linger)
+    assert w.out == [do.Linger(w.op.op, 2)]
 
 
 # ---- states that differ

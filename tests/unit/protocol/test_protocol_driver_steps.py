@@ -136,6 +136,8 @@ def test_a_gather_is_one_exchange_and_remembers_the_loop_as_it_was() -> None:
     assert set(w.driver.gathered) == {Key(2, 0)}
     w.ask(do.GatherAsked(b""))
     assert w.op.tag == Tag("decide", 2, 1), "numbered by step"
+    w.exchange(gather_records(w.plan))
+    assert isinstance(w.out[-1], do.GatherDone)
 
 
 def test_gathers_of_another_step_are_forgotten_with_the_first_of_this_one() -> None:
@@ -273,7 +275,8 @@ def test_a_plan_that_is_not_taken_frees_from_nothing() -> None:
 
 
 def test_what_others_may_look_at() -> None:
-    w = member_worker(0, 1)
+    w = member_worker(0, 1, begins_after=3)
+    assert w.driver.config.begins_after == 3
     assert w.driver.plan == w.plan and w.driver.asked == 0
     w.ask(do.StepAsked(1))
     assert w.driver.asked == 1
@@ -286,6 +289,7 @@ def test_what_somebody_stated_to_have_in_memory() -> None:
     w.ask(do.StepAsked(2))
     w.enter(plan(2, (0, 1)), w1=at(1, snapshots=((0, 5),)))
     assert [n for n in range(8) if w.driver.in_memory(n)] == [1, 5]
+    assert not joiner().driver.in_memory(0), "nobody has said anything yet"
 
 
 def test_holdings_go_through_the_wire() -> None:
