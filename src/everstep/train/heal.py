@@ -166,7 +166,8 @@ class Donor:
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
-            offers = [f.offer for f in self._feeds if f.offer and not f.closed] + list(self._settled.values())
+            # Who is let go may get its offer all the same.
+            offers = [f.offer for f in self._feeds if f.offer] + list(self._settled.values())
         for offer in offers:
             for snapshot in offer.snapshots.values():
                 snapshot.wait()

@@ -94,7 +94,7 @@ class Application:
     def _offer_feeds(self) -> None:
         """The state stands still, between two steps: whoever has asked to follow may have it."""
         machine = self._machine
-        if self._followers and machine.settled and machine.phase is Phase.IDLE:
+        if self._followers and machine.phase is Phase.IDLE:
             self._followers = False
             known = dict(self._gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
@@ -108,30 +108,25 @@ class Application:
 
     # ---- answers
 
-    def go_on(self) -> bool:
-        """Answer, or begin what is waited for. Returns whether anything was done."""
-        answer = self._answer()
+    def go_on(self) -> None:
+        """Answer, or begin what is waited for, if that is possible now."""
+        answer, machine = self._answer(), self._machine
         if answer is not None:
             self.answer(answer)
-            return True
-        ask = self.ask
-        if not self.settled or self._machine.plan is None:
-            return False
-        if isinstance(ask, do.EvaluateAsked):
-            self._out.start(do.Evaluate, self._machine.generation, self._machine.plan, self._gather.seq)
-            return True
-        if isinstance(ask, do.EndAsked) and self._known and self._finished != self._machine.generation:
-            self._finished = self._machine.generation
-            self._out.start(do.Finish, self._finished, self._machine.plan, self._machine.step)
-            return True
-        return False
+        elif self.settled and isinstance(self.ask, do.EvaluateAsked):
+            self._out.start(do.Evaluate, machine.generation, machine.plan, self._gather.seq)
+        elif (
+            self.settled and isinstance(self.ask, do.EndAsked) and self._known and self._finished != machine.generation
+        ):
+            self._finished = machine.generation
+            self._out.start(do.Finish, machine.generation, machine.plan, machine.step)
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""
         ask = self.ask
         if isinstance(ask, do.HoldAsked):
             return do.Released() if self.ended or self._out.times.now_ns >= ask.until_ns else None
-        member = self.settled and self._machine.plan is not None
+        member = self.settled
         if member and isinstance(ask, do.JoinAsked):
             self._jumped = False
             return do.Arrived(self._machine.step)
@@ -161,7 +156,7 @@ class Application:
             return do.GatherDone(self._gathers.known.get(self._gather, {}))
         if self.ended:
             return do.JobOver()
-        if not self._known and self._machine.step > self._gather.step:
+        if self.settled and self._machine.step > self._gather.step:  # else it may have to be told that it went back
             key = self._gather
             return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
         return None

@@ -173,18 +173,15 @@ class Driver:
             elif self._queue:
                 effect = self._queue.popleft()
                 self._table[type(effect)](effect)
-            elif not self._go_on():
+            else:
+                self._go_on()
                 return
 
-    def _go_on(self) -> bool:
-        joins = self.machine.plan is None and self.ended is None and not self._application.holds
-        return (joins and self._join_on()) or self._application.go_on()
-
-    def _join_on(self) -> bool:
-        differs = self._joiner.go_on()
+    def _go_on(self) -> None:
+        differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
             self._feeds_lost(differs.why)
-        return self._out.operation is not None or differs is not None
+        self._application.go_on()
 
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""
@@ -192,6 +189,8 @@ class Driver:
             effects = self.machine.handle(self._out.times.now_ns, event)
             if any(isinstance(e, step.Leave | step.Open) for e in effects):
                 self._drop_transfers()
+            if any(isinstance(e, step.Update | step.Gathered) for e in effects):
+                self._stepper.decision(self.machine.generation)  # a plan may come before it is carried out
             self._queue.extend(effects)
 
     def _drop_transfers(self) -> None:
@@ -204,9 +203,8 @@ class Driver:
         message = heard.message
         match message:
             case wire.PlanNow():
-                self._out.times.plan_arrived(heard.arrived_ns)
-                if message.plan.has(self.me):
-                    self._feed(step.PlanArrived(message.plan))
+                self._out.times.plan_arrived(message.plan.generation, heard.arrived_ns)
+                self._feed(step.PlanArrived(message.plan))
             case wire.PlanPrepared():
                 self._feed(step.PreparedArrived(message.plan))
             case wire.Heal():
@@ -285,12 +283,11 @@ class Driver:
         if differs is None:
             return
         if differs.outvoted:
-            generation = self.machine.generation
-            self._application.answer(do.Outvoted(differs.why.reason, effect.step, generation, differs.sound))
+            self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(differs.sound))
-        self._settler.anew(differs.why, effect.step)
+        self._settler.anew(differs.why, effect.step, differs.generation)
 
     # ---- operations that have ended
 
@@ -359,7 +356,6 @@ class Driver:
 
     def _unusable(self, operation: do.Operation, event: do.Tainted) -> None:
         """All settle anew, with what is left; whoever cannot mend its state starts anew."""
-        self._drop_transfers()
         if event.torn:
             self._application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
         else:

@@ -43,6 +43,11 @@ class Gathers:
         """Of the state that was copied from somebody."""
         self.known = dict(gathers)
 
+    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.Gathers:
+        """For somebody who is given the state: with the one that was decided by these records, though the application
+        here may not have asked for it yet."""
+        return {**self.known, position: records} if records else dict(self.known)
+
     def of_update(self, number: int) -> Mapping[int, Record]:
         """By which the step itself was decided, if it is known."""
         return self.known.get(Key(number, 0), {})
@@ -84,7 +89,7 @@ class Settler:
     def open(self, plan: Plan) -> None:
         """Meet the members."""
         machine = self._machine
-        self._out.times.freed()
+        self._out.times.freed(plan.generation)
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
@@ -94,7 +99,7 @@ class Settler:
         """All are there."""
         self._out.times.note("regroup")
         self._disk = result.disk
-        return [step.LanesLost(operation.step, result.lost)] if result.lost else []
+        return [step.LanesLost(operation.step, result.lost)]
 
     def state_holding(self) -> None:
         """Tell the members what is held, and hear it of them."""
@@ -107,10 +112,9 @@ class Settler:
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ."""
+    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
+        """What was stated does not do. tainted: the step before which states were found to differ, as `decided_in`."""
         generation = self._machine.generation
-        decided_in = generation if tainted else 0
         self._out.tell(
             wire.SettleAgain,
             generation=generation,
@@ -140,8 +144,10 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         at_update = live and position.seq == 0 and machine.position.seq > 0
-        records = machine.records if live else self._keeper.records_of(position.step)
-        gathers = dict(self._gathers.known) if live else {}
+        records: Mapping[int, Record] = self._keeper.records_of(position.step)
+        gathers: do.Gathers = {}
+        if live:
+            records, gathers = machine.records, self._gathers.up_to(machine.position, machine.records)
         if at_update:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
@@ -167,7 +173,7 @@ class Settler:
         if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
-        own = self._gathers.of_update(at.step) or ({} if at.seq else machine.records) if stands else {}
+        own = self._gathers.of_update(at.step) if stands else {}
         own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
         self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
@@ -176,11 +182,10 @@ class Settler:
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
         """What was lacking is there."""
         self._out.times.note("heal")
-        records = result.records if operation.sources else self._machine.records
         if operation.position != self._machine.position:
             self._out.put(do.CutFeeds())
             self._gathers.copied(result.gathers)
-        return [step.StateCopied(operation.generation, operation.position, records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records)]
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         """The state is that of the step."""

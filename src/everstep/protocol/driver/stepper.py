@@ -28,11 +28,13 @@ from everstep.protocol.step_types import Key, Record
 
 @dataclass(frozen=True)
 class Differs:
-    """The records of a step show that the states before it differ. sound: the last step at which they were alike."""
+    """The records of a step show that the states before it differ. sound: the last step at which they were alike.
+    generation: in which the step was decided, the same at all."""
 
     why: Why
     sound: int
     outvoted: bool
+    generation: int
 
 
 class Stepper:
@@ -49,7 +51,7 @@ class Stepper:
         self._verify_every = verify_every
         self._begins_after = begins_after
         self._committed_ns = 0
-        self._entered = 0
+        self._entered = self._generation = 0
 
     def entered(self, generation: int) -> None:
         """The next decision is the first one of this generation."""
@@ -90,6 +92,10 @@ class Stepper:
 
     # ---- from a decision
 
+    def decision(self, generation: int) -> None:
+        """One was taken, in this generation, and is to be carried out."""
+        self._generation = generation
+
     def gathered(self, effect: step.Gathered) -> None:
         """A gather is decided."""
         self._decided(effect.key)
@@ -125,13 +131,12 @@ class Stepper:
         everybody = {who for digests in outcome.digests.values() for who in digests}
         self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted)
+        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._generation)
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
         return proven_step(number, self._verify_every, self._begins_after)
 
     def _decided(self, key: Key) -> None:
-        generation = self._machine.generation
-        self._out.put(do.Decided(key, generation, first=self._entered == generation))
+        self._out.put(do.Decided(key, self._generation, first=self._entered == self._generation))
         self._entered = 0
