@@ -394,8 +394,7 @@ def test_one_that_stands_where_all_go_back_to_goes_on_undisturbed() -> None:
     w = Worker(plan(1, (0,), (1,)))
     w.step(1)
     w.ask(do.StepAsked(2))
-    w.hear(plan(2, (0,), (0, 1)))
-    w.settle(do.Opened(disk=(1,)), w1=at(0, stages=(1,), disk=(1,)))
+    w.enter(plan(2, (0,), (0, 1)), do.Opened(disk=(1,)), w1=at(0, stages=(1,), disk=(1,)))
     known = w.driver.machine.records
     assert isinstance(w.op, do.Restore) and (w.op.own, w.op.stands) == (known, (0,))
     w.done(do.Copied(known))
