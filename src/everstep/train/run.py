@@ -21,14 +21,16 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import Compute, Evaluate, EvaluateAsked, StepAsked
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import WentBack
+from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
 
 
 class Step:
     """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
 
-    def __init__(self, session: Session, number: int, done: bool = False) -> None:
+    def __init__(self, session: Session, lanes: LoopLanes, number: int, done: bool = False) -> None:
         self._session = session
+        self._lanes = lanes
         self._count = 0
         self.number = number
         self.done = done
@@ -40,15 +42,15 @@ class Step:
         session = self._session
         turn = session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            for lane in session.lanes.begin(turn):
-                if session.lanes.over(turn.generation):
+            for lane in self._lanes.begin(turn):
+                if self._lanes.over(turn):
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
         self.done = True
 
     def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
-        lanes = self._session.lanes
+        lanes = self._lanes
         entered = lanes.enter(operation, lane)
         if entered is None:
             return
@@ -76,7 +78,7 @@ class Step:
 
         Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
         """
-        self._session.lanes.backward(self.number, loss, weight, self._count)
+        self._lanes.backward(self.number, loss, weight, self._count)
 
     @property
     def loss(self) -> float:
@@ -90,6 +92,7 @@ class Run:
 
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
+        self._lanes = LoopLanes(session.view, session.lanes)
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
@@ -109,9 +112,9 @@ class Run:
                 if session.executor.arrived():
                     self._stopped = False
                     if session.view.step > session.transfers.past:
-                        yield Step(session, session.view.step, done=True)
+                        yield Step(session, self._lanes, session.view.step, done=True)
                 elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, session.begin_step())
+                    step = Step(session, self._lanes, session.begin_step())
                     yield step
                     self._refuse_undone(step)
                 else:
