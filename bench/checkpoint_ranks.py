@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everstep.base.config import CheckpointConfig, DiskTierConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.manifest import Identity

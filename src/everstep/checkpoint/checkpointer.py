@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState

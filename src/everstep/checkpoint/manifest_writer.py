@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import UNSAID, Cause, Why
-from everstep.base.config import TierConfig
+from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import Identity, Manifest

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.config_keys import CheckpointConfig, TierConfig
 
 Tier = Literal["memory", "disk", "object"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")

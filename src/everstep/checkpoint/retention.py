@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from everstep.base.config import TierConfig
+from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import is_damaged, is_part, manifest_name, step_name, step_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.config_keys import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError, cause_of
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from everstep.base.config import MemoryTierConfig
+from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.checkpoint.policy import kept
 from everstep.exact.digest import digest_bytes

@@ -169,7 +169,7 @@ class _Wave:
         seed_all(derive(view.config.seed, _CHUNK_SEED, index))
         batch = self._load(index) if part == 0 or last else None
         view.tick()
-        found = view.stages[part % self._plan.stages].evaluate(part, inputs, self._metrics, batch)
+        found = view.stages[part % self._plan.stages].lanes.evaluate(part, inputs, self._metrics, batch)
         if last:
             results[index] = _pairs(found)
         else:

@@ -14,6 +14,7 @@ from everstep.base.plan import Member
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.records import gathered
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
 from everstep.train.rendezvous import Rendezvous
@@ -68,6 +69,20 @@ class Membership:
         self._member = Member(me.worker_id, me.incarnation, link.host, os.getpid(), address, segment)
         link.row.set(phase="idle")
         link.connect(self._hello, self._deliver, self._reconnected)
+
+    def gather(self, data: bytes) -> Mapping[int, bytes]:
+        """All members' data, the same at every member. Once the job has ended everybody is alone."""
+        alone = {self._view.me: data}
+        if self._view.ended:
+            return alone
+        answer = self._executor.ask(do.GatherAsked(data))
+        records = answer.records if isinstance(answer, do.GatherDone) else {}
+        return gathered(records) if records else alone
+
+    def members(self) -> tuple[int, tuple[int, ...]]:
+        """Own worker id, and everybody's as of now."""
+        plan, me = self._view.plan, self._view.me
+        return me, plan.worker_ids if plan is not None and not self._view.ended else (me,)
 
     # ---- from any thread
 

@@ -25,16 +25,14 @@ from everstep.protocol.driver.operations import (
     EndAsked,
     Evaluate,
     EvaluateAsked,
-    GatherAsked,
-    GatherDone,
     HoldAsked,
     JoinAsked,
     StepAsked,
 )
-from everstep.protocol.driver.records import gathered
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import WentBack
+from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
 
 _NOT_EXACT = (
@@ -46,8 +44,9 @@ _NOT_EXACT = (
 class Step:
     """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
 
-    def __init__(self, session: Session, number: int, done: bool = False) -> None:
+    def __init__(self, session: Session, lanes: LoopLanes, number: int, done: bool = False) -> None:
         self._session = session
+        self._lanes = lanes
         self._count = 0
         self.number = number
         self.done = done
@@ -59,15 +58,15 @@ class Step:
         session = self._session
         turn = session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            for lane in session.lanes.begin(turn):
-                if session.lanes.over(turn.generation):
+            for lane in self._lanes.begin(turn):
+                if self._lanes.over(turn):
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
         self.done = True
 
     def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
-        lanes = self._session.lanes
+        lanes = self._lanes
         entered = lanes.enter(operation, lane)
         if entered is None:
             return
@@ -95,7 +94,7 @@ class Step:
 
         Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
         """
-        self._session.lanes.backward(self.number, loss, weight, self._count)
+        self._lanes.backward(self.number, loss, weight, self._count)
 
     @property
     def loss(self) -> float:
@@ -109,6 +108,7 @@ class Run:
 
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
+        self._lanes = LoopLanes(session.view, session.lanes)
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
@@ -128,9 +128,9 @@ class Run:
                 if session.executor.arrived():
                     self._stopped = False
                     if session.view.step > session.transfers.past:
-                        yield Step(session, session.view.step, done=True)
+                        yield Step(session, self._lanes, session.view.step, done=True)
                 elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, self._begin_step())
+                    step = Step(session, self._lanes, self._begin_step())
                     yield step
                     self._refuse_undone(step)
                 else:
@@ -163,21 +163,6 @@ class Run:
         session.profiling.end()
         session.view.link.row.set(step=session.view.step, phase="finish")
         session.executor.ask(EndAsked())
-
-    def _gather(self, data: bytes) -> Mapping[int, bytes]:
-        """All members' data, the same at every member. Once the job has ended everybody is alone."""
-        view, alone = self._session.view, {self._session.view.me: data}
-        if view.ended:
-            return alone
-        answer = self._session.executor.ask(GatherAsked(data))
-        records = answer.records if isinstance(answer, GatherDone) else {}
-        return gathered(records) if records else alone
-
-    def _members(self) -> tuple[int, tuple[int, ...]]:
-        """Own worker id, and everybody's as of now."""
-        view = self._session.view
-        plan = view.plan
-        return view.me, plan.worker_ids if plan is not None and not view.ended else (view.me,)
 
     def _refuse_undone(self, step: Step) -> None:
         if not step.done and not self._session.executor.jumped:
@@ -235,7 +220,7 @@ class Run:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._gather(b"")
+        self._session.membership.gather(b"")
 
     def evaluate(
         self, fn: Callable[[Any], Mapping[str, Any]], dataset: Any, *, batch_size: int = 64, collate: Any = None
@@ -255,13 +240,13 @@ class Run:
                     fn,
                     chunks,
                     lambda i: self._chunk(dataset, i, batch_size, collate),
-                    gather=self._gather,
-                    members=self._members,
+                    gather=session.membership.gather,
+                    members=session.membership.members,
                     seed=session.view.config.seed,
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found, self._gather)
+        session.saver.evaluated(found, session.membership.gather)
         return found
 
     def evaluate_split(
@@ -282,8 +267,8 @@ class Run:
             session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
         )
         session.executor.install({Evaluate: waves.pass_on})
-        found = waves.run(self._gather, lambda: session.executor.ask(EvaluateAsked()))
-        session.saver.evaluated(found, self._gather)
+        found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
+        session.saver.evaluated(found, session.membership.gather)
         return found
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:

@@ -6,6 +6,7 @@ Apart from updates because nothing here is needed in an undisturbed step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, check
@@ -66,9 +67,9 @@ class Transfers:
         if effect.live:
             offer = self._live(position, effect.records, effect.gathers, effect.stages)
             if effect.at_update:
-                offer.application = self._loop.after(position.step)
-        offer.snapshots = {**self._keeper.at(position.step), **offer.snapshots}
-        self._donor.shelve(effect.generation, offer)
+                offer = replace(offer, application=self._loop.after(position.step))
+        snapshots = {**self._keeper.at(position.step), **offer.snapshots}
+        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots))
 
     def unshelve(self, effect: do.Unshelve) -> None:
         """Whoever had to fetch the state has it."""
@@ -218,7 +219,7 @@ class Transfers:
             try:
                 while not heal.readable(feed.connection, _SLICE_S):
                     view.tick()
-                feed.offer = heal.receive_offer(feed.connection, feed.stages, view.tick)
+                feed.take(heal.receive_offer(feed.connection, feed.stages, view.tick))
             except (EverstepError, OSError) as error:
                 raise CollectiveAborted(str(error)) from error
         return tuple(feed.offered.position for feed in self._feeds)
@@ -255,7 +256,7 @@ class Transfers:
         newest = next(feed.offered for feed in self._feeds if feed.offered.position == operation.position)
         for feed in sorted(self._feeds, key=lambda f: f.offered.position):
             self._load(feed.offered)
-            feed.offer = None
+            feed.loaded()
         self._arrive(newest)
         for feed, outcomes in zip(self._feeds, operation.passed, strict=True):
             for outcome in outcomes:
@@ -286,14 +287,22 @@ class _Feed:
     def __init__(self, connection: PeerConnection, stages: Sequence[int]) -> None:
         self.connection = connection
         self.stages = tuple(stages)
-        self.offer: Received | None = None
         self.steps: list[heal.FollowedStep] = []
+        self._offer: Received | None = None
+
+    def take(self, offer: Received) -> None:
+        """What it begins with."""
+        self._offer = offer
+
+    def loaded(self) -> None:
+        """What it began with is in place here."""
+        self._offer = None
 
     @property
     def offered(self) -> Received:
         """Raises: InvariantViolation before it came."""
-        check(self.offer is not None, "nothing was offered yet")
-        return self.offer  # type: ignore[return-value]
+        check(self._offer is not None, "nothing was offered yet")
+        return self._offer  # type: ignore[return-value]
 
 
 def _in_memory(snapshot: heal.Readable) -> StageState:

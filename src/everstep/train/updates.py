@@ -63,7 +63,7 @@ class Updates:
         me, stages = view.me, view.stages
         view.phase("reduce", number, plan)
         lanes = {stage: plan.lanes_of(me, stage) for stage in plan.stages_of(me)}
-        offers = {k: stages[k].presence(number, lanes[k]) for k in lanes}
+        offers = {k: stages[k].lanes.presence(number, lanes[k]) for k in lanes}
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
         reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}

@@ -16,7 +16,7 @@ import torch
 
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, DiskTierConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
 from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
 
 FIXED = Interval(100.0, "every 100 s")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from checkpoint_saving import NUMERICS
-from everstep.base.config import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.manifest import Identity

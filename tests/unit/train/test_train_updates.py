@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.base.config import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.train.saving import Saver
 from everstep.train.updates import Updates
