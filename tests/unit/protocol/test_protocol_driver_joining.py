@@ -90,6 +90,28 @@ def test_nothing_is_offered_while_a_plan_is_being_settled() -> None:
     assert w.count(do.OfferFeeds) == 0
 
 
+def test_nothing_is_offered_of_a_state_that_may_yet_be_another() -> None:
+    """The gather was decided, so the application goes on; but the members of the next generation have not settled."""
+    w = member_worker(0, 1)
+    w.ask(do.GatherAsked(b""))
+    w.hear(plan(2, (0, 1)))
+    w.exchange(gather_records(w.plan))
+    w.abort(1)
+    assert isinstance(w.out[-1], do.GatherDone)
+    w.on(do.FollowerAsked())
+    w.ask(do.StepAsked(1))
+    assert w.out == []
+    w.hear(plan(3, (0,)))
+    w.settle()
+    w.lanes()
+    w.reduce()
+    w.agree()
+    w.done(1)
+    assert w.count(do.OfferFeeds) == 0
+    w.ask(do.StepAsked(2))
+    assert w.count(do.OfferFeeds) == 1
+
+
 def test_a_follower_that_asks_during_a_step_waits_for_the_next() -> None:
     w = member_worker(0, 1)
     w.ask(do.StepAsked(1))
