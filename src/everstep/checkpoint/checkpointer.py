@@ -32,7 +32,6 @@ from everstep.checkpoint.part import (
     decode_report,
     encode_report,
 )
-from everstep.checkpoint.policy import MOST_COST, Due, Interval, Schedule, automatic_interval
 from everstep.checkpoint.reader import (
     Checkpoint,
     newest_complete,
@@ -45,6 +44,7 @@ from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
+from everstep.protocol.driver.policy import MOST_COST, Due, Interval, Schedule, automatic_interval
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from everstep.checkpoint.manifest import Identity, Manifest
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.part import PartReport
 from everstep.checkpoint.pointers import read_pins, write_pointer
-from everstep.checkpoint.policy import best_of, kept
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
+from everstep.protocol.driver.policy import best_of, kept
 
 
 @dataclass(frozen=True)

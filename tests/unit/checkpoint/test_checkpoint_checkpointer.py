@@ -22,10 +22,10 @@ from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
-from everstep.checkpoint.policy import Due
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
+from everstep.protocol.driver.policy import Due
 
 DISK = Due(("disk",), "for the test")
 

@@ -1,7 +1,7 @@
 """When checkpoints are taken, and which are kept: small objects that decide from what they are told.
 
-No clock and no files: time and measurements are passed in. Only the job's main asks what is due; everybody else is told
-through the records of the step before, so that all of them take the same snapshots.
+Pure: time and measurements are passed in. Only the job's main asks what is due; everybody else is told through the
+records of the step, so that all of them take the same.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
-from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
+from everstep.protocol.driver.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
 
 FIXED = Interval(100.0, "every 100 s")
 
