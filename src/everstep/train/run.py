@@ -261,7 +261,7 @@ class Run:
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found, self._gather)
+        self._judge(found)
         return found
 
     def evaluate_split(
@@ -283,8 +283,15 @@ class Run:
         )
         session.executor.install({Evaluate: waves.pass_on})
         found = waves.run(self._gather, lambda: session.executor.ask(EvaluateAsked()))
-        session.saver.evaluated(found, self._gather)
+        self._judge(found)
         return found
+
+    def _judge(self, metrics: Mapping[str, float]) -> None:
+        """A checkpoint may follow from an evaluation."""
+        session = self._session
+        question = session.saver.question(metrics)
+        if question is not None and not session.view.ended:
+            session.executor.ask(question)
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:
         """Returns the number of chunks."""
