@@ -69,7 +69,7 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
 DRIVING = ("everstep.train.", "everstep.protocol.driver.")  # the simulator's world is to follow
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
-CROWDED = frozenset({"everstep.train.saving.Saver", "everstep.protocol.driver.driver.Driver"})  # not taken apart yet
+CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
 TORCH_ATTRIBUTES = frozenset({"grad", "data", "forward"})  # of tensors and modules, which torch has assigned to
 CYCLES_LEFT = "everstep.sim."  # not taken apart yet
 

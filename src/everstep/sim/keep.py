@@ -5,6 +5,7 @@ What is taken, stated and let go is the driver's to say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from everstep.base.cause import Cause, Why
@@ -26,11 +27,18 @@ class Disk:
         self.hosts = hosts
         self.parts: dict[int, dict[int, int]] = {}
         self.damaged: set[int] = set()
+        self._asking: dict[int, Callable[[], None]] = {}
+
+    def ask(self, step: int, complete: Callable[[], None]) -> None:
+        """Call `complete` when the parts of all stages are there."""
+        self._asking = {step: complete}
 
     def write(self, stage: int, step: int, state: int) -> None:
         """One stage's part is on disk; the last one completes the checkpoint."""
         self.parts.setdefault(step, {})[stage] = state
         self.damaged.discard(step)
+        if len(self.parts[step]) == self.stages and step in self._asking:
+            self._asking.pop(step)()
 
     def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
         """Steps of the newest two checkpoints that a host can read, up to the limit."""

@@ -233,7 +233,7 @@ class Mesh:
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
             sections.append(StageSection(k, reports, (0, 0), b"", [], [vote.encode()], self.worker.digest(step, k)))
-        return AgreePayload(sections, save=self.worker.due(step))
+        return AgreePayload(sections)
 
     # ---- neighbours that are gone
 

@@ -23,7 +23,8 @@ class Job:
     """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
 
     stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
-    worker of another pool; 0: never. write_every: the same for checkpoints on disk.
+    worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only
+    those that a plan asks for.
     """
 
     steps: int

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.checks import Checks
@@ -36,6 +38,7 @@ LIVENESS_NS = 40 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
 MOST_LOOKS = 5
+_NEVER_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,10 @@ class Simulation:
         return self.make_coordinator(self.config, list(journal))
 
     def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
-        config = DriverConfig(lanes=self.setup.job.lanes, rewindable=self.setup.rewindable)
+        job = self.setup.job
+        memory, disk = MemoryTierConfig(every_steps=job.keep_every or None), DiskTierConfig(job.write_every or None)
+        rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S)
+        config = DriverConfig(job.lanes, self.setup.rewindable, saving=Saving(rule, on=True))
         driver = self.make_driver(key, config, self.make_machine(key))
         return SimWorker(self.world, self.site, agent, self.setup.job, driver)
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.plan import Member, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
 from everstep.protocol.step_types import Key
 from everstep.sim.application import Application
 from everstep.sim.control import ControlClient
@@ -289,25 +290,7 @@ class SimWorker(Process):
 
     def _updated(self, operation: do.Update, gradients: dict[int, Any]) -> None:
         self.state.apply(operation.step, operation.records, gradients)
-        plan = self.driver.plan
-        if "disk" in operation.outcome.save[0] and plan is not None and self.driver.machine.settled:
-            self._write(plan, operation.step)
         self.done(operation, self.world.now_ns)
-
-    def due(self, step: int) -> tuple[tuple[str, ...], str]:
-        """What the main has all take after the step."""
-        plan, job = self.driver.plan, self.job
-        if plan is None or plan.leader(0) != self.me.worker_id:
-            return (), ""
-        every = {"memory": job.keep_every, "disk": job.write_every}
-        return tuple(tier for tier, n in every.items() if n and step % n == 0), "it is time"
-
-    def _write(self, plan: Plan, number: int) -> None:
-        """Each stage's leader writes its part."""
-        for stage in plan.stages_of(self.me.worker_id):
-            if plan.leader(stage) == self.me.worker_id:
-                took = self.world.between(MS, 60 * MS)
-                self.later(took, self.site.disk.write, stage, number, self.state.stages[stage])
 
     def _restore(self, operation: do.Restore) -> None:
         self.site.went_back.append(operation.step)
@@ -323,12 +306,13 @@ class SimWorker(Process):
         self.later(self.world.between(0, 5 * MS), self.done, operation)
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        """Each stage's leader writes its part; the main tells when all are there."""
-        self._write(operation.plan, operation.step)
+        """The main waits until all parts are there."""
+        if operation.save is not None:
+            self._save(operation.save)
         if operation.plan.leader(0) == self.me.worker_id:
             self._saved(operation)
         else:
-            self.later(self.world.between(MS, 60 * MS), self.done, operation)
+            self.later(self.world.between(MS, 60 * MS), self.done, operation, "")
 
     def _saved(self, operation: do.SaveLast) -> None:
         if self.operation is not operation:
@@ -337,14 +321,14 @@ class SimWorker(Process):
             self.later(5 * MS, self._saved, operation)
             return
         self.site.checks.saved(operation.step, self.site.disk.parts[operation.step])
-        me, at = self.me, operation.step
-        told = wire.Saved(worker_id=me.worker_id, incarnation=me.incarnation, step=at, ok=True, where="disk")
-        self.done(operation, told)
+        self.done(operation, "disk")
 
     def _linger(self, operation: do.Linger) -> None:
         self.later(self.world.between(10 * MS, 2000 * MS), self.done, operation)
 
     def _finish(self, operation: do.Finish) -> None:
+        if operation.save is not None and self.job.write_every:
+            self._save(operation.save)
         self.later(self.world.between(0, 3 * MS), self._finished, operation)
 
     def _finished(self, operation: do.Finish) -> None:
@@ -397,6 +381,16 @@ class SimWorker(Process):
         held = self.state.stages.keys() if self.state.at == effect.step else ()
         self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
         self.site.checks.freed(self.me, "feeds, as a member", self.follower.feeds)
+
+    def _save(self, effect: Save) -> None:
+        """Each stage's leader writes its part; the main hears when the last one is there."""
+        me, disk, number = self.me.worker_id, self.site.disk, effect.step
+        if effect.plan.leader(0) == me:
+            disk.ask(number, lambda: self.later(0, self.handle, SaveEnded(number, True, "", "disk")))
+        for stage in effect.plan.stages_of(me):
+            if effect.plan.leader(stage) == me:
+                took = self.world.between(MS, 60 * MS)
+                self.later(took, disk.write, stage, number, self.state.stages[stage])
 
     def _condemn(self, effect: do.Condemn) -> None:
         if effect.first:
@@ -462,6 +456,8 @@ _PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
     do.EnteredPlan: SimWorker._entered,
     do.RememberLoop: lambda worker, effect: None,
     do.Condemn: SimWorker._condemn,
+    Save: SimWorker._save,
+    AbandonSave: lambda worker, effect: None,
     do.DropLanes: lambda worker, effect: None,
     do.Keep: lambda worker, effect: worker.memory.keep(effect),
     do.RetireKept: lambda worker, effect: worker.memory.retire(effect),

@@ -17,7 +17,7 @@ from everstep.order.ledger import use_digest
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.train.pipeline import Pipeline
-from everstep.train.saving import Saver
+from everstep.train.restoring import Restorer
 from everstep.train.view import WorkerView
 
 LaneDone = Callable[[int, int, int], None]
@@ -31,7 +31,7 @@ class Lanes:
         self,
         view: WorkerView,
         transport: StagedTransport,
-        saver: Saver,
+        restorer: Restorer,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         device: torch.device,
@@ -41,7 +41,7 @@ class Lanes:
         self.device = device
         self._view = view
         self._transport = transport
-        self._saver = saver
+        self._restorer = restorer
         self.done = done
         self._samples = 0
         self._loader = LaneLoader(
@@ -71,11 +71,10 @@ class Lanes:
         view, plan = self._view, operation.plan
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
-        self._saver.regroup(plan)
         self._transport.open(plan, view.stages.layouts(seats))
         held = [stage for stage in seats if stage in view.driver.machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
-        disk = self._saver.restorable(operation.limit) if operation.disk else ()
+        disk = self._restorer.restorable(operation.limit) if operation.disk else ()
         return Opened(tuple(lost), disk)
 
     def compute(self, operation: Compute) -> None:

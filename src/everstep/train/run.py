@@ -135,7 +135,9 @@ class Run:
                     self._refuse_undone(step)
                 else:
                     with contextlib.suppress(WentBack):
-                        self._end()
+                        session.profiling.end()
+                        session.view.link.row.set(step=session.view.step, phase="finish")
+                        session.executor.ask(EndAsked())
                         return
         finally:
             session.close()
@@ -156,13 +158,6 @@ class Run:
             session.profiling.begin_step(number)
         session.updates.begin_step()
         return number
-
-    def _end(self) -> None:
-        """After the last step; returns when the job has ended. Raises: WentBack, and what ends a worker otherwise."""
-        session = self._session
-        session.profiling.end()
-        session.view.link.row.set(step=session.view.step, phase="finish")
-        session.executor.ask(EndAsked())
 
     def _refuse_undone(self, step: Step) -> None:
         if not step.done and not self._session.executor.jumped:
@@ -246,7 +241,7 @@ class Run:
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found, session.membership.gather)
+        self._judge(found)
         return found
 
     def evaluate_split(
@@ -268,8 +263,15 @@ class Run:
         )
         session.executor.install({Evaluate: waves.pass_on})
         found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
-        session.saver.evaluated(found, session.membership.gather)
+        self._judge(found)
         return found
+
+    def _judge(self, metrics: Mapping[str, float]) -> None:
+        """A checkpoint may follow from an evaluation."""
+        session = self._session
+        question = session.saver.question(metrics)
+        if question is not None and not session.view.ended:
+            session.executor.ask(question)
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:
         """Returns the number of chunks."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from everstep.base.cause import Why
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
@@ -21,6 +20,7 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.address import JOB_FILE
 from everstep.train.cutter import Cutter
 from everstep.train.elastic_order import Order
+from everstep.train.ending import LastCheckpoint
 from everstep.train.executor import Executor
 from everstep.train.final import Finisher
 from everstep.train.heal import Donor
@@ -31,7 +31,8 @@ from everstep.train.membership import Membership
 from everstep.train.profiling import Profiling
 from everstep.train.published import Publisher
 from everstep.train.rendezvous import Rendezvous
-from everstep.train.saving import LoopState, Saver, Whole
+from everstep.train.restoring import Restorer
+from everstep.train.saving import LoopState, Saver, Whole, saving_of
 from everstep.train.stages import Stages
 from everstep.train.transfers import Transfers
 from everstep.train.transports import open_transport
@@ -59,7 +60,8 @@ class Session:
         rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
         job, config = _job_facts(link), link.config
         begins_after = int(job.get("begins_after", 0))
-        driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after)
+        saving = saving_of(link, stages.split, order, whole)
+        driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after, saving)
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
         transport = open_transport(link, rendezvous, device)
@@ -68,26 +70,26 @@ class Session:
         executor = Executor(driver, view.cutter, view.tick)
         loop = LoopState(stages)
         name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
-        saver = Saver(view, whole, loop, name)
+        saver = Saver(view, whole, loop, name, executor.note)
+        restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
         keeper, finisher = Keeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others)
         updates = Updates(view, transport, donor, keeper, saver)
-        transfers = Transfers(view, updates, donor, keeper, saver, loop)
-        lanes = Lanes(view, transport, saver, dataset, collate, device, executor.lane_done)
+        transfers = Transfers(view, updates, donor, keeper, restorer, loop)
+        lanes = Lanes(view, transport, restorer, dataset, collate, device, executor.lane_done)
         membership = Membership(view, executor, transport, rendezvous, donor.handle)
         profiling = Profiling(link, device, membership.tell)
         membership.on(wire.ProfileNow, profiling.ask)
-        membership.on(wire.SaveNow, lambda message: saver.request(Why(message.cause, message.reason)))
 
         def finish(operation: do.Finish) -> bool:
             """Nobody leaves before all have committed the last step and the leader has written final/."""
-            saver.at_end(operation.generation)
+            last.at_end(operation)
             updates.release(operation)  # proven by the gather
             return finisher.write(operation)
 
         executor.install({do.Finish: finish})
-        for part in (membership, lanes, updates, transfers, saver, keeper, loop):
+        for part in (membership, lanes, updates, transfers, saver, last, keeper, loop):
             executor.install(part.handlers())
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.transport, self.lanes, self.updates, self.transfers = transport, lanes, updates, transfers

@@ -20,7 +20,8 @@ from everstep.train import heal
 from everstep.train.heal import Donor, Offer, Received, StageState
 from everstep.train.keeping import Keeper
 from everstep.train.replica import StageReplica
-from everstep.train.saving import LOOP, PAST, LoopState, Saver
+from everstep.train.restoring import Restorer
+from everstep.train.saving import LOOP, PAST, LoopState
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
@@ -31,14 +32,14 @@ class Transfers:
     """One worker's part in moving state. `past`: the step of a checkpoint whose loop was through with it already."""
 
     def __init__(
-        self, view: WorkerView, updates: Updates, donor: Donor, keeper: Keeper, saver: Saver, loop: LoopState
+        self, view: WorkerView, updates: Updates, donor: Donor, keeper: Keeper, restorer: Restorer, loop: LoopState
     ) -> None:
         self.past = 0
         self._view = view
         self._updates = updates
         self._donor = donor
         self._keeper = keeper
-        self._saver = saver
+        self._restorer = restorer
         self._loop = loop
         self._feeds: list[_Feed] = []
 
@@ -172,8 +173,8 @@ class Transfers:
         self._updates.stand_still()
         restored = None
         if number and not all(sources.values()):
-            restored = self._saver.restore(number, [k for k, ids in sources.items() if not ids])
-            records = records or self._saver.records_of(restored)
+            restored = self._restorer.restore(number, [k for k, ids in sources.items() if not ids])
+            records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
         for stage, ids in sources.items():

@@ -77,9 +77,7 @@ class Updates:
             stages[k].section(g.reduced, lanes[k], stages[k].digest(number - 1) if due else "", g.received, due)
             for k, g in found.items()
         ]
-        wanted = self._saver.wanted(number)
-        save = (tuple(wanted.tiers), wanted.reason)
-        return AgreePayload(sections, save=save, save_cause=wanted.cause)
+        return AgreePayload(sections)
 
     def update(self, operation: do.Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""
@@ -109,7 +107,7 @@ class Updates:
         self._gradients = {n: g for n, g in self._gradients.items() if n >= number}
         self._generations = {n: g for n, g in self._generations.items() if n > number}
         self.hold(outcome, generation, extra)
-        self._saver.after_update(outcome, records)
+        self._saver.prepare()
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
         """A step is about to be applied: pass it on, and let what is being copied be copied."""

@@ -61,6 +61,7 @@ def payload(given: Plan, worker_id: int, digest: str | Mapping[int, str] = "", *
     """A worker's agree payload; digest: of its state before the step, or one by stage."""
     stages = given.stages_of(worker_id)
     digests = digest if isinstance(digest, Mapping) else dict.fromkeys(stages, digest)
+    more.setdefault("save_cause", Cause.SCHEDULED)
     return AgreePayload([section(given, worker_id, k, digests[k]) for k in stages], **more)
 
 

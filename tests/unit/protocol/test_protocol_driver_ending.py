@@ -42,9 +42,9 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.EndAsked())
-    assert w.op.tag == Tag("decide", 1, 1) and w.driver.asked == 2 and w.out[0] == do.RememberLoop(1)
+    assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2 and w.out[0] == do.RememberLoop(1)
     w.exchange(gather_records(w.plan))
-    assert w.out[-1] == do.Finish(w.op.op, 1, w.plan, 1)
+    assert w.out[-1] == do.Finish(w.op.op, 1, w.plan, 1, None)
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
     assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
@@ -66,7 +66,7 @@ def test_a_plan_in_the_middle_of_the_end_finishes_again() -> None:
     w.abort()
     assert w.told(wire.WorkerDone) == []
     w.settle()
-    assert w.op == do.Finish(w.op.op, 2, w.plan, 1)
+    assert w.op == do.Finish(w.op.op, 2, w.plan, 1, None)
     w.done(True)
     w.hear(plan(3, (0,)))
     w.settle()
@@ -94,7 +94,7 @@ def test_the_end_is_asked_again_after_going_back() -> None:
     w.settle(w1=at(0, stages=(1,)))
     assert isinstance(w.op, do.Restore)
     w.done(do.Copied())
-    assert w.out[-1] == do.WentBack(0) and w.driver.asked == 0
+    assert w.out[-1] == do.WentBack(0) and w.driver._application.asked == 0
     w.step(1)
     w.ask(do.EndAsked())
     w.exchange(gather_records(w.plan))
@@ -220,8 +220,7 @@ def test_it_computes_nothing_more_but_settles_and_gives_its_state() -> None:
     assert isinstance(w.told()[-1], wire.GenerationEntered)
     w.hear(plan(3, (0, 1), save="the last words"))
     w.settle()
-    assert isinstance(w.op, do.SaveLast)
-    w.done(None)
+    assert isinstance(w.op, do.Linger), "this job takes no checkpoints"
     w.done()
     assert w.op is None and w.count(do.Compute) == 2, "one of step 1, and the one in which it raised"
 

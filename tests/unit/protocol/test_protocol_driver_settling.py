@@ -6,11 +6,12 @@ import pytest
 from driver_harness import Worker, at, gather_records, joiner, member, member_worker, plan, records_of, ticket
 
 from everstep.base.cause import Cause
-from everstep.base.plan import Plan, Seat
+from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
+from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
@@ -368,7 +369,7 @@ def test_going_back_is_one_operation_and_the_application_is_told_once() -> None:
     assert w.out[0] == do.CutFeeds() and w.out[-1] == do.WentBack(2)
     assert w.driver.position == Key(2, 0) and w.driver.gathered == {Key(2, 0): OF_5}
     assert "heal" in w.told(wire.GenerationEntered)[-1].phases_ms
-    assert w.driver.asked == 0
+    assert w.driver._application.asked == 0
     w.step(3)
     assert w.count(do.WentBack) == 1
     w.ask(do.GatherAsked(b""))
@@ -565,14 +566,14 @@ def test_whoever_is_not_in_the_prepared_plan_leaves_for_good() -> None:
 
 
 def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> None:
-    w = member_worker(0, 1)
+    w = Worker(plan(1, (0, 1)), saving=Saving(on=True))
     w.step(1)
     w.ask(do.StepAsked(2))
     last = plan(2, (0, 1), save="stop")
     w.enter(last)
-    assert w.op == do.SaveLast(w.op.op, 2, last, 1)
-    saved = wire.Saved(worker_id=0, incarnation=0, step=1, ok=True)
-    w.done(saved)
+    assert isinstance(w.op, do.SaveLast) and (w.op.plan, w.op.step, w.op.save.due.reason) == (last, 1, "stop")
+    w.done("somewhere")
+    saved = wire.Saved(worker_id=0, incarnation=0, step=1, ok=True, where="somewhere")
     assert w.out == [do.Tell(saved), do.Linger(w.op.op, 2)]
     assert saved not in w.driver.standing.messages
     w.done()
@@ -580,10 +581,10 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
 
 
 def test_nobody_but_the_main_tells_of_it() -> None:
-    w = member_worker(0, 1)
+    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=Saving(on=True))
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
-    w.done(None)
+    w.done("somewhere")
     assert w.out == [do.Linger(w.op.op, 2)]
 
 

@@ -23,6 +23,7 @@ from everstep.base.plan import WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -49,7 +50,7 @@ def test_a_step_is_compute_reduce_agree_update_and_then_the_answer() -> None:
     assert w.out == [do.Reduce(4, 1, given, 1)]
     w.reduce()
     assert w.out == [do.Exchange(5, 1, Tag("decide", 1, 0), w.op.payload)]
-    assert w.sent() == Record(0, encode_payload(payload(given, 0)))
+    assert w.sent() == Record(0, encode_payload(payload(given, 0).stamped(0, 0, Due())))
     w.agree()
     assert [type(e) for e in w.out] == [do.Decided, do.Update]
     assert w.out[0] == do.Decided(Key(1, 0), 1, True)
@@ -277,9 +278,9 @@ def test_a_plan_that_is_not_taken_frees_from_nothing() -> None:
 def test_what_others_may_look_at() -> None:
     w = member_worker(0, 1, begins_after=3)
     assert w.driver.config.begins_after == 3
-    assert w.driver.plan == w.plan and w.driver.asked == 0
+    assert w.driver.plan == w.plan and w.driver._application.asked == 0
     w.ask(do.StepAsked(1))
-    assert w.driver.asked == 1
+    assert w.driver._application.asked == 1
     assert joiner().driver.plan is None
 
 
@@ -300,7 +301,8 @@ def test_holdings_go_through_the_wire() -> None:
     assert decode_holding(w.op.payload) == Holding(Key(0, 0), {}, 0, lacking=(0, 2))
     w.done({i: encode_record(Record(0, b"")) if i > 5 else w.op.payload for i in (0, 1)})
     assert isinstance(w.op, do.Compute)
-    assert (AgreePayload([]).stamped(4, 3).committed_unix_ns, AgreePayload([]).stamped(4, 3).kept) == (4, 3)
+    stamped = AgreePayload([]).stamped(4, 3, Due())
+    assert (stamped.committed_unix_ns, stamped.kept) == (4, 3)
 
 
 def test_the_worker_says_its_own_name() -> None:

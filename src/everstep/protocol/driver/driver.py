@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause, Why
@@ -28,6 +28,8 @@ from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.joiner import Joiner
 from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox, Standing
+from everstep.protocol.driver.saver import Saver, Saving
+from everstep.protocol.driver.saves import PartsThere, SaveEnded
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
@@ -49,12 +51,13 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 @dataclass(frozen=True)
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
-    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`."""
+    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`. saving: of checkpoints."""
 
     lanes: int
     rewindable: bool = True
     verify_every: int = 0
     begins_after: int = 0
+    saving: Saving = field(default_factory=Saving)
 
 
 class Driver:
@@ -70,7 +73,8 @@ class Driver:
         self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
         self._keeper = Keeper(machine, out, self._stepper.proven)
         self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable)
-        self._application = Application(machine, out, self._gathers, config.rewindable)
+        self._saver = Saver(machine, out, self._gathers, config.saving)
+        self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._table = self._means()
         self._queue: deque[step.StepEffect] = deque()
@@ -97,11 +101,6 @@ class Driver:
     def ended(self) -> wire.JobEnded | None:
         """How the job has ended, if it has."""
         return self._application.ended
-
-    @property
-    def asked(self) -> int:
-        """The step that the application has asked for last; one beyond the last once it is through with that."""
-        return self._application.asked
 
     @property
     def gathered(self) -> do.Gathers:
@@ -148,6 +147,10 @@ class Driver:
                 self._keeper.handed_over(event)
             case do.NotKept():
                 self._keeper.refused(event)
+            case PartsThere():
+                self._saver.parts_there(event)
+            case SaveEnded():
+                self._saver.ended(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
             case do.Tick():
@@ -180,6 +183,7 @@ class Driver:
     def _go_on(self) -> None:
         differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
+            self._saver.condemned()
             self._feeds_lost(differs.why)
         self._application.go_on()
 
@@ -209,6 +213,8 @@ class Driver:
                 self._feed(step.PreparedArrived(message.plan))
             case wire.Heal():
                 self._heal(message)
+            case wire.SaveNow():
+                self._saver.request(Why(message.cause, message.reason))
             case wire.Dismissed():
                 self._application.answer(do.Exit(message.reason, drained=message.drained))
             case wire.JobEnded():
@@ -253,6 +259,7 @@ class Driver:
 
     def _open(self, plan: Plan) -> None:
         self._joiner.stop()
+        self._saver.regroup(plan)
         self._settler.open(plan)
 
     def _go_back(self, effect: step.GoBack) -> None:
@@ -263,6 +270,13 @@ class Driver:
     def _entered(self, effect: step.Entered) -> None:
         self._stepper.entered(effect.generation)
         self._settler.entered(effect)
+        plan = self._settler.plan
+        why = Why(plan.cause, plan.save)
+        if plan.save and self._saver.on:
+            save = None if self.ended else self._saver.boundary(why, past=self._application.past)
+            self._out.start(do.SaveLast, plan.generation, plan, effect.step, save)
+        elif plan.save:
+            self._out.start(do.Linger, plan.generation)
 
     def _compute(self, effect: step.Compute) -> None:
         if not self._application.holds:
@@ -282,6 +296,7 @@ class Driver:
         differs = self._stepper.update(effect)
         if differs is None:
             return
+        self._saver.condemned()
         if differs.outvoted:
             self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return
@@ -302,8 +317,9 @@ class Driver:
             case do.Exchange():
                 events = stepper.all_contributed(operation, result)
             case do.Reduce():
-                events = stepper.reduced(operation, result, self._keeper.complete)
+                events = stepper.reduced(operation, result, self._keeper.complete, self._saver.due(operation.step))
             case do.Update():
+                self._saver.updated(operation.outcome, operation.records)
                 self._keeper.updated(operation.outcome, operation.records)
                 events = stepper.updated(operation, result)
             case do.Fetch():
@@ -317,16 +333,12 @@ class Driver:
             case do.Evaluate():
                 self._application.answer(do.Evaluated())
             case do.SaveLast():
-                self._saved_last(operation, result)
+                self._saver.last(operation, result)
+                self._out.start(do.Linger, operation.generation)
             case do.Finish():
                 at = operation.step
                 self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(result))
         self._feed(*events)
-
-    def _saved_last(self, operation: do.SaveLast, told: wire.Saved | None) -> None:
-        if told is not None:
-            self._out.send(told, lasting=False)
-        self._out.start(do.Linger, operation.generation)
 
     def _restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         moved = self.machine.position != Key(operation.step, 0)  # else the application is where it should be

@@ -15,6 +15,7 @@ from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.saves import AbandonSave, Save, SaveAsked
 from everstep.protocol.step_types import Discard, Key, Record, Release
 
 LEFT = Why(Cause.LINK, "")
@@ -170,11 +171,12 @@ class Evaluate(Operation):
 
 @dataclass(frozen=True)
 class SaveLast(Operation):
-    """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with a `wire.Saved` to be
-    told, or None."""
+    """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with where that of the
+    step is, empty if it is not there. save: None if it has begun already, or there is none to begin."""
 
     plan: Plan
     step: int
+    save: Save | None
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,11 @@ class Linger(Operation):
 @dataclass(frozen=True)
 class Finish(Operation):
     """All steps are done: leave a checkpoint, and where this worker is the main write final/; answered with whether
-    that was written."""
+    that was written. save: as in `SaveLast`."""
 
     plan: Plan
     step: int
+    save: Save | None
 
 
 @dataclass(frozen=True)
@@ -338,11 +341,12 @@ class ForgetKept:
 
 @dataclass(frozen=True)
 class Skipped:
-    """No snapshot in memory was taken of a step. tell: it has not been told yet."""
+    """A tier took nothing of a step. tell: it has not been told yet."""
 
     step: int
     why: Why
     tell: bool
+    tier: str = "memory"
 
 
 @dataclass(frozen=True)
@@ -369,7 +373,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class GatherDone:
-    """To `GatherAsked`: the same at all; nothing once the job has ended."""
+    """To `GatherAsked` and `SaveAsked`: the same at all; nothing once the job has ended."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
 
@@ -435,6 +439,8 @@ Effect = (
     | RetireKept
     | ForgetKept
     | Skipped
+    | Save
+    | AbandonSave
     | DropLanes
     | Answer
 )
@@ -549,4 +555,4 @@ class HoldAsked:
     until_ns: int
 
 
-Ask = JoinAsked | StepAsked | GatherAsked | EvaluateAsked | EndAsked | HoldAsked
+Ask = JoinAsked | StepAsked | GatherAsked | SaveAsked | EvaluateAsked | EndAsked | HoldAsked

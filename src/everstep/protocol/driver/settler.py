@@ -134,8 +134,6 @@ class Settler:
         self._out.nothing_stands()
         phases_ms = self._out.times.taken()
         self._out.tell(wire.GenerationEntered, generation=plan.generation, step=effect.step + 1, phases_ms=phases_ms)
-        if plan.save:
-            self._out.start(do.SaveLast, plan.generation, plan, effect.step)
 
     # ---- state for others
 

@@ -11,6 +11,7 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import differing, proven_step
 from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -71,9 +72,10 @@ class Stepper:
         """All own lanes are there."""
         self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step)
 
-    def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be."""
-        data = encode_payload(payload.stamped(self._committed_ns, kept))
+    def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due) -> Iterable[step.StepEvent]:
+        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
+        what is taken after this one."""
+        data = encode_payload(payload.stamped(self._committed_ns, kept, due))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes) -> step.GatherAsked:
