@@ -186,7 +186,6 @@ class Driver:
     def _join_on(self) -> bool:
         differs = self._joiner.go_on()
         if differs is not None:
-            self._saver.condemned()
             self._feeds_lost(differs.why)
         return self._out.operation is not None or differs is not None
 
