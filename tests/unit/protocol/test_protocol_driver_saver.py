@@ -183,6 +183,7 @@ def test_a_checkpoint_waits_for_an_evaluation_that_judges_it() -> None:
     event = SaveAsked({"accuracy": 0.1}, stored=0.9)
     (save,) = one.judge(one.saver.verdict(event), event)
     assert isinstance(save, Save) and save.due == Due(("disk",), "every 2 steps")
+    assert one.saver.verdict(event) == b""
     assert Alone(Saving(SELDOM, on=True, eval_every=4)).saver.due(1000).tiers == ("disk",)
 
 
@@ -219,6 +220,10 @@ def test_not_at_a_boundary() -> None:
         vars(one.machine).update(change)
         assert one.saver.boundary(WHY, past=False) is None
     assert Alone(Saving(SELDOM)).saver.boundary(WHY, past=False) is None
+    back = Alone(Saving(SELDOM, on=True))
+    assert back.saver.boundary(WHY, past=False) is not None
+    back.machine.position = Key(0, 0)
+    assert back.saver.boundary(WHY, past=False) is None
 
 
 def test_a_boundary_s_goes_to_the_object_store_too() -> None:
@@ -252,6 +257,7 @@ def test_a_plan_that_takes_away_a_writer_or_the_main(plan: Plan, reason: str) ->
     one.update(6, "disk")
     one.saver.regroup(plan)
     assert one.out.drain() == [AbandonSave(Why(Cause.REGROUPED, reason), plan)]
+    assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
     assert one.saver.boundary(WHY, past=False) is not None  # it may be taken again
     one.out.drain()
 
@@ -294,7 +300,8 @@ def test_condemned_states_are_forgotten() -> None:
     assert one.saver.boundary(WHY, past=False) is not None  # begun again
     one.saver.condemned()
     assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
-    assert one.saver.verdict(SaveAsked({"accuracy": 0.1}, stored=0.5)) == b""  # neither the best nor what waited
+    assert one.saver.verdict(SaveAsked({"accuracy": 0.1}, stored=0.5)) == b""  # nor does what waited count
+    assert one.saver.verdict(SaveAsked({"accuracy": 0.2}, stored=0.1)) != b""  # nor what was the best
     one.saver.regroup(plan_of(0, generation=2))
     assert one.out.drain() == []
 
@@ -355,6 +362,17 @@ def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tup
         one.saver.last(operation, where)
         found = [(saved.ok, saved.where, saved.reason) for saved in told(one.out.drain())]
         assert found == ([expected] if me == 0 else [])
+
+
+def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:
+    one = Alone(Saving(SELDOM, on=True))
+    one.saver.request(WHY)
+    one.saver.due(6)
+    one.update(6, "disk")
+    one.saver.request(Why(Cause.REQUESTED, "requested"))
+    assert not one.saver.due(7)
+    one.saver.ended(SaveEnded(6, True, "SIGTERM", "there"))
+    assert [saved.step for saved in told(one.out.drain())] == [6]
 
 
 def test_there_is_no_last_one_of_nothing() -> None:
@@ -560,6 +578,16 @@ def test_the_driver_takes_one_that_a_plan_asks_for(on: bool) -> None:
     assert [(saved.ok, saved.where) for saved in told(job.seen)] == ([(True, "there")] if on else [])
     saves = [last.save for last in job.of(do.SaveLast)]
     assert [(s.due.reason, s.past) for s in saves] == ([("SIGTERM", True)] if on else [])
+
+
+def test_the_driver_takes_none_for_a_plan_once_the_job_has_ended() -> None:
+    job = Job(Saving(SELDOM, on=True))
+    job.step(1)
+    job.handle(do.Heard(wire.PlanNow(plan=plan_of(0, generation=2, save="SIGTERM"))))
+    job.handle(do.StepAsked(2))
+    job.handle(do.Heard(wire.JobEnded(state="completed", reason="done", exit_code=0)))
+    job.run(do.SaveLast)
+    assert [last.save for last in job.of(do.SaveLast)] == [None]
 
 
 def test_the_driver_takes_one_after_an_evaluation() -> None:

@@ -183,7 +183,6 @@ class Driver:
     def _go_on(self) -> None:
         differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
-            self._saver.condemned()
             self._feeds_lost(differs.why)
         self._application.go_on()
 

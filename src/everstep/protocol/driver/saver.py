@@ -151,8 +151,7 @@ class Saver:
         plan = self._machine.plan
         check(plan is not None, "a member has a plan")
         self._plan, self._begun = plan, number
-        if self._is_main:
-            self._incomplete = (number, self._out.times.now_ns)
+        self._incomplete = (number, self._out.times.now_ns)
         return Save(plan, number, due, records)  # type: ignore[arg-type]
 
     # ---- giving one up
