@@ -107,10 +107,10 @@ class Settler:
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ."""
+    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
+        """What was stated does not do. tainted: the step before which states were found to differ; decided_in: by the
+        records of which generation."""
         generation = self._machine.generation
-        decided_in = generation if tainted else 0
         self._out.tell(
             wire.SettleAgain,
             generation=generation,
@@ -164,7 +164,9 @@ class Settler:
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
         machine, at = self._machine, self._machine.position
-        if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
+        rebuilt = not effect.step and not all(effect.sources.values())
+        unable = not effect.step and self.plan.stages == 1  # what is not split is built once
+        if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
         own = self._gathers.of_update(at.step) or ({} if at.seq else machine.records) if stands else {}
