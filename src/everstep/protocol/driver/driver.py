@@ -290,7 +290,7 @@ class Driver:
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(differs.sound))
-        self._settler.anew(differs.why, effect.step)
+        self._settler.anew(differs.why, effect.step, differs.decided_in)
 
     # ---- operations that have ended
 

@@ -28,11 +28,13 @@ from everstep.protocol.step_types import Key, Record
 
 @dataclass(frozen=True)
 class Differs:
-    """The records of a step show that the states before it differ. sound: the last step at which they were alike."""
+    """The records of a step show that the states before it differ. sound: the last step at which they were alike.
+    decided_in: the generation whose members have given the records."""
 
     why: Why
     sound: int
     outvoted: bool
+    decided_in: int
 
 
 class Stepper:
@@ -50,6 +52,7 @@ class Stepper:
         self._begins_after = begins_after
         self._committed_ns = 0
         self._entered = 0
+        self._exchanged = 0  # the generation of the newest records; a plan may have come since
 
     def entered(self, generation: int) -> None:
         """The next decision is the first one of this generation."""
@@ -85,7 +88,8 @@ class Stepper:
 
     def all_contributed(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         """All records are there."""
-        key, generation = Key(operation.tag.step, operation.tag.seq), operation.generation
+        key = Key(operation.tag.step, operation.tag.seq)
+        self._exchanged = generation = operation.generation
         return [step.RecordArrived(generation, key, w, decode_record(payloads[w])) for w in sorted(payloads)]
 
     # ---- from a decision
@@ -125,7 +129,7 @@ class Stepper:
         everybody = {who for digests in outcome.digests.values() for who in digests}
         self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted)
+        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._exchanged)
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
