@@ -268,6 +268,7 @@ class StepMachine:
     def _take(self, plan: Plan) -> list[StepEffect]:
         """Leave the old generation and state what is held in the new one."""
         effects: list[StepEffect] = []
+        fresh = self._generation == 0
         if self._plan is not None:
             effects.append(Leave(self._plan.generation, plan.reason))
         self._plan, self._generation = plan, plan.generation
@@ -275,7 +276,9 @@ class StepMachine:
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
-        if self._position.step == 0 and self._sound < 0:
+        if plan.sound >= 0 and not 0 <= self._sound <= plan.sound:
+            self._doubt(plan.sound)
+        if self._position.step == 0 and (self._sound < 0 or fresh):
             self._stages = plan.stages_of(self.me.worker_id)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
@@ -564,16 +567,16 @@ class StepMachine:
         """Nothing goes on here before all have settled anew, further back."""
         self._position, self._records = Key(self._position.step - 1, 0), {}
         self._asked = StepAsked()
-        self._doubt(event.sound)
         self._switch, self._entered = None, False
         self._holdings.pop(self._generation, None)
         self._phase = Phase.SETTLING
+        self._doubt(event.sound)
         return []
 
     def _doubt(self, sound: int) -> None:
         """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
         self._sound = sound
-        if self._position.step >= sound:
+        if self._position.step >= sound and self._phase is not Phase.UPDATING:  # that leads beyond it
             self._stages, self._held, self._gradient_step = (), set(), 0
 
     def _updated(self, event: Updated) -> list[StepEffect]:

@@ -88,6 +88,8 @@ class Settler:
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
+        if doubt:  # this worker may have heard of it from others only
+            self._out.put(do.Condemn(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
@@ -109,7 +111,7 @@ class Settler:
 
     def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
         """What was stated does not do. tainted: the step before which states were found to differ; decided_in: by the
-        records of which generation."""
+        records of which generation. What the machine holds for sound is told."""
         generation = self._machine.generation
         self._out.tell(
             wire.SettleAgain,
@@ -118,6 +120,7 @@ class Settler:
             reason=why.reason,
             tainted=tainted,
             decided_in=decided_in,
+            sound=self._machine.sound,
         )
 
     def entered(self, effect: step.Entered) -> None:
