@@ -215,11 +215,11 @@ class SimWorker(Process):
             self._hold()
 
     def tainted(self, operation: do.Operation, reason: str) -> None:
-        """The operation came upon something that must not be used."""
+        """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
         if self.operation is operation:
             self.operation = None
             self.fetcher.stop()
-            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason)))
+            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), self.world.rng.random() < 0.3))
 
     def raises(self, reason: str) -> None:
         """The application raises: where it computes, or as soon as it has the turn."""
