@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Record
-from everstep.sim.model import Gradient, initial, update
+from everstep.sim.model import Gradient, flipped, initial, update
 from everstep.sim.state import Copy
 from everstep.sim.world import MS, Connection, connect
 
@@ -86,7 +86,8 @@ class Donor:
             connection.close(worker)
             return
         live = copy.effects or not copy.position.step
-        if live and (worker.state.at, worker.state.stages.get(stage)) != (copy.position.step, copy.states[stage]):
+        now = worker.state.stages.get(stage, 0)
+        if live and (worker.state.at, flipped(now)) != (copy.position.step, flipped(copy.states[stage])):
             raise AssertionError(f"{worker.me} moved to {worker.driver.position} while it served {shelf}")
         connection.send(worker, ("state", copy))
 

@@ -70,12 +70,12 @@ def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     """A schedule of mostly 0 to 6 faults within the horizon, in order of time; now and then a storm of a dozen."""
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4)) if rng.random() < 0.93 else rng.randint(8, 14)):
-        faults.append(_draw_one(rng, rng.randint(5, horizon_ms)))
+        faults.append(draw_one(rng, rng.randint(5, horizon_ms)))
         if rng.random() < 0.45:  # a second one, into the recovery of the first
             first = faults[-1]
             phase = rng.choice(("settling", "settling", "fetching", "heal", "heal", "updating", "agreeing", ""))
             at = first.at_ms if phase else first.at_ms + rng.randint(0, 60)
-            faults.append(_draw_one(rng, at, phase))
+            faults.append(draw_one(rng, at, phase))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
@@ -85,14 +85,15 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
         at = rng.randint(30, horizon_ms)
         phase = rng.choice(("", "", *PHASES))
-        faults.append(replace(_draw_one(rng, at, phase), kind="pool", for_ms=rng.choice((0, 0, 1, 5, 40))))
+        faults.append(replace(draw_one(rng, at, phase), kind="pool", for_ms=rng.choice((0, 0, 1, 5, 40))))
         if rng.random() < 0.5:  # into the settling
             second = rng.choice(("settling", "fetching", "fetching", "computing", "updating"))
-            faults.append(replace(_draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
+            faults.append(replace(draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
-def _draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+    """Any fault at a time, perhaps aimed at a phase."""
     kind = rng.choices(_KINDS, weights=tuple(_WEIGHTS.values()))[0]
     if phase is None:
         phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
@@ -298,6 +299,25 @@ class Injector:
         """The user ends the job, with a checkpoint if there is time."""
         if fault.pick % 3 == 0:  # most seeds are to see the end
             self.simulation.command("stop", {"grace_s": fault.for_ms / 1000})
+
+    def _flip(self, fault: Fault, worker: SimWorker | None) -> None:
+        """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
+        simulation = self.simulation
+        every = simulation.setup.verify_every
+        found = [
+            (w, stage)
+            for w in ([worker] if worker is not None else simulation.site.live_workers())
+            if w.can_flip and w.state.at + 2 * every <= simulation.setup.job.steps
+            for stage in sorted(set(w.driver.machine.stages) & set(w.state.stages))
+            if simulation.copies(w, stage) > 1
+        ]
+        if found:
+            target, stage = found[fault.pick % len(found)]
+            self.world.log(target.name, "FLIPPED", stage, "at", target.state.at)
+            target.state.flip(stage)
+            simulation.checks.corruption.flipped = target.me
+        elif not self.stopped:
+            self.world.later(7 * MS, self._flip, fault, None)
 
     # ---- the end of all faults
 

@@ -227,6 +227,7 @@ class Mesh:
             me,
             tuple(k * plan.lanes + lane for k, lanes in mine.items() for lane in lanes),
             tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
+            tuple((k, self.worker.state.stages[k]) for k in sorted(gradients)),
         )
         sections = []
         for k, lanes in mine.items():

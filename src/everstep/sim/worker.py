@@ -73,6 +73,11 @@ class SimWorker(Process):
         world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
         self.later(world.between(5 * MS, 40 * MS), self._connect)
 
+    @property
+    def can_flip(self) -> bool:
+        """Whether it is a member between two updates."""
+        return self.driver.machine.settled and not isinstance(self.operation, _UNINTERRUPTED)
+
     # ---- ties to the coordinator and the agent
 
     def _connect(self) -> None:
@@ -126,20 +131,22 @@ class SimWorker(Process):
 
     # ---- the end of this life
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
         """End by an exception, with last words."""
         self.tell(
             wire.WorkerFailed(
                 worker_id=self.me.worker_id,
                 incarnation=self.me.incarnation,
-                cause=Cause.EXCEPTION,
+                cause=cause,
                 step=self.driver.machine.step,
                 reason=reason,
                 signature=reason,
                 fatal=False,
+                generation=self.driver.generation,
+                sound=sound,
             )
         )
-        self._ending(Cause.EXCEPTION, reason, restart=True)
+        self._ending(cause, reason, restart=True)
 
     def uses(self, connection: Connection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -209,11 +216,11 @@ class SimWorker(Process):
             self._hold()
 
     def tainted(self, operation: do.Operation, reason: str) -> None:
-        """The operation came upon something that must not be used."""
+        """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
         if self.operation is operation:
             self.operation = None
             self.fetcher.stop()
-            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason)))
+            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), self.world.rng.random() < 0.3))
 
     def raises(self, reason: str) -> None:
         """The application raises: where it computes, or as soon as it has the turn."""
@@ -281,6 +288,7 @@ class SimWorker(Process):
         self.mesh.exchange(operation)
 
     def _update(self, operation: do.Update) -> None:
+        self.site.checks.applies(self.me, operation.step, operation.records)
         gradients = self.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}
         self.donor.feed(operation.step, operation.records, gradients)
@@ -300,6 +308,7 @@ class SimWorker(Process):
         self.later(self.world.between(MS // 2, 10 * MS), self.follower.adopt, operation)
 
     def _replay(self, operation: do.Replay) -> None:
+        self.site.checks.applies(self.me, operation.step, operation.records)
         self.later(self.world.between(MS // 2, 3 * MS), self.follower.replay, operation)
 
     def _evaluate(self, operation: do.Evaluate) -> None:
@@ -367,7 +376,10 @@ class SimWorker(Process):
         self.site.checks.decision(generation, effect.key, machine.records, handed)
 
     def _release(self, effect: step.Release) -> None:
-        self.state.release(effect.step, self.driver.position)
+        position, machine = self.driver.position, self.driver.machine
+        if machine.sound >= 0 and effect.step == position.step:  # the decision that shows it was not carried out
+            position = Key(effect.step + 1, 0)
+        self.state.release(effect.step, position)
         plan = self.driver.plan
         if plan is None:
             return
@@ -378,7 +390,7 @@ class SimWorker(Process):
         self.lanes.discard(effect.step)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
-        held = self.state.stages.keys() if self.state.at == effect.step else ()
+        held = self.state.stages if self.state.at == effect.step else {}
         self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
         self.site.checks.freed(self.me, "feeds, as a member", self.follower.feeds)
 
@@ -390,11 +402,16 @@ class SimWorker(Process):
         for stage in effect.plan.stages_of(me):
             if effect.plan.leader(stage) == me:
                 took = self.world.between(MS, 60 * MS)
-                self.later(took, disk.write, stage, number, self.state.stages[stage])
+                self.later(took, self._written, effect.plan.generation, stage, number, self.state.stages[stage])
+
+    def _written(self, generation: int, stage: int, number: int, state: int) -> None:
+        """What is not complete when its generation ends, or when it is condemned, is abandoned."""
+        if self.driver.generation == generation and self.driver.machine.sound < 0:
+            self.site.disk.write(stage, number, state)
 
     def _condemn(self, effect: do.Condemn) -> None:
-        if effect.first:
-            self.site.disk.condemn(effect.sound)
+        self.site.checks.condemned(self.me, effect.sound)
+        self.site.disk.condemn(effect.sound)
 
     def _stepped(self, effect: do.Stepped) -> None:
         checks, at = self.site.checks, self.state.at
@@ -422,7 +439,7 @@ class SimWorker(Process):
         self._ending(Cause.EXITED, "the job is over", restart=False)
 
     def _outvoted(self, effect: do.Outvoted) -> None:
-        self._ending(Cause.CORRUPT, f"outvoted: {effect.reason}", restart=True)
+        self.fail(effect.reason, Cause.CORRUPT, effect.sound)
 
 
 _BEGIN: dict[type[do.Operation], Callable[[SimWorker, Any], None]] = {

@@ -135,6 +135,7 @@ def failure(
         generation=link.row.read().generation,
         exit_code=2 if isinstance(error, ConfigError) else 1,
         holds=holds,
+        sound=error.sound if isinstance(error, StateTainted) else -1,
     )
 
 

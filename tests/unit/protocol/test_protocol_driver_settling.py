@@ -110,6 +110,7 @@ def test_a_member_whom_the_others_know_a_doubt_of_states_anew_what_it_can_read_u
             reason="states later than that of step 1 are tainted",
             tainted=0,
             decided_in=0,
+            sound=1,
         )
     ]
     assert w.op is None and not w.driver.machine.settled

@@ -93,6 +93,8 @@ class Settler:
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
+        if doubt:  # this worker may have heard of it from others only
+            self._out.put(do.Condemn(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
@@ -113,7 +115,8 @@ class Settler:
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
     def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ, as `decided_in`."""
+        """What was stated does not do. tainted: the step before which states were found to differ, in the generation
+        `decided_in`. What the machine holds for sound is told."""
         generation = self._machine.generation
         self._out.tell(
             wire.SettleAgain,
@@ -122,6 +125,7 @@ class Settler:
             reason=why.reason,
             tainted=tainted,
             decided_in=decided_in,
+            sound=self._machine.sound,
         )
 
     def entered(self, effect: step.Entered) -> None:
@@ -168,7 +172,9 @@ class Settler:
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
         machine, at = self._machine, self._machine.position
-        if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
+        rebuilt = not effect.step and not all(effect.sources.values())
+        unable = not effect.step and self.plan.stages == 1  # what is not split is built once
+        if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
         own = self._gathers.of_update(at.step) if stands else {}
