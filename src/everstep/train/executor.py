@@ -100,8 +100,10 @@ class Executor:
         return self._until_answered()
 
     def lane_done(self, number: int, stage: int, lane: int) -> None:
-        """While an operation computes lanes: a stage is through with one."""
-        self._effects.extend(self._driver.handle(time.monotonic_ns(), LaneDone(number, stage, lane)))
+        """While an operation computes lanes: a stage is through with one. What is to be told is told now, for lanes may
+        take long; nothing else can come of it before the operation has ended."""
+        self._handle(LaneDone(number, stage, lane))
+        self._carry_out()
 
     def computed(self) -> do.Answer | do.Compute:
         """What was handed out has been computed, or was left as its generation is over. Returns and raises as `ask`."""
