@@ -212,7 +212,7 @@ class Injector:
         """An exception in a worker: it says so and ends."""
         target = self._worker(fault, worker)
         if target is not None and target.frozen_ns is None:
-            target.fail(f"error {self.world.now_ns}")
+            target.fail(f"error of {target.me} at {self.world.now_ns}")
 
     def _stale_plan(self, fault: Fault, worker: SimWorker | None) -> None:
         """A plan comes once more, late."""
@@ -229,7 +229,7 @@ class Injector:
         """An exception in a worker's application, which stays for a while with what it holds."""
         target = self._worker(fault, worker)
         if target is not None:
-            target.later(0, target.raises, f"error {self.world.now_ns}")
+            target.later(0, target.raises, f"error of {target.me} at {self.world.now_ns}")
 
     def _damage(self, fault: Fault, worker: SimWorker | None) -> None:
         """The newest checkpoint can be listed, but not read."""

@@ -406,7 +406,8 @@ class SimWorker(Process):
 
     def _written(self, generation: int, stage: int, number: int, state: int) -> None:
         """What is not complete when its generation ends, or when it is condemned, is abandoned."""
-        if self.driver.generation == generation and self.driver.machine.sound < 0:
+        sound = self.driver.machine.sound
+        if self.driver.generation == generation and (sound < 0 or number <= sound):
             self.site.disk.write(stage, number, state)
 
     def _condemn(self, effect: do.Condemn) -> None:
