@@ -7,7 +7,7 @@ a bound of virtual time.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +126,7 @@ class Outcome:
     went_back: int  # how often a worker did
     newest_target: int  # newest step that any went back to
     trace: tuple[str, ...]
+    seen: Mapping[tuple[str, str], int]  # how often what happened, by group and name
 
     @property
     def ok(self) -> bool:
@@ -327,4 +328,5 @@ def simulate(
         went_back=len(simulation.site.went_back),
         newest_target=max(simulation.site.went_back, default=0),
         trace=tuple(simulation.world.lines),
+        seen=simulation.world.seen,
     )
