@@ -41,6 +41,7 @@ _WEIGHTS = {
     "stop": 1,
 }
 _KINDS = tuple(_WEIGHTS)
+KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool"))
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Injector:
         if self.stopped:
             return
         self.world.log("chaos", f"*** {fault}")
+        self.world.seen["faults", fault.kind] += 1
         self.pending -= 1
         getattr(self, f"_{fault.kind}")(fault, worker)
 

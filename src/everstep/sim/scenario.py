@@ -7,7 +7,7 @@ a bound of virtual time.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -153,6 +153,7 @@ class Outcome:
     found: bool  # by a comparison
     unnoticed: bool  # for all copies were alike when they were compared
     trace: tuple[str, ...]
+    seen: Mapping[tuple[str, str], int]  # how often what happened, by group and name
 
     @property
     def ok(self) -> bool:
@@ -369,4 +370,5 @@ def simulate(
         found=bool(simulation.checks.corruption.found_by),
         unnoticed=simulation.checks.corruption.unnoticed,
         trace=tuple(simulation.world.lines),
+        seen=simulation.world.seen,
     )

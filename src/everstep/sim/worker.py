@@ -113,6 +113,7 @@ class SimWorker(Process):
         """A message of the coordinator."""
         if isinstance(message, wire.PlanNow | wire.PlanPrepared):
             self.site.checks.plan(message.plan)
+        self.world.seen["messages", type(message).__name__] += 1
         newest = interrupts(message)
         if newest is not None:
             self._interrupt(newest)
@@ -193,7 +194,7 @@ class SimWorker(Process):
     def done(self, operation: do.Operation, result: object = None) -> None:
         """The operation was carried out, unless it has been answered."""
         if self.operation is operation:
-            self.operation = None
+            self._answered(operation, "done")
             if isinstance(operation, do.Exchange):
                 self._exchanged = (Key(operation.tag.step, operation.tag.seq), operation.generation)
             self.handle(do.Done(operation.op, result))
@@ -209,7 +210,7 @@ class SimWorker(Process):
 
     def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
         """The operation was left."""
-        self.operation = None
+        self._answered(operation, "aborted")
         self.fetcher.stop()
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
         if self.raised and isinstance(operation, do.Compute):
@@ -218,9 +219,13 @@ class SimWorker(Process):
     def tainted(self, operation: do.Operation, reason: str) -> None:
         """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
         if self.operation is operation:
-            self.operation = None
+            self._answered(operation, "tainted")
             self.fetcher.stop()
             self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), self.world.rng.random() < 0.3))
+
+    def _answered(self, operation: do.Operation, how: str) -> None:
+        self.operation = None
+        self.world.seen["operations", f"{type(operation).__name__} {how}"] += 1
 
     def raises(self, reason: str) -> None:
         """The application raises: where it computes, or as soon as it has the turn."""
@@ -249,6 +254,7 @@ class SimWorker(Process):
         if isinstance(effect, do.Operation):
             self._begin(effect)
         else:
+            self.world.seen["effects", type(effect).__name__] += 1
             _PERFORM[type(effect)](self, effect)
 
     def _begin(self, operation: do.Operation) -> None:
@@ -491,3 +497,8 @@ _PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
     do.JobOver: SimWorker._over,
     do.Outvoted: SimWorker._outvoted,
 }
+KNOWN = (
+    *(("operations", f"{kind.__name__} done") for kind in _BEGIN),
+    *(("effects", kind.__name__) for kind in _PERFORM),
+)
+"""What a driver may say, as `World.seen` counts it."""
