@@ -11,13 +11,14 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
 	@echo "make check   lint, types and the fast tests (unit, property, traces, tidy)"
 	@echo "make test    check, then simulator, real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
+	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -63,7 +64,7 @@ $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
 	tests/install_object_server.sh
 	touch $@
 
-integration chaos e2e: $(VENV)/.object-server
+integration chaos e2e extended: $(VENV)/.object-server
 
 # Chromium for the tests of the dashboard, where it can be had; else they are skipped.
 $(VENV)/.browser: tests/install_browser.sh $(STAMP)
@@ -88,6 +89,10 @@ chaos: $(STAMP)
 
 sim: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/$@
+
+# What takes longer, in parts.
+extended: $(STAMP)
+	$(BIN)/python tests/extended.py
 
 bench: $(STAMP)
 	mkdir -p bench/out

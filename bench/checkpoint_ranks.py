@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everstep.base.config import CheckpointConfig, DiskTierConfig
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.manifest import Identity
-from everstep.checkpoint.policy import Due
 from everstep.exact.state import ModelState
+from everstep.protocol.driver.policy import Due
 
 WIDTH = 1024
 COMPUTE_S = 2.0

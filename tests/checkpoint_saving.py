@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import DiskTierConfig
+from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import Identity, Manifest

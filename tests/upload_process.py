@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any
 
-from everstep.base.config import TierConfig
+from everstep.base.config_keys import TierConfig
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.upload import Backoff, Uploader, retention

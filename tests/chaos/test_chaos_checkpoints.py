@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from checkpoint_saving import Tensors, save
-from everstep.base.config import DiskTierConfig
+from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.names import LATEST
 from everstep.checkpoint.pointers import read_pointer
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in

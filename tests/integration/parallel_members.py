@@ -22,6 +22,7 @@ from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.store import ControlStore
 from everstep.placement.tree import children, cover, fold
+from process_resources import resources
 
 LANES = 8
 TIMEOUT_S = 60.0
@@ -141,20 +142,11 @@ class Hand:
         return self.transport.exchange(tag, payload)
 
     def resources(self) -> dict[str, int]:
-        """Descriptors, mappings, threads and resident KiB of this process."""
+        """Of this process, garbage collected first."""
         import gc
 
         gc.collect()
-        status = Path("/proc/self/status").read_text()
-        resident = int(status.split("RssAnon:")[1].split()[0])
-        maps = Path("/proc/self/maps").read_text()
-        return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "segments": maps.count("everstep-"),
-            "maps": maps.count("\n"),
-            "threads": len(os.listdir("/proc/self/task")),
-            "resident_kib": resident,
-        }
+        return resources()
 
     def close(self) -> None:
         self.transport.close()

@@ -16,6 +16,7 @@ from everstep.base.ports import Hop, Tag
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
 from everstep.placement.tree import cover
+from process_resources import resources
 
 STAGE_STEPS = 100_000
 """Each stage has gradients of its own: those that step + stage * STAGE_STEPS would have."""
@@ -149,22 +150,13 @@ class StagedHand:
         return float(found[0])
 
     def resources(self) -> dict[str, Any]:
-        """Descriptors, mappings, threads and resident KiB of this process, free memory given back first."""
+        """Of this process, free memory given back first."""
         import ctypes
         import gc
 
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        status = Path("/proc/self/status").read_text()
-        maps = Path("/proc/self/maps").read_text()
-        return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "segments": maps.count("everstep-"),
-            "maps": maps.count("\n"),
-            "threads": len(os.listdir("/proc/self/task")),
-            "resident_kib": int(status.split("RssAnon:")[1].split()[0]),
-            "shared_kib": int(status.split("RssShmem:")[1].split()[0]),
-        }
+        return resources()
 
     def close(self) -> None:
         self.transport.close()

@@ -13,10 +13,10 @@ import pytest
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore
 from everstep.checkpoint.pointers import write_pins
-from everstep.checkpoint.policy import best_of
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.ledger import audit_run
+from everstep.protocol.driver.policy import best_of
 from job_harness import Event, Job, Jobs
 from object_server import KEY, SECRET, ObjectServer, Proxy
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_saving import Tensors, save
-from everstep.base.config import DiskTierConfig
+from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.pointers import read_pins, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside, steps_in
 from everstep.checkpoint.retention import apply

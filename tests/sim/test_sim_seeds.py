@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -65,6 +66,52 @@ def test_the_command_says_what_failed_and_how_to_replay_it(capsys, monkeypatch):
     assert run_command(["sim", "--seeds", "3", "--start", "5"]) == 1
     said = capsys.readouterr().out
     assert "seed 5: FAILED: P1: planted" in said and "--seed 5 --trace" in said
+
+
+def test_the_command_sums_up_a_range_for_programs(capsys, monkeypatch):
+    assert run_command(["sim", "--seeds", "3:33", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seeds"] == 30 and found["violations"] == [] and found["seeds_per_cpu_s"] > 0
+    coverage = found["coverage"]
+    assert coverage["operations"]["Compute done"] > coverage["operations"]["Compute aborted"] > 0
+    assert coverage["effects"]["Shelve"] > 0 and coverage["messages"]["PlanNow"] > 0
+    assert coverage["faults"]["pool"] == 0, "that is for models in stages"
+    assert coverage["reports"]["job_completed"] > 0
+    broken = simulate(5)
+    object.__setattr__(broken, "problem", "P1: planted")
+    monkeypatch.setattr("everstep.sim.seeds.simulate", lambda seed, **_: broken)
+    assert run_command(["sim", "--seeds", "5:7", "--split", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["violations"]
+    assert first == second and first["seed"] == 5 and first["promise"] == "P1"
+    assert first["schedule"] == [str(fault) for fault in broken.setup.faults]
+    assert first["replay"] == "everstep sim --seed 5 --split --trace"
+
+
+@pytest.mark.parametrize(("seeds", "code"), [(["--forever"], 0), (["--seeds", "5:9"], 130)])
+def test_seeds_that_were_interrupted_did_not_pass(seeds, code, monkeypatch):
+    def interrupted(seed, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("everstep.sim.seeds.simulate", interrupted)
+    assert run_command(["sim", *seeds]) == code
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--seeds", "0"],
+        ["--seeds", "5:5"],
+        ["--seeds", "many"],
+        ["--seeds", "1:"],
+        ["--seeds", "1:3", "--start", "2"],
+        ["--start", "-1"],
+        ["--seed", "4", "--json"],
+    ],
+)
+def test_seeds_that_make_no_sense_are_one_line(wrong, capsys):
+    assert run_command(["sim", *wrong]) == 2
+    said = capsys.readouterr()
+    assert wrong[0] in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_setups_are_small_and_varied():

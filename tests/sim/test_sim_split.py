@@ -24,7 +24,14 @@ WEAK_POOL = Setup(
     6, 0, 2, 1, "shrink", Job(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
     faults=(Fault("kill", 60, pick=5), Fault("kill", 120, pick=4), Fault("kill", 200, "fetching", 1, 500)),
 )  # fmt: skip
+# Who had copied a stage of a new seat still held the one without a seat, but did not state it any more when the last
+# other holder of that one died.
+SEAT_LOST = Setup(
+    6, 0, 2, 1, "shrink", Job(8, 3, 3, stages=3, keep_every=1),
+    (Fault("pool", 200, "agreeing", 3, 0, 1), Fault("pool", 205, "fetching", 2, 8000, 0)),
+)  # fmt: skip
 SCENARIOS = {
+    "a pool dies while what it holds is in memory without a seat": SEAT_LOST,
     "a whole pool dies, and its state is in another pool's memory": POOL_DIES,
     "a whole pool dies in the update": POOL_DIES_UPDATING,
     "a second fault while some have gone back": replace(
@@ -71,7 +78,7 @@ def test_the_promises_hold(name):
 
 
 def test_the_scenarios_go_back_and_not_to_the_beginning():
-    for name in list(SCENARIOS)[:4]:
+    for name in list(SCENARIOS)[1:5]:
         outcomes = [simulate(seed, setup=SCENARIOS[name]) for seed in range(4)]
         assert any(o.went_back and o.newest_target > 0 for o in outcomes), name
 
@@ -115,6 +122,15 @@ def test_the_top_without_one_of_its_stages_is_noticed(monkeypatch):
 
     monkeypatch.setattr(step_machine, "settle", blind)
     assert any("P" in p for p in problems(POOL_DIES))
+
+
+class StatesItsSeatsAlone(StepMachine):
+    """Forgets the stages without a seat once it has copied those with one."""
+
+    def _settle(self) -> list[StepEffect]:
+        if self._copied:
+            self._stages = self._current().stages_of(self.me.worker_id)
+        return super()._settle()
 
 
 class GoesForwardAlone(StepMachine):

@@ -124,21 +124,21 @@ class SplitRun:
         mine = [range(w * lanes // n, (w + 1) * lanes // n) for w in range(n)]
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():
-                stage.begin(step, list(mine[w]), sums[w][k].node)
+                stage.lanes.begin(step, list(mine[w]), sums[w][k].node)
             if self.parts == 1:
                 self.unsplit(step, worker[0], mine[w])
             else:
                 filled = [lane for lane in mine[w] if len(self.order.samples(step, lane))]
                 for stage in worker.values():
                     for lane in set(mine[w]) - set(filled):
-                        stage.empty_lane(lane, 0)
+                        stage.lanes.add_empty(lane, 0)
                 self.drive(step, worker, filled)
         pool = [
             reduce_pool(
                 self.workers[0][k].layout,
                 lanes,
                 step,
-                [(sums[w][k], self.workers[w][k].presence(step, list(mine[w]))) for w in range(n)],
+                [(sums[w][k], self.workers[w][k].lanes.presence(step, list(mine[w]))) for w in range(n)],
             )
             for k in range(self.stages)
         ]
@@ -170,13 +170,13 @@ class SplitRun:
         for lane in lanes:
             batch, count = self.lane_batch(step, lane)
             if not count:
-                replica.empty_lane(lane, 0)
+                replica.lanes.add_empty(lane, 0)
                 continue
-            replica.enter_lane(step, lane)
+            replica.loop.enter(step, lane)
             loss = self.task.loss(replica.parts.model, batch)
             share = count / self.config.micro_batch
-            replica.backward(*(loss if isinstance(loss, tuple) else (loss, None)), share)
-            replica.leave_lane(lane, count, 0)
+            replica.loop.backward(*(loss if isinstance(loss, tuple) else (loss, None)), share)
+            replica.loop.leave(lane, count, 0)
 
     def drive(self, step: int, worker: dict[int, StageReplica], lanes: list[int]) -> None:
         """Each stage goes through its list as soon as what it needs is there."""
@@ -217,14 +217,14 @@ class SplitRun:
     ) -> None:
         part, lane = self.part_of(op), lanes[op.micro_batch]
         if op.kind == "recompute":
-            stage.recompute(step, part, lane)
+            stage.lanes.recompute(step, part, lane)
         elif op.kind == "backward":
-            back = stage.backward_part(step, part, lane, mail.pop(("grad", part, lane), None))
+            back = stage.lanes.backward(step, part, lane, mail.pop(("grad", part, lane), None))
             if back is not None:
                 mail["grad", part - 1, lane] = self.sent(back)
         else:
             batch, count = self.lane_batch(step, lane) if part in (0, self.parts - 1) else (None, 1)
-            out = stage.forward(
+            out = stage.lanes.forward(
                 step,
                 part,
                 lane,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_units_that_are_not_the_model() -> None:
     assert len(measure_costs(whole, task.loss, batch, config, CPU)) == 6
     assert ModelState(whole.model).model_digest() == before
     assert all(p.grad is None for p in whole.model.parameters())
-    whole.units = [*whole.units[:2], *whole.units[3:]]
+    whole = replace(whole, units=[*whole.units[:2], *whole.units[3:]])
     with pytest.raises(ConfigError, match="output differs"):
         check_units(whole, task.loss, batch, config, CPU)
 

@@ -10,6 +10,8 @@ from tidy_rules import Source, source_of
 
 Rule = Callable[[Source], Iterator[str]]
 DOC = '"""Doc."""\n'
+FIELDS = "class A:\n" + "".join(f"    x{i}: int\n" for i in range(15))
+METHODS = "class A:\n" + "".join(f"    def f{i}(self): pass\n" for i in range(20))
 LONG = "def f():\n" + "    x = 1\n" * 69
 
 BAD: list[tuple[Rule, str, str]] = [
@@ -47,6 +49,17 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.parsed_reasons, "everstep.sim.x", "str(event['reason'] or '').rpartition(': ')"),
     (rules.causeless, "everstep.train.x", "self.emit('warning', reason=f'no {x}')"),
     (rules.causeless, "everstep.checkpoint.x", "fields = {'step': 1, 'reason': text}"),
+    (rules.crowded_types, "everstep.train.x", FIELDS + "    def f(self):\n        self.y, *self.z = 1, 2"),
+    (rules.crowded_types, "everstep.protocol.driver.x", FIELDS + "    def f(self):\n        self.y += 1"),
+    (rules.crowded_types, "everstep.train.x", METHODS + "    @property\n    def g(self): pass"),
+    (rules.writes_into_others, "everstep.train.x", "link.config = merged"),
+    (rules.writes_into_others, "everstep.train.x", "self.a = task.b = 1"),
+    (rules.writes_into_others, "everstep.train.x", "a, (b, *link.c) = 1, (2, 3)"),
+    (rules.writes_into_others, "everstep.train.x", "self.session.step += 1"),
+    (rules.writes_into_others, "everstep.train.x", "for feed.offer in offers: pass"),
+    (rules.writes_into_others, "everstep.train.x", "del feed.offer"),
+    (rules.writes_into_others, "everstep.train.x", "from everstep.train import join\njoin.called = True"),
+    (rules.writes_into_others, "everstep.protocol.driver.x", "setattr(feed, 'offer', None)"),
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
@@ -68,6 +81,13 @@ GOOD: list[tuple[Rule, str, str]] = [
     ),
     (rules.causeless, "everstep.train.x", "self.emit('warning', cause=Cause.DISK, reason='full')"),
     (rules.causeless, "everstep.train.x", "Saved(ok=False, reason='checkpoints are off')"),
+    (rules.crowded_types, "everstep.train.x", FIELDS + "    def f(self):\n        self.x0 = other.y = self.z.y = 1"),
+    (rules.crowded_types, "everstep.train.x", METHODS),
+    (rules.crowded_types, "everstep.cli.x", FIELDS + "    y: int"),
+    (rules.writes_into_others, "everstep.train.x", "self.x = x\nself.x += 1\nfound[link.me] = link.me"),
+    (rules.writes_into_others, "everstep.train.x", "parameter.grad = None\nself.model.forward = f\nctx.holder = 1"),
+    (rules.writes_into_others, "everstep.train.x", "import torch\ntorch.backends.cudnn.benchmark = False"),
+    (rules.writes_into_others, "everstep.cli.x", "link.config = merged"),
 ]
 
 
@@ -97,3 +117,17 @@ def test_dead_modules() -> None:
 
 def test_rooms_without_name() -> None:
     assert len(list(rules.rooms_without_name(["everstep.base.utils", "everstep.order.cursor"]))) == 1
+
+
+def test_cycles() -> None:
+    texts = {
+        "everstep": "",
+        "everstep.a": "",
+        "everstep.a.w": "from everstep.a.x import f",
+        "everstep.a.x": "if TYPE_CHECKING:\n    from everstep.a.y import Y",
+        "everstep.a.y": "def f():\n    from ..a import z",
+        "everstep.a.z": "from everstep.a.x import X\nfrom everstep.a.v import V",
+        "everstep.a.v": "import torch",
+    }
+    sources = {name: source_of(name, text) for name, text in texts.items()}
+    assert list(rules.cycles(sources)) == ["everstep.a.x -> everstep.a.y -> everstep.a.z -> everstep.a.x"]

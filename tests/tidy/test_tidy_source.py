@@ -19,6 +19,8 @@ EACH = [
     rules.unfinished,
     rules.parsed_reasons,
     rules.causeless,
+    rules.crowded_types,
+    rules.writes_into_others,
 ]
 
 
@@ -42,6 +44,15 @@ def test_no_dead_files() -> None:
     entries = {target.partition(":")[0] for target in project["scripts"].values()}
     problems = list(rules.dead_modules({source.module: source for source in rules.all_sources()}, entries))
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_no_files_import_each_other() -> None:
+    problems = list(rules.cycles({source.module: source for source in rules.all_sources()}))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_what_is_let_off_needs_it() -> None:
+    assert {name for source in rules.all_sources() for name, _ in rules.crowds(source)} == rules.CROWDED
 
 
 def test_test_files_have_unique_names() -> None:

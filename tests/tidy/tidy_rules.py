@@ -66,6 +66,12 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoint_import",
     "everstep.cli.checkpoints",
 }
+DRIVING = ("everstep.train.", "everstep.protocol.driver.")  # the simulator's world is to follow
+MAX_ATTRIBUTES = 15
+MAX_METHODS = 20
+CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
+TORCH_ATTRIBUTES = frozenset({"grad", "data", "forward"})  # of tensors and modules, which torch has assigned to
+CYCLES_LEFT = "everstep.sim."  # not taken apart yet
 
 
 @dataclass(frozen=True)
@@ -313,3 +319,92 @@ def causeless(source: Source) -> Iterator[str]:
             and source.module not in REASONS_OF
         ):
             yield f"{source.path}:{node.lineno}: a reason without its cause"
+
+
+# ---- the rooms where a worker is driven
+
+
+def crowded_types(source: Source) -> Iterator[str]:
+    """Classes with more attributes or methods than a reader can keep in mind."""
+    for name, problem in crowds(source):
+        if name not in CROWDED:
+            yield problem
+
+
+def crowds(source: Source) -> Iterator[tuple[str, str]]:
+    """(class, problem), whether or not it is known."""
+    if not source.module.startswith(DRIVING):
+        return
+    for node in source.nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        own = {a.attr for method in methods for a in _written(ast.walk(method)) if _is_self(a.value)}
+        for what, found, limit in (
+            ("attributes", len(fields | own), MAX_ATTRIBUTES),
+            ("methods", len(methods), MAX_METHODS),
+        ):
+            if found > limit:
+                problem = f"{source.path}:{node.lineno}: {node.name} has {found} {what}, {limit} are allowed"
+                yield f"{source.module}.{node.name}", problem
+
+
+def writes_into_others(source: Source) -> Iterator[str]:
+    """Assignments to an attribute of another object: it is told, and does it itself.
+
+    What is left: torch's own ways, `ctx` of an autograd function, and settings of imported modules.
+    """
+    if not source.module.startswith(DRIVING):
+        return
+    modules = {a.asname or a.name.split(".")[0] for n in source.nodes if isinstance(n, ast.Import) for a in n.names}
+    for target in _written(source.nodes):
+        root = ast.unparse(target.value).split(".")[0]
+        if not _is_self(target.value) and target.attr not in TORCH_ATTRIBUTES and root not in {"ctx", *modules}:
+            yield f"{source.path}:{target.lineno}: {ast.unparse(target)} belongs to another object"
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def _written(nodes: Iterable[ast.AST]) -> Iterator[ast.Attribute]:
+    """Attributes that are assigned to or deleted, in whatever kind of statement."""
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+# ---- the whole
+
+
+def cycles(sources: Mapping[str, Source]) -> Iterator[str]:
+    """Files that import each other, around however many corners; imports for type checking count."""
+    graph = {
+        name: sorted({found for _, n in imports(source) if (found := _module_of(n, sources)) and found != name})
+        for name, source in sources.items()
+        if not name.startswith(CYCLES_LEFT)
+    }
+    done: set[str] = set()
+    for start in sorted(graph):
+        yield from _cycles_from(start, graph, [], done)
+
+
+def _cycles_from(at: str, graph: Mapping[str, list[str]], path: list[str], done: set[str]) -> Iterator[str]:
+    if at in path:
+        yield " -> ".join([*path[path.index(at) :], at])
+    elif at not in done:
+        for to in graph.get(at, []):
+            yield from _cycles_from(to, graph, [*path, at], done)
+        done.add(at)
+
+
+def _module_of(name: str, sources: Mapping[str, Source]) -> str | None:
+    """The module that an imported name is, or is in."""
+    if name in sources:
+        return name
+    owner = name.rpartition(".")[0]
+    return owner if owner in sources and owner.count(".") > 1 else None

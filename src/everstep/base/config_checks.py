@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from everstep.base.config_keys import Config
 from everstep.base.errors import ConfigError
 from everstep.base.pool_wish import even_homes, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
-
-if TYPE_CHECKING:
-    from everstep.base.config import Config
 
 
 def default_workers(values: Mapping[str, Any]) -> int | None:

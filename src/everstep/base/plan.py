@@ -67,6 +67,7 @@ class Plan:
     were not members of the generation before. `leaders`: by stage, where the config names one that is a member; None or
     nothing: the first in id order. `save`: why a checkpoint is taken as soon as all have settled, before the job ends;
     "" if none is. `cause` and `reason`: why the generation is; the cause is unknown in plans of older versions.
+    `sound`: states later than that of this step are tainted, as the coordinator has heard; -1 if there is no doubt.
     """
 
     generation: int
@@ -82,12 +83,13 @@ class Plan:
     leaders: tuple[int | None, ...] = ()
     save: str = ""
     cause: Cause = Cause.UNKNOWN
+    sound: int = -1
 
     def __post_init__(self) -> None:
         ids = [m.worker_id for m in self.members]
         check(ids == sorted(set(ids)), f"members must be distinct and ascend, got {ids}")
 
-    @property
+    @cached_property
     def worker_ids(self) -> tuple[int, ...]:
         return tuple(m.worker_id for m in self.members)
 

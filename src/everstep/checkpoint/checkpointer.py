@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
@@ -32,7 +32,6 @@ from everstep.checkpoint.part import (
     decode_report,
     encode_report,
 )
-from everstep.checkpoint.policy import MOST_COST, Due, Interval, Schedule, automatic_interval
 from everstep.checkpoint.reader import (
     Checkpoint,
     newest_complete,
@@ -45,13 +44,13 @@ from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
+from everstep.protocol.driver.policy import Due
 
 log = logging.getLogger(__name__)
 
 Event = Callable[[str, dict[str, Any]], None]
 """Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`) and the fields of an event."""
 
-_GIVE_UP_S = 300.0
 _DRAIN_S = 10.0
 _MB = 1 << 20
 
@@ -95,16 +94,18 @@ class Checkpointer:
         *,
         send: Callable[[bytes], None],
         events: Event = lambda kind, fields: None,
-        memory_every: int = 0,
+        collected: Callable[[int], None] = lambda step: None,
+        ended: Callable[[Outcome], None] = lambda outcome: None,
         proven: Callable[[int], int] = lambda step: 0,
     ) -> None:
         """directory: `DIR/checkpoints`, unless the config names another. send: a report to the main, where this worker
-        is not the main; called from a thread, may raise. memory_every: as for `Schedule`. proven: after so many steps,
+        is not the main; called from a thread, may raise. collected: at the main, told of a step that no part is waited
+        for any more; ended: what became of it; both from any thread. proven: after so many steps,
         the newest one whose state is known to be right; the newest checkpoint up to that is always kept."""
         self.store = DirectoryStore(config.disk.path or directory)
         self.identity, self.worker_id = identity, worker_id
-        self.schedule = Schedule(config, memory_every)
         self._config, self._send, self._events, self._proven = config, send, events, proven
+        self._collected, self._over = collected, ended
         self._is_main = False
         self._parts: list[PartWriter] = []
         self._runner = Runner()
@@ -114,53 +115,7 @@ class Checkpointer:
         self._to_upload: set[int] = set()
         self._base = Base()
         self._sound: dict[int, Checkpoint] = {}
-        self._began_s: float | None = None
-        self._cost_s: float | None = None
-        self._failures = 0
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
-
-    # ---- the main: what is due
-
-    def due(self, step: int, now_s: float, *, epoch_end: bool = False, improved: bool = False) -> Due:
-        """What the main asks for after this step, for its record; never while the one before is still being written.
-
-        now_s: monotonic.
-        """
-        if self._began_s is None:
-            self._began_s = now_s
-        asked = list(self.schedule.wanted)
-        due = self.schedule.due(step, now_s, interval=self.interval(now_s), epoch_end=epoch_end, improved=improved)
-        busy = self._manifests.busy_with if self._manifests is not None else None
-        if "disk" in due.tiers and busy is not None:
-            if busy[1] > _GIVE_UP_S and self._manifests is not None:
-                self._manifests.abandon(Why(Cause.SLOW, f"it took longer than {_GIVE_UP_S:.0f} s"))
-            else:
-                self.schedule.wanted = asked  # who asked for one gets it afterwards
-                text = f"that of step {busy[0]} is still being written, since {busy[1]:.1f} s"
-                self.skip("disk", step, Why(Cause.BUSY, text))
-                due = replace(due, tiers=tuple(t for t in due.tiers if t == "memory"))
-        return due
-
-    def request(self, why: Why) -> None:
-        """One more checkpoint, as soon as possible: on request, in an emergency."""
-        self.schedule.request(why)
-
-    def failure_seen(self) -> None:
-        """A worker failed: the automatic interval goes by it."""
-        self._failures += 1
-
-    def interval(self, now_s: float) -> Interval:
-        """The interval as it is now, with its reason."""
-        if self._config.interval != "auto":
-            return Interval(self._config.interval, f"every {self._config.interval:g} s, as configured")
-        minutes = self._config.mtbf_minutes
-        elapsed_s = now_s - (self._began_s if self._began_s is not None else now_s)
-        return automatic_interval(self._cost_s, self._failures, elapsed_s, None if minutes is None else minutes * 60)
-
-    def affordable(self, now_s: float) -> bool:
-        """Whether one more now would keep checkpoints within `MOST_COST` of the time since the last one on disk."""
-        last_s = self.schedule.last_s("disk")
-        return self._cost_s is None or last_s is None or now_s - last_s >= self._cost_s / MOST_COST
 
     # ---- every worker: saving
 
@@ -249,11 +204,12 @@ class Checkpointer:
         """A report of another worker, as it was given to its `send`."""
         self._writer().add(decode_report(data))
 
-    def regroup(self, plan: Plan, reason: str) -> None:
-        """Another generation began: a checkpoint of which a part is missing will not be completed."""
-        self._is_main = plan.leader(0) == self.worker_id
+    def abandon(self, why: Why, plan: Plan | None = None) -> None:
+        """A checkpoint of which a part is missing will not be completed. plan: of the generation that has begun."""
+        if plan is not None:
+            self._is_main = plan.leader(0) == self.worker_id
         if self._manifests is not None:
-            self._manifests.abandon(Why(Cause.REGROUPED, reason))
+            self._manifests.abandon(why)
 
     def condemn(self, sound: int, *, with_objects: bool) -> None:
         """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
@@ -298,6 +254,7 @@ class Checkpointer:
                     config.best_mode,
                     lambda: self._uploader.holds if self._uploader is not None else (),
                     self._proven,
+                    self._collected,
                 )
             return self._manifests
 
@@ -306,8 +263,8 @@ class Checkpointer:
         if outcome.manifest is None:
             self.skip("disk", outcome.step, outcome.failed or Why(Cause.UNKNOWN, "it was not completed"))
             self._to_upload.discard(outcome.step)
+            self._over(outcome)
             return
-        self._cost_s = outcome.cost_s
         fields = {
             "tier": "disk",
             "step": outcome.step,
@@ -320,6 +277,7 @@ class Checkpointer:
             "skipped": self.skipped["disk"],
         }
         self._events("checkpoint_completed", fields)
+        self._over(outcome)
         if outcome.step in self._to_upload:
             self._to_upload.discard(outcome.step)
             self._upload(outcome.step)

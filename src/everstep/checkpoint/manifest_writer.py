@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import UNSAID, Cause, Why
-from everstep.base.config import TierConfig
+from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import Identity, Manifest
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.part import PartReport
 from everstep.checkpoint.pointers import read_pins, write_pointer
-from everstep.checkpoint.policy import best_of, kept
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
+from everstep.protocol.driver.policy import best_of, kept
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,15 @@ class ManifestWriter:
         best_mode: str = "max",
         held: Callable[[], Collection[int]] = tuple,
         proven: Callable[[int], int] = lambda step: 0,
+        collected: Callable[[int], None] = lambda step: None,
     ) -> None:
         """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
-        proven: after so many steps, the newest one whose state is known to be right."""
+        proven: after so many steps, the newest one whose state is known to be right. collected: called before that, by
+        whoever brings the last report or gives the step up."""
         self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held
+        self._collected = collected
         self._lock = threading.Condition()
         self._current: Assembly | None = None
         self._facts: Facts | None = None
@@ -114,14 +117,6 @@ class ManifestWriter:
                 self._hand_over(Why(why.cause, f"{why.reason}; {self._current.missing()} had not arrived"))
 
     @property
-    def busy_with(self) -> tuple[int, float] | None:
-        """The step that is incomplete, and for how many seconds; None if there is none."""
-        with self._lock:
-            if self._current is None:
-                return None
-            return self._current.step, time.monotonic() - self._began
-
-    @property
     def waiting_for(self) -> str:
         """What the current checkpoint lacks, in words; empty if there is none or nothing is missing."""
         with self._lock:
@@ -145,6 +140,7 @@ class ManifestWriter:
     def _hand_over(self, failed: Why | None) -> None:
         if self._current is not None and self._facts is not None:
             self._work.put((self._current, self._facts, failed, self._began))
+            self._collected(self._current.step)
         self._current = self._facts = None
 
     # ---- the thread

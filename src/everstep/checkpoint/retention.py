@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from everstep.base.config import TierConfig
+from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import is_damaged, is_part, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pins
-from everstep.checkpoint.policy import kept
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.protocol.driver.policy import kept
 
 
 @dataclass

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.config_keys import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError, cause_of
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST
 from everstep.checkpoint.object_store import StoreRefused
 from everstep.checkpoint.pointers import read_pins, write_pointer
-from everstep.checkpoint.policy import best_of, kept
 from everstep.checkpoint.reader import set_aside_after
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore, open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
+from everstep.protocol.driver.policy import best_of, kept
 
 Report = Callable[[str, dict[str, Any]], None]
 """Told (kind, fields) of an event; from the uploader's thread."""

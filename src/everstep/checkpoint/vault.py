@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from everstep.base.config import MemoryTierConfig
+from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
-from everstep.checkpoint.policy import kept
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, entries_of
+from everstep.protocol.driver.policy import kept
 
 
 class Kept(Protocol):

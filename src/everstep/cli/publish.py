@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from everstep.base.cause import Cause
-from everstep.base.config import SINKS
+from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
 from everstep.observe.events import EventLog
 from everstep.report.history import History

@@ -5,23 +5,51 @@ from __future__ import annotations
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.sim.seeds import run
+from everstep.sim.seeds import run_many, run_one
 
 
 @click.command()
 @click.option("--seed", type=int, help="Simulate this seed alone.")
 @click.option("--trace", is_flag=True, help="With --seed: print everything that happens.")
-@click.option("--seeds", type=int, default=300, show_default=True, help="How many seeds.")
-@click.option("--start", type=int, default=0, show_default=True, help="The first seed.")
+@click.option("--seeds", metavar="N|A:B", default="300", show_default=True, help="How many seeds; or A up to before B.")
+@click.option("--start", type=int, default=0, show_default=True, help="The first seed, with a number of seeds.")
 @click.option("--forever", is_flag=True, help="Go on until a seed fails or you interrupt.")
 @click.option("--split", is_flag=True, help="Models in several stages.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first failure.")
-def command(seed: int | None, trace: bool, seeds: int, start: int, forever: bool, split: bool, keep_going: bool) -> int:
+@click.option("--json", "as_json", is_flag=True, help="One object at the end; goes on after a failure.")
+def command(
+    seed: int | None,
+    trace: bool,
+    seeds: str,
+    start: int,
+    forever: bool,
+    split: bool,
+    keep_going: bool,
+    as_json: bool,
+) -> int:
     """Train under simulated faults: the coordinator and the workers of real jobs, with a clock, a network and processes
     that are not. What fails is replayed exactly by its seed."""
-    for name, value, least in (("--seeds", seeds, 1), ("--start", start, 0), ("--seed", seed or 0, 0)):
-        if value < least:
-            raise ConfigError(f"{name}: expected a whole number, at least {least}, got {value}: choose another")
-    if trace and seed is None:
+    for name, value in (("--start", start), ("--seed", seed or 0)):
+        if value < 0:
+            raise ConfigError(f"{name}: expected a whole number, at least 0, got {value}: choose another")
+    first, stop = _range(seeds, start)
+    if seed is not None:
+        if as_json:
+            raise ConfigError(f"--json sums up many seeds: give --seeds {seed}:{seed + 1} instead of --seed {seed}")
+        return run_one(seed, split, trace)
+    if trace:
         raise ConfigError("--trace prints one seed's events: name it with --seed")
-    return run(seed, trace, seeds, start, forever, split, keep_going)
+    return run_many(first, None if forever else stop, split, keep_going or as_json, as_json)
+
+
+def _range(seeds: str, start: int) -> tuple[int, int]:
+    """The first seed, and the one after the last."""
+    first, colon, last = seeds.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
+        raise ConfigError(f"--seeds: expected a number of seeds, or A:B, got {seeds!r}: such as 300, or 1000:2000")
+    if colon and start:
+        raise ConfigError(f"--seeds {seeds} names the first seed itself: leave out --start {start}")
+    begin, stop = (int(first), int(last)) if colon else (start, start + int(first))
+    if stop <= begin:
+        raise ConfigError(f"--seeds: expected at least one seed, got {seeds!r}: choose more")
+    return begin, stop

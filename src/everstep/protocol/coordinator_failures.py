@@ -23,6 +23,8 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
     if message.fatal:
         state.end("failed", Why(why.cause, f"{who}: {message.reason}"), message.exit_code)
         return
+    if message.sound >= 0 and state.plan is not None and state.plan.has(worker.key):
+        saving.in_doubt(state, why, message.sound)
     now = (worker.key, message.generation)
     first, generation = state.failures.setdefault((message.step, message.signature), now)
     needed = message.holds and _is_needed(state, worker)

@@ -53,7 +53,7 @@ def _replay_plan(state: State, entry: dict[str, Any]) -> None:
     if plan.generation <= state.generation:
         return
     state.generation = plan.generation
-    state.speeds = dict(plan.speeds)
+    state.speeds, state.sound = dict(plan.speeds), plan.sound
     if plan.prepared and state.plan is not None and not entry.get("adopted", False):
         state.prepared = plan
     else:

@@ -218,6 +218,7 @@ def _make_now(state: State, members: Sequence[Worker], why: Why, *, fresh: bool)
         leaders=_leaders(state, seats),
         save=_save_reason(state),
         cause=why.cause,
+        sound=state.sound,
     )
     _issue(state, plan)
     state.plan, state.prepared = plan, None
@@ -385,6 +386,8 @@ def on_entered(state: State, worker: Worker, generation: int, step: int, phases_
     if plan is None or generation != plan.generation or not plan.has(worker.key):
         return
     _note_step(state, plan, step - 1)
+    if plan.sound == state.sound:
+        state.sound = -1  # all members know
     if worker.key.worker_id not in state.entered:
         if not state.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
             state.dirty = True

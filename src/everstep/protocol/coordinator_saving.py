@@ -106,5 +106,11 @@ def _repeated(state: State, message: SettleAgain) -> bool:
         text = f"{message.reason}; this is the second time at this step, going back does not help"
         state.end("failed", Why(message.cause, text), 1)
         return True
-    state.doubt = Why(message.cause, message.reason)
+    in_doubt(state, Why(message.cause, message.reason), message.sound)
     return False
+
+
+def in_doubt(state: State, why: Why, sound: int) -> None:
+    """Some worker has found states to be tainted. It may be the only one, and gone before all have heard of it."""
+    state.doubt = why
+    state.sound = sound if state.sound < 0 else min(state.sound, sound)

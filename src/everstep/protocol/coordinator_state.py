@@ -245,6 +245,7 @@ class State:
         self.failures: dict[tuple[int, str], tuple[WorkerKey, int]] = {}  # the first like this, and its generation
         self.failed: dict[WorkerKey, Why] = {}  # whose loop has raised, and who stay until a checkpoint is taken
         self.tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
+        self.sound = -1  # states after this step are tainted, and no generation was entered yet whose plan says so
         self.doubt: Why | None = None  # why all go back: the states of the newest steps are tainted
         self.accusations: dict[int, set[int]] = {}
         self.accusation_reasons: list[str] = []

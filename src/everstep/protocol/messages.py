@@ -173,7 +173,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
     generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
     be done.
-    holds: its state is whole, and it stays until it is dismissed or the job ends.
+    holds: its state is whole, and it stays until it is dismissed or the job ends. sound: states later than that of this
+    step are tainted, as it has found; -1 if there is no doubt.
     """
 
     worker_id: int
@@ -186,6 +187,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     exit_code: int = 1
     holds: bool = False
     cause: Cause = Cause.UNKNOWN
+    sound: int = -1
 
 
 class WorkerDone(Message, frozen=True, kw_only=True):
@@ -202,7 +204,7 @@ class SettleAgain(Message, frozen=True, kw_only=True):
     """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
 
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
-    not why.
+    not why. sound: states later than that of this step are tainted.
     """
 
     worker_id: int
@@ -212,6 +214,7 @@ class SettleAgain(Message, frozen=True, kw_only=True):
     tainted: int = 0
     decided_in: int = 0
     cause: Cause = Cause.UNKNOWN
+    sound: int = -1
 
 
 class Saved(Message, frozen=True, kw_only=True):

@@ -268,6 +268,7 @@ class StepMachine:
     def _take(self, plan: Plan) -> list[StepEffect]:
         """Leave the old generation and state what is held in the new one."""
         effects: list[StepEffect] = []
+        fresh = self._generation == 0
         if self._plan is not None:
             effects.append(Leave(self._plan.generation, plan.reason))
         self._plan, self._generation = plan, plan.generation
@@ -275,7 +276,9 @@ class StepMachine:
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
-        if self._position.step == 0:
+        if plan.sound >= 0 and not 0 <= self._sound <= plan.sound:
+            self._doubt(plan.sound)
+        if self._position.step == 0 and (self._sound < 0 or fresh):
             self._stages = plan.stages_of(self.me.worker_id)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
@@ -354,7 +357,8 @@ class StepMachine:
             return []
         limit = sound_limit(holdings)
         if limit is not None and any(h.sound != limit for h in holdings.values()):
-            self._sound = limit  # whoever did not know has stated too little: what there is up to that step
+            if self._sound != limit:
+                self._doubt(limit)  # whoever did not know has stated too little: what there is up to that step
             return [SettleAnew(self._generation, f"states later than that of step {limit} are tainted")]
         settled = settle(self._current(), holdings)
         mine = self.me.worker_id
@@ -419,8 +423,10 @@ class StepMachine:
         if event.position != before:
             self._asked = None
             effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
-        elif any(stage in self._stages and donors[:1] != (mine,) for stage, donors in wanted.items()):
-            # Another initial state: what was computed from one's own counts for nothing.
+        elif self._sound >= 0 or any(
+            stage in self._stages and donors[:1] != (mine,) for stage, donors in wanted.items()
+        ):
+            # Another state of the same step: what was computed from one's own counts for nothing.
             self._held, self._gradient_step = set(), 0
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
@@ -559,12 +565,19 @@ class StepMachine:
 
     def _tainted(self, event: Tainted) -> list[StepEffect]:
         """Nothing goes on here before all have settled anew, further back."""
-        self._sound = event.sound
         self._position, self._records = Key(self._position.step - 1, 0), {}
+        self._asked = StepAsked()
         self._switch, self._entered = None, False
         self._holdings.pop(self._generation, None)
         self._phase = Phase.SETTLING
+        self._doubt(event.sound)
         return []
+
+    def _doubt(self, sound: int) -> None:
+        """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
+        self._sound = sound
+        if self._position.step >= sound and self._phase is not Phase.UPDATING:  # that leads beyond it
+            self._stages, self._held, self._gradient_step = (), set(), 0
 
     def _updated(self, event: Updated) -> list[StepEffect]:
         check(event.step == self._position.step, f"updated to {event.step}, decided {self._position.step}")

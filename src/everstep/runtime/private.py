@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.config import SINKS
+from everstep.base.config_keys import SINKS
 from everstep.runtime import address
 
 _OTHERS = 0o077

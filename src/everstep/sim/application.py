@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
-from everstep.sim.model import Job
+from everstep.protocol.driver.saves import SaveAsked
+from everstep.sim.model import Job, evaluates
+
+METRIC = "score"
+"""What every other gather is about: how good the state is."""
 
 
 class Application:
@@ -15,6 +19,7 @@ class Application:
         self.job = job
         self.step = 0
         self.gathers = 0
+        self.evaluated = False
 
     def next(self, answer: do.Answer | None) -> do.Ask:
         """None: before the first ask."""
@@ -22,9 +27,15 @@ class Application:
             case None:
                 return do.JoinAsked()
             case do.Arrived(step) | do.Stepped(step) | do.WentBack(step):
-                self.step, self.gathers = step, 0
+                self.step, self.gathers, self.evaluated = step, 0, False
             case do.GatherDone():
                 self.gathers += 1
+            case do.Evaluated():
+                self.evaluated = True
+        if evaluates(self.job, self.step) and not self.evaluated:
+            return do.EvaluateAsked()
         if self.gathers < self.job.gathers(self.step):
+            if self.gathers % 2:
+                return SaveAsked({METRIC: float(self.step % 5)})
             return do.GatherAsked(f"{self.me} {self.step} {self.gathers}".encode())
         return do.StepAsked(self.step + 1) if self.step < self.job.steps else do.EndAsked()

@@ -5,7 +5,7 @@ They look at what the workers do from outside and share no code with the machine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,10 +13,14 @@ import msgspec
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Tag
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
+from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.model import Gradient, Job, undisturbed
+from everstep.sim.model import Gradient, Job, undisturbed, update, wrong
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
+_encode = msgspec.msgpack.Encoder().encode
+_Pairs = tuple[tuple[int, int], ...]
+_vote = msgspec.msgpack.Decoder(tuple[int, int, tuple[int, ...], _Pairs, _Pairs])
 
 
 class PromiseBroken(AssertionError):
@@ -31,22 +35,29 @@ class Vote:
     worker_id: int
     lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
     sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
+    states: tuple[tuple[int, int], ...] = ()  # stage and its state before the step
 
     def encode(self) -> bytes:
-        lanes = ",".join(map(str, self.lanes))
-        sums = ",".join(f"{stage}={gradient}" for stage, gradient in self.sums)
-        return f"{self.generation};{self.worker_id};{lanes};{sums}".encode()
+        return _encode((self.generation, self.worker_id, self.lanes, self.sums, self.states))
 
     @staticmethod
     def decode(payload: bytes) -> Vote:
-        generation, worker_id, lanes, sums = payload.decode().split(";")
-        pairs = [one.split("=") for one in sums.split(",") if one]
-        return Vote(
-            int(generation),
-            int(worker_id),
-            tuple(int(x) for x in lanes.split(",") if x),
-            tuple((int(stage), int(gradient)) for stage, gradient in pairs),
-        )
+        return Vote(*_vote.decode(payload))
+
+
+@dataclass
+class Corruption:
+    """What is known of flipped bits. verify_every: steps between comparisons. unnoticed: all copies of every stage were
+    alike in a comparison, and some were wrong: then nobody can know."""
+
+    verify_every: int
+    flipped: WorkerKey | None = None
+    found_by: set[WorkerKey] = field(default_factory=set)
+    unnoticed: bool = False
+
+    def due(self, step: int) -> bool:
+        """Whether states are compared before the step."""
+        return bool(self.verify_every) and step % self.verify_every == 0
 
 
 @dataclass
@@ -71,7 +82,9 @@ class Checks:
     lost_everything: int = 0
     given_up: set[WorkerKey] = field(default_factory=set)
     newest: int = 0  # generation that anybody has entered
+    floor: int = 0  # the newest step whose effects have left, and that was not found tainted since
     exchanged: dict[Key, dict[int, dict[int, Record]]] = field(default_factory=dict)  # by generation and worker
+    corruption: Corruption = field(default_factory=lambda: Corruption(0))
     _votes: dict[bytes, Vote] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -158,17 +171,70 @@ class Checks:
 
     def state(self, who: WorkerKey, step: int, stage: int, state: int) -> None:
         """A worker's state of a stage is now that of `step`."""
-        right = 0 <= step <= self.job.steps and self.states[step][stage] == state
+        right = 0 <= step <= self.job.steps and (wrong(state) or self.states[step][stage] == state)
         self.require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
 
     def reduced(self, who: WorkerKey, step: int, stage: int, state: int, gradient: Gradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
-        right = hash((state, step, *gradient)) == self.states[step][stage]
+        after = update(state, step, gradient)
+        right = wrong(after) or after == self.states[step][stage]
         self.require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
 
     def effect(self, step: int) -> int:
         """What a step would write into the ledger: a function of the step."""
         return hash((step, *sorted(self.states[step].values())))
+
+    # ---- P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it
+
+    def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
+        """A worker is about to apply a step, decided by these records."""
+        corruption = self.corruption
+        if not corruption.due(step):
+            return
+        copies = self._copies(records)
+        differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
+        self.require(
+            not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}"
+        )
+        if any(map(wrong, set().union(*copies.values()))):
+            corruption.unnoticed = True
+
+    def condemned(self, who: WorkerKey, sound: int) -> None:
+        """A worker has found that states after this step count for nothing."""
+        shown = any(
+            key.step > sound
+            and not key.seq
+            and self.corruption.due(key.step)
+            and tuple(sorted(given)) == self.plans[generation].worker_ids
+            and any(len(states) > 1 for states in self._copies(given).values())
+            for key, made in self.exchanged.items()
+            for generation, given in made.items()
+        )
+        self.require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
+        self.corruption.found_by.add(who)
+
+    def _copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
+        """What the copies of each stage were before the step."""
+        copies: dict[int, set[int]] = {}
+        for record in records.values():
+            for stage, state in self._vote(record.payload).states:
+                copies.setdefault(stage, set()).add(state)
+        return copies
+
+    def _went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> bool:
+        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
+        member has, nobody goes on from anything that is wrong."""
+        sound = sound_limit(self.holdings.get(generation, {}))
+        told = any(plan.sound >= 0 for number, plan in self.plans.items() if number <= generation)
+        if sound is not None or told:
+            spoilt = sorted(stage for stage, state in held.items() if wrong(state))
+            right = not spoilt or self.corruption.unnoticed
+            self.require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
+        if sound is None:
+            return False
+        self.require(step <= sound, "P1", f"{who} enters {generation} at step {step}, tainted after {sound}")
+        self.floor = min(self.floor, step)
+        return True
 
     # ---- P2: exactly once, and nothing lost
 
@@ -180,6 +246,7 @@ class Checks:
         self.require(step <= self.committed, "P2", f"{who} released step {step}, which nobody had committed")
         self.require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
         self.released[who] = step
+        self.floor = max(self.floor, step)
 
     def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
         """A member states what it holds."""
@@ -189,7 +256,7 @@ class Checks:
         """An application is told that the state is that of `step`."""
         self.require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
-    def entered(self, who: WorkerKey, generation: int, step: int, held: Iterable[int]) -> None:
+    def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> None:
         """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
         self.newest = max(self.newest, generation)
         missing = set(self.plans[generation].stages_of(who.worker_id)) - set(held)
@@ -197,8 +264,10 @@ class Checks:
         self.together(generation)
         if self.job.stages > 1:
             self._newest_possible(who, generation, step)
-        floor = max(self.effects, default=0)
-        if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
+        floor = self.floor
+        if (
+            self._went_back(who, generation, step, held) or step >= floor or generation < self.newest
+        ):  # one that slept through a change gets nowhere in an old one
             return
         holders = {k: held for k, held in self.holders().items() if k not in self.given_up}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
@@ -213,6 +282,7 @@ class Checks:
     def _newest_possible(self, who: WorkerKey, generation: int, step: int) -> None:
         """Nobody goes back further than the members' holdings make it necessary, and nobody to what is not there."""
         plan, said = self.plans[generation], self.holdings[generation]
+        limit = sound_limit(said)
 
         def there(at: int, stage: int) -> bool:
             top = any(h.position.step == at for h in said.values())
@@ -226,7 +296,8 @@ class Checks:
                 live or any((stage, at) in h.snapshots for h in said.values()) or all(at in said[i].disk for i in pool)
             )
 
-        newest = max(at for at in range(self.job.steps + 1) if at == 0 or all(there(at, k) for k in range(plan.stages)))
+        steps = range(1 + (self.job.steps if limit is None else limit))
+        newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
         self.require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def together(self, generation: int) -> None:
@@ -259,7 +330,16 @@ class Checks:
         self.require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
         for stage, state in states.items():
             self.state(who, step, stage, state)
+            unnoticed = wrong(state) and not self.corruption.unnoticed
+            self.require(not unnoticed, "P1", f"{who} finished with a wrong state of stage {stage}")
         self.finals.append(dict(states))
+
+    def saved(self, step: int, states: Mapping[int, int]) -> None:
+        """A checkpoint that was asked for is on disk."""
+        right = states.keys() == self.states[step].keys() and all(
+            wrong(state) or state == self.states[step][stage] for stage, state in states.items()
+        )
+        self.require(right, "P1", f"the checkpoint of step {step} holds {states}")
 
     def finish(self) -> None:
         """The job is said to be completed."""

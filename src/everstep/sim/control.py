@@ -313,6 +313,7 @@ class Site:
         self.incarnations: dict[int, int] = {}
         self.completed = False
         self.failed = ""
+        self.stopped = False  # as the user asked
         self.reports: dict[str, int] = {}
         self.disk = Disk(checks.job.stages, None)
         self.went_back: list[int] = []  # to which steps
@@ -323,7 +324,9 @@ class Site:
         """The next life of the coordinator, if there is none now."""
         if self.coordinator is None or not self.coordinator.alive:
             self.coordinator = CoordinatorProcess(self.world, self)
-            if self.coordinator.machine.status()["state"] == "completed":
+            state = self.coordinator.machine.status()["state"]
+            self.stopped = self.stopped or state == "interrupted"
+            if state == "completed":
                 self.completed = True  # it had crashed between journaling the end and telling of it
 
     def crash_coordinator(self, why: str) -> None:
@@ -352,6 +355,8 @@ class Site:
             self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))
         if kind == "job_completed":
             self.completed = True
+        elif kind == "job_failed" and fields.get("state") == "interrupted":
+            self.stopped = True
         elif kind == "job_failed":
             self.failed = str(fields.get("reason"))
 

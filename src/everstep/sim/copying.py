@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Record
-from everstep.sim.model import Gradient, initial, update
+from everstep.sim.model import Gradient, flipped, initial, update
 from everstep.sim.state import Copy
 from everstep.sim.world import MS, Connection, connect
 
@@ -52,11 +52,11 @@ class Donor:
 
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at the position, live or kept."""
-        state, kept = self.worker.state, self.worker.keeper.kept
+        state, kept = self.worker.state, self.worker.memory.kept
         step = effect.position.step
         copies = {
-            stage: Copy(effect.position, records, {stage: value})
-            for (stage, at), (value, records) in kept.items()
+            stage: Copy(effect.position, effect.records, {stage: value})
+            for (stage, at), value in kept.items()
             if at == step
         }
         if effect.live:
@@ -86,7 +86,8 @@ class Donor:
             connection.close(worker)
             return
         live = copy.effects or not copy.position.step
-        if live and (worker.state.at, worker.state.stages.get(stage)) != (copy.position.step, copy.states[stage]):
+        now = worker.state.stages.get(stage, 0)
+        if live and (worker.state.at, flipped(now)) != (copy.position.step, flipped(copy.states[stage])):
             raise AssertionError(f"{worker.me} moved to {worker.driver.position} while it served {shelf}")
         connection.send(worker, ("state", copy))
 
@@ -169,11 +170,16 @@ class Fetcher:
         if memory and stage in operation.stands:
             copy = worker.state.copy(Key(step, 0), operation.own, {}, (stage,))
         elif memory:
-            state, records = worker.keeper.kept[stage, step]
-            copy = Copy(Key(step, 0), records, {stage: state})
+            copy = Copy(Key(step, 0), operation.own, {stage: worker.memory.kept[stage, step]})
         else:
-            state = worker.site.disk.parts[step][stage] if step else initial(stage)
-            copy = Copy(Key(step, 0), {}, {stage: state})
+            found = worker.site.disk.read(stage, step) if step else initial(stage)
+            if found is None:
+                worker.later(
+                    worker.world.between(0, 5 * MS), worker.tainted, operation, f"checkpoint {step} is damaged"
+                )
+                return
+            effects = ((step, worker.site.checks.effect(step)),) if step else ()  # perhaps nobody has told them
+            copy = Copy(Key(step, 0), {}, {stage: found}, effects)
         worker.later(
             worker.world.between(0, MS) if memory else worker.world.between(MS, 20 * MS),
             self._have,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from everstep.protocol import messages as wire
 from everstep.sim.world import MS, SECOND
 
 if TYPE_CHECKING:
@@ -34,8 +35,13 @@ _WEIGHTS = {
     "coordinator_freeze": 1,
     "agent_freeze": 1,
     "last_words": 2,
+    "stale_plan": 2,
+    "raises": 2,
+    "damage": 1,
+    "stop": 1,
 }
 _KINDS = tuple(_WEIGHTS)
+KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool"))
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     """A schedule of mostly 0 to 6 faults within the horizon, in order of time; now and then a storm of a dozen."""
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4)) if rng.random() < 0.93 else rng.randint(8, 14)):
-        faults.append(_draw_one(rng, rng.randint(5, horizon_ms)))
+        faults.append(draw_one(rng, rng.randint(5, horizon_ms)))
         if rng.random() < 0.45:  # a second one, into the recovery of the first
             first = faults[-1]
             phase = rng.choice(("settling", "settling", "fetching", "heal", "heal", "updating", "agreeing", ""))
             at = first.at_ms if phase else first.at_ms + rng.randint(0, 60)
-            faults.append(_draw_one(rng, at, phase))
+            faults.append(draw_one(rng, at, phase))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
@@ -80,14 +86,15 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
         at = rng.randint(30, horizon_ms)
         phase = rng.choice(("", "", *PHASES))
-        faults.append(replace(_draw_one(rng, at, phase), kind="pool", for_ms=rng.choice((0, 0, 1, 5, 40))))
+        faults.append(replace(draw_one(rng, at, phase), kind="pool", for_ms=rng.choice((0, 0, 1, 5, 40))))
         if rng.random() < 0.5:  # into the settling
             second = rng.choice(("settling", "fetching", "fetching", "computing", "updating"))
-            faults.append(replace(_draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
+            faults.append(replace(draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
-def _draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+    """Any fault at a time, perhaps aimed at a phase."""
     kind = rng.choices(_KINDS, weights=tuple(_WEIGHTS.values()))[0]
     if phase is None:
         phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
@@ -138,6 +145,7 @@ class Injector:
         if self.stopped:
             return
         self.world.log("chaos", f"*** {fault}")
+        self.world.seen["faults", fault.kind] += 1
         self.pending -= 1
         getattr(self, f"_{fault.kind}")(fault, worker)
 
@@ -206,7 +214,28 @@ class Injector:
         """An exception in a worker: it says so and ends."""
         target = self._worker(fault, worker)
         if target is not None and target.frozen_ns is None:
-            target.fail(f"error {self.world.now_ns}")
+            target.fail(f"error of {target.me} at {self.world.now_ns}")
+
+    def _stale_plan(self, fault: Fault, worker: SimWorker | None) -> None:
+        """A plan comes once more, late."""
+        target = self._worker(fault, worker)
+        plans = (
+            [] if target is None else [p for _, p in sorted(self.simulation.checks.plans.items()) if p.has(target.me)]
+        )
+        if target is not None and plans:
+            plan = plans[-1 - fault.pick % min(3, len(plans))]
+            again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
+            target.later(self.world.latency_ns(), target.deliver, again)
+
+    def _raises(self, fault: Fault, worker: SimWorker | None) -> None:
+        """An exception in a worker's application, which stays for a while with what it holds."""
+        target = self._worker(fault, worker)
+        if target is not None:
+            target.later(0, target.raises, f"error of {target.me} at {self.world.now_ns}")
+
+    def _damage(self, fault: Fault, worker: SimWorker | None) -> None:
+        """The newest checkpoint can be listed, but not read."""
+        self.simulation.site.disk.damage()
 
     def _cut(self, fault: Fault, pairs: list[tuple[str, str]]) -> None:
         for a, b in pairs:
@@ -267,6 +296,30 @@ class Injector:
         target = self._worker(fault, worker)
         if target is not None:
             self.simulation.command("drain", {"worker_id": target.me.worker_id})
+
+    def _stop(self, fault: Fault, worker: SimWorker | None) -> None:
+        """The user ends the job, with a checkpoint if there is time."""
+        if fault.pick % 3 == 0:  # most seeds are to see the end
+            self.simulation.command("stop", {"grace_s": fault.for_ms / 1000})
+
+    def _flip(self, fault: Fault, worker: SimWorker | None) -> None:
+        """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
+        simulation = self.simulation
+        every = simulation.setup.verify_every
+        found = [
+            (w, stage)
+            for w in ([worker] if worker is not None else simulation.site.live_workers())
+            if w.can_flip and w.state.at + 2 * every <= simulation.setup.job.steps
+            for stage in sorted(set(w.driver.machine.stages) & set(w.state.stages))
+            if simulation.copies(w, stage) > 1
+        ]
+        if found:
+            target, stage = found[fault.pick % len(found)]
+            self.world.log(target.name, "FLIPPED", stage, "at", target.state.at)
+            target.state.flip(stage)
+            simulation.checks.corruption.flipped = target.me
+        elif not self.stopped:
+            self.world.later(7 * MS, self._flip, fault, None)
 
     # ---- the end of all faults
 

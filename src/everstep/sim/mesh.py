@@ -172,7 +172,7 @@ class Mesh:
         self._send(worker_id, ("snapshot", self.generation, *parts))
 
     def _on_snapshot(self, stage: int, step: int, state: int, records: Mapping[int, Record]) -> None:
-        self.worker.keeper.keep(stage, step, state, records)
+        self.worker.memory.take(stage, step, state, records)
 
     # ---- the reduction
 
@@ -227,6 +227,7 @@ class Mesh:
             me,
             tuple(k * plan.lanes + lane for k, lanes in mine.items() for lane in lanes),
             tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
+            tuple((k, self.worker.state.stages[k]) for k in sorted(gradients)),
         )
         sections = []
         for k, lanes in mine.items():

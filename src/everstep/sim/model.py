@@ -3,6 +3,9 @@
 The sum of two gradients is not associative here, as in floating point: only the canonical tree gives the right one.
 In a split model a lane's gradient at one stage depends on the states of all of them: an activation goes up through the
 stages, and what comes back down depends on it.
+
+The lowest bit of every value says whether it descends from one in which a bit has flipped, which is that one. So what
+is wrong for another reason is never taken for it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from everstep.placement.tree import fold
 
 BLOCKS = 3
-INITIAL = 1
+INITIAL = 2
 
 Gradient = tuple[int, ...]
 
@@ -23,7 +26,8 @@ class Job:
     """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
 
     stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
-    worker of another pool; 0: never. write_every: the same for checkpoints on disk.
+    worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only
+    those that a plan asks for.
     """
 
     steps: int
@@ -39,34 +43,51 @@ class Job:
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 
+def evaluates(job: Job, step: int) -> bool:
+    """Whether the application evaluates at the state of `step`, before its first gather."""
+    return job.stages > 1 and job.gathers(step) > 0 and step % 2 == 0
+
+
 def initial(stage: int) -> int:
     """The state of a stage that nobody has trained yet."""
-    return INITIAL + stage
+    return INITIAL + 2 * stage
+
+
+def flipped(state: int) -> int:
+    """The state after its bit has flipped."""
+    return state | 1
+
+
+def wrong(value: int) -> bool:
+    """Whether it descends from a flipped bit."""
+    return bool(value & 1)
 
 
 def forward(state: int, step: int, lane: int, entering: int) -> int:
     """What a stage hands to the next one."""
-    return hash((state, step, lane, entering, 5))
+    return hash((state, step, lane, entering, 5)) & -2 | (state | entering) & 1
 
 
 def backward(state: int, step: int, lane: int, entering: int, coming_back: int) -> int:
     """What a stage hands to the one before."""
-    return hash((state, step, lane, entering, coming_back, 7))
+    return hash((state, step, lane, entering, coming_back, 7)) & -2 | (state | entering | coming_back) & 1
 
 
 def leaf(state: int, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> Gradient:
     """The gradient of one lane at one stage, one value per block."""
-    return tuple(hash((state, step, lane, block, entering, coming_back)) for block in range(BLOCKS))
+    bit = (state | entering | coming_back) & 1
+    return tuple(hash((state, step, lane, block, entering, coming_back)) & -2 | bit for block in range(BLOCKS))
 
 
 def add(left: int, right: int) -> int:
     """One block of two subtrees."""
-    return hash((left, right, 17))
+    return hash((left, right, 17)) & -2 | (left | right) & 1
 
 
 def update(state: int, step: int, gradient: Gradient) -> int:
     """The state of a stage after the step."""
-    return hash((state, step, *gradient))
+    first, second, third = gradient
+    return hash((state, step, *gradient)) & -2 | (state | first | second | third) & 1
 
 
 def whole_lane(states: Mapping[int, int], step: int, lane: int) -> dict[int, Gradient]:

@@ -7,22 +7,26 @@ a bound of virtual time.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator import Coordinator
 from everstep.protocol.coordinator_types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
+from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.checks import Checks
+from everstep.sim.application import METRIC
+from everstep.sim.checks import Checks, Corruption
 from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, CoordinatorProcess, Site
-from everstep.sim.faults import Fault, Injector, draw, draw_split
-from everstep.sim.model import INITIAL, Job
+from everstep.sim.faults import Fault, Injector, draw, draw_one, draw_split
+from everstep.sim.model import INITIAL, Job, wrong
 from everstep.sim.worker import SimWorker
 from everstep.sim.world import MS, SECOND, Connection, World
 
@@ -36,6 +40,7 @@ LIVENESS_NS = 40 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
 MOST_LOOKS = 5
+_NEVER_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,35 @@ class Setup:
     active: int = 0  # of each pool, the others stand by; 0: all of them
     disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
     lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
+    save_ms: int = 0  # how long the last checkpoint of a worker that has raised may take; 0: none is taken
     rewindable: bool = True  # applications can go on from an earlier step, in place
+    verify_every: int = 0  # steps between comparisons of the copies; 0: none
 
     def with_state_of(self, size: int) -> Setup:
         """The same, with workers whose state has so many bytes."""
         return replace(self, job=replace(self.job, state_bytes=size))
 
+    def with_corruption(self, rng: Random) -> Setup:
+        """The same; now and then copies are compared, what is right is kept, and a bit of one copy flips."""
+        every = rng.choice((0, 0, 0, 0, 0, 1, 2, 3))
+        if not every or 2 * every > self.job.steps:
+            return self
+        kept = self.job.keep_every or rng.choice((0, 1, 2)), self.job.write_every or rng.choice((0, 0, 2, 3))
+        job = replace(self.job, keep_every=kept[0], write_every=kept[1])
+        faults = list(self.faults)
+        if rng.random() < 0.85:
+            horizon_ms = 40 + 20 * (job.steps - 2 * every)
+            faults.append(replace(draw_one(rng, rng.randint(20, horizon_ms)), kind="flip", count=1))
+        if rng.random() < 0.3:  # into what follows
+            faults = [f for f in faults if f.kind == "flip" or rng.random() < 0.2]
+        return replace(self, job=job, verify_every=every, faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+
     def __str__(self) -> str:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
+        compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
-            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}"
+            f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
         ]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
 
@@ -73,7 +96,7 @@ def set_up(seed: int) -> Setup:
     workers = rng.randint(2, 5)
     steps = rng.randint(4, 12)
     lanes = rng.randint(max(4, workers), 8)
-    return Setup(
+    chosen = Setup(
         workers=workers,
         spares=rng.choice((0, 0, 0, 1, 2)),
         hosts=rng.randint(1, 3),
@@ -82,7 +105,9 @@ def set_up(seed: int) -> Setup:
         job=Job(steps, lanes, rng.randint(2, 5)),
         faults=draw(rng, horizon_ms=60 + steps * 40),
         rewindable=rng.random() < 0.5,
-    ).with_state_of(rng.choice((-1, 1)))
+        save_ms=rng.choice((0, 300)),
+    )
+    return chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -93,7 +118,7 @@ def set_up_split(seed: int) -> Setup:
     steps = rng.randint(4, 9)
     lanes = rng.randint(3, 5)
     hosts = rng.randint(1, 3)
-    return Setup(
+    chosen = Setup(
         workers=workers,
         spares=rng.choice((0, 0, 1, 1, 2)),
         hosts=hosts,
@@ -104,7 +129,9 @@ def set_up_split(seed: int) -> Setup:
         active=rng.choice((0, 0, 1)),
         disk_hosts=rng.choice((None, None, 1)),
         lasting_ms=rng.choice((30_000, 0, 50)),
-    ).with_state_of(rng.choice((-1, -1, 1)))
+        save_ms=rng.choice((0, 300)),
+    )
+    return chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng)
 
 
 @dataclass(frozen=True)
@@ -122,7 +149,11 @@ class Outcome:
     reports: dict[str, int]
     went_back: int  # how often a worker did
     newest_target: int  # newest step that any went back to
+    flipped: bool  # a bit of a copy
+    found: bool  # by a comparison
+    unnoticed: bool  # for all copies were alike when they were compared
     trace: tuple[str, ...]
+    seen: Mapping[tuple[str, str], int]  # how often what happened, by group and name
 
     @property
     def ok(self) -> bool:
@@ -156,7 +187,8 @@ class Simulation:
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        self.checks = Checks(setup.job, self._holders, self._positions, self._settled)
+        corruption = Corruption(setup.verify_every)
+        self.checks = Checks(setup.job, self._holders, self._positions, self._settled, corruption=corruption)
         self.site = Site(self.world, self.checks, self._coordinator)
         self.site.make_worker = self._worker
         self.make_machine = make_machine
@@ -178,6 +210,7 @@ class Simulation:
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
             grace_ns=1 * SECOND,
+            save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(setup.workers, setup.job.stages),
                 active=(setup.active,) * setup.job.stages if setup.active else (),
@@ -210,7 +243,11 @@ class Simulation:
         return self.make_coordinator(self.config, list(journal))
 
     def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
-        config = DriverConfig(lanes=self.setup.job.lanes, rewindable=self.setup.rewindable)
+        job, every = self.setup.job, self.setup.verify_every
+        memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
+        disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
+        rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
+        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=Saving(rule, on=True))
         driver = self.make_driver(key, config, self.make_machine(key))
         return SimWorker(self.world, self.site, agent, self.setup.job, driver)
 
@@ -224,7 +261,7 @@ class Simulation:
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
         found = {}
         for w in live:
-            held, stages = w.driver.machine.holding(), w.state.stages
+            held, stages = w.driver.machine.holding(), [k for k, state in w.state.stages.items() if not wrong(state)]
             found[w.me] = {(w.state.at, k) for k in stages}
             if held.gradient_step in tops:
                 found[w.me] |= {(held.gradient_step, k) for k in held.gradient_stages if k in stages}
@@ -237,8 +274,14 @@ class Simulation:
     def _positions(self) -> dict[WorkerKey, Key]:
         return {w.me: w.driver.position for w in self.site.live_workers() if w.driver.plan is not None}
 
+    def copies(self, worker: SimWorker, stage: int) -> int:
+        """How many members of a worker's generation hold a stage."""
+        plan, live = worker.driver.plan, {w.me: w for w in self.site.live_workers()}
+        pool = [] if plan is None else [live.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
+        return sum(w is not None and stage in w.state.stages for w in pool)
+
     def ended(self) -> bool:
-        return self.site.completed or bool(self.site.failed)
+        return self.site.completed or self.site.stopped or bool(self.site.failed)
 
     def run(self) -> str:
         """Returns what went wrong, or "". Raises: whatever broke."""
@@ -248,7 +291,8 @@ class Simulation:
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
         if self.site.failed:
             return f"P4: the job failed: {self.site.failed}"
-        self.checks.finish()
+        if not self.site.stopped:
+            self.checks.finish()
         self._sweep()
         return ""
 
@@ -261,7 +305,8 @@ class Simulation:
         control = (AgentProcess, CoordinatorProcess, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
-        timers = [act for act in self.world.pending() if isinstance(getattr(act, "__self__", None), SimWorker)]
+        owners = [getattr(act, "__self__", None) for act in self.world.pending() if act.__name__ == "wake"]
+        timers = [str(owner.me) for owner in owners if isinstance(owner, SimWorker)]
         freed("the world", "timers of workers", timers)
 
     def _look(self) -> None:
@@ -321,5 +366,9 @@ def simulate(
         reports=dict(simulation.site.reports),
         went_back=len(simulation.site.went_back),
         newest_target=max(simulation.site.went_back, default=0),
+        flipped=simulation.checks.corruption.flipped is not None,
+        found=bool(simulation.checks.corruption.found_by),
+        unnoticed=simulation.checks.corruption.unnoticed,
         trace=tuple(simulation.world.lines),
+        seen=simulation.world.seen,
     )

@@ -9,7 +9,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.driver.operations import Gathers
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Gradient, Job, initial, update
+from everstep.sim.model import Gradient, Job, flipped, initial, update
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class State:
         """What nobody has trained can be built."""
         if self.at == 0:
             self.stages = {k: self.stages.get(k, initial(k)) for k in self._all}
+
+    def flip(self, stage: int) -> None:
+        """A bit of a stage's state flips."""
+        self.stages[stage] = flipped(self.stages[stage])
 
     def reduced(self, step: int, gradients: dict[int, Gradient]) -> None:
         """The gradient of a step is complete, for all own stages."""

@@ -16,11 +16,12 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
+from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
 from everstep.protocol.step_types import Key
 from everstep.sim.application import Application
 from everstep.sim.control import ControlClient
 from everstep.sim.copying import Donor, Fetcher, Follower
-from everstep.sim.keep import Keeper
+from everstep.sim.keep import Memory
 from everstep.sim.lanes import Lanes
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import Job
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from everstep.sim.control import AgentProcess, Site
 
 MakeDriver = Callable[[WorkerKey], Driver]
+_HOLD_NS = 1000 * MS
 _NOTHING = (Key(0, 0), 0)
 _UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 _PHASES: dict[type[do.Operation], str] = {
@@ -58,10 +60,11 @@ class SimWorker(Process):
         self.slowness = world.rng.choice((1, 1, 1, 2, 4))
         self.app = Application(self.me, job)
         self.state = State(self.me, job, site.checks)
-        self.mesh, self.lanes, self.keeper = Mesh(self), Lanes(self), Keeper(self)
+        self.mesh, self.lanes, self.memory = Mesh(self), Lanes(self), Memory(self)
         self.donor, self.fetcher, self.follower = Donor(self), Fetcher(self), Follower(self)
         self.operation: do.Operation | None = None
         self.cut_to = -1  # operations of this generation and older ones are over
+        self.raised = ""  # by the application
         self._phase = ""
         self._exchanged = _NOTHING  # key and generation of the exchange that has just been completed
         self._events: deque[object] = deque()
@@ -69,6 +72,11 @@ class SimWorker(Process):
         self.client: ControlClient | None = None
         world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
         self.later(world.between(5 * MS, 40 * MS), self._connect)
+
+    @property
+    def can_flip(self) -> bool:
+        """Whether it is a member between two updates."""
+        return self.driver.machine.settled and not isinstance(self.operation, _UNINTERRUPTED)
 
     # ---- ties to the coordinator and the agent
 
@@ -105,6 +113,7 @@ class SimWorker(Process):
         """A message of the coordinator."""
         if isinstance(message, wire.PlanNow | wire.PlanPrepared):
             self.site.checks.plan(message.plan)
+        self.world.seen["messages", type(message).__name__] += 1
         newest = interrupts(message)
         if newest is not None:
             self._interrupt(newest)
@@ -123,20 +132,22 @@ class SimWorker(Process):
 
     # ---- the end of this life
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
         """End by an exception, with last words."""
         self.tell(
             wire.WorkerFailed(
                 worker_id=self.me.worker_id,
                 incarnation=self.me.incarnation,
-                cause=Cause.EXCEPTION,
+                cause=cause,
                 step=self.driver.machine.step,
                 reason=reason,
                 signature=reason,
                 fatal=False,
+                generation=self.driver.generation,
+                sound=sound,
             )
         )
-        self._ending(Cause.EXCEPTION, reason, restart=True)
+        self._ending(cause, reason, restart=True)
 
     def uses(self, connection: Connection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -183,7 +194,7 @@ class SimWorker(Process):
     def done(self, operation: do.Operation, result: object = None) -> None:
         """The operation was carried out, unless it has been answered."""
         if self.operation is operation:
-            self.operation = None
+            self._answered(operation, "done")
             if isinstance(operation, do.Exchange):
                 self._exchanged = (Key(operation.tag.step, operation.tag.seq), operation.generation)
             self.handle(do.Done(operation.op, result))
@@ -199,14 +210,51 @@ class SimWorker(Process):
 
     def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
         """The operation was left."""
-        self.operation = None
+        self._answered(operation, "aborted")
         self.fetcher.stop()
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
+        if self.raised and isinstance(operation, do.Compute):
+            self._hold()
+
+    def tainted(self, operation: do.Operation, reason: str) -> None:
+        """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
+        if self.operation is operation:
+            self._answered(operation, "tainted")
+            self.fetcher.stop()
+            self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), self.world.rng.random() < 0.3))
+
+    def _answered(self, operation: do.Operation, how: str) -> None:
+        self.operation = None
+        self.world.seen["operations", f"{type(operation).__name__} {how}"] += 1
+
+    def raises(self, reason: str) -> None:
+        """The application raises: where it computes, or as soon as it has the turn."""
+        self.raised = self.raised or reason
+        if isinstance(self.operation, do.Compute):
+            self.abort(self.operation, (), reason)
+
+    def _hold(self) -> None:
+        """What it holds may be needed: stay for a while."""
+        words = wire.WorkerFailed(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            step=self.driver.position.step,
+            cause=Cause.EXCEPTION,
+            reason=self.raised,
+            signature=self.raised,
+            fatal=False,
+            generation=self.driver.generation,
+            holds=True,
+        )
+        until_ns = self.world.now_ns + _HOLD_NS
+        self.later(_HOLD_NS, self.handle, do.Tick())
+        self.handle(do.HoldAsked(words, until_ns))
 
     def _perform(self, effect: do.Effect) -> None:
         if isinstance(effect, do.Operation):
             self._begin(effect)
         else:
+            self.world.seen["effects", type(effect).__name__] += 1
             _PERFORM[type(effect)](self, effect)
 
     def _begin(self, operation: do.Operation) -> None:
@@ -246,6 +294,7 @@ class SimWorker(Process):
         self.mesh.exchange(operation)
 
     def _update(self, operation: do.Update) -> None:
+        self.site.checks.applies(self.me, operation.step, operation.records)
         gradients = self.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}
         self.donor.feed(operation.step, operation.records, gradients)
@@ -265,18 +314,36 @@ class SimWorker(Process):
         self.later(self.world.between(MS // 2, 10 * MS), self.follower.adopt, operation)
 
     def _replay(self, operation: do.Replay) -> None:
+        self.site.checks.applies(self.me, operation.step, operation.records)
         self.later(self.world.between(MS // 2, 3 * MS), self.follower.replay, operation)
 
     def _evaluate(self, operation: do.Evaluate) -> None:
         self.later(self.world.between(0, 5 * MS), self.done, operation)
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        self.later(self.world.between(MS, 20 * MS), self.done, operation)
+        """The main waits until all parts are there."""
+        if operation.save is not None:
+            self._save(operation.save)
+        if operation.plan.leader(0) == self.me.worker_id:
+            self._saved(operation)
+        else:
+            self.later(self.world.between(MS, 60 * MS), self.done, operation, "")
+
+    def _saved(self, operation: do.SaveLast) -> None:
+        if self.operation is not operation:
+            return
+        if len(self.site.disk.parts.get(operation.step, ())) < self.job.stages:
+            self.later(5 * MS, self._saved, operation)
+            return
+        self.site.checks.saved(operation.step, self.site.disk.parts[operation.step])
+        self.done(operation, "disk")
 
     def _linger(self, operation: do.Linger) -> None:
         self.later(self.world.between(10 * MS, 2000 * MS), self.done, operation)
 
     def _finish(self, operation: do.Finish) -> None:
+        if operation.save is not None and self.job.write_every:
+            self._save(operation.save)
         self.later(self.world.between(0, 3 * MS), self._finished, operation)
 
     def _finished(self, operation: do.Finish) -> None:
@@ -315,11 +382,13 @@ class SimWorker(Process):
         self.site.checks.decision(generation, effect.key, machine.records, handed)
 
     def _release(self, effect: step.Release) -> None:
-        self.state.release(effect.step, self.driver.position)
+        position, machine = self.driver.position, self.driver.machine
+        if machine.sound >= 0 and effect.step == position.step:  # the decision that shows it was not carried out
+            position = Key(effect.step + 1, 0)
+        self.state.release(effect.step, position)
         plan = self.driver.plan
         if plan is None:
             return
-        self.keeper.released(effect.step, plan)
         if plan.leader(0) == self.me.worker_id:
             self.tell(self.driver.progress(effect.step, 10.0))
 
@@ -327,14 +396,29 @@ class SimWorker(Process):
         self.lanes.discard(effect.step)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
-        held = self.state.stages.keys() if self.state.at == effect.step else ()
+        held = self.state.stages if self.state.at == effect.step else {}
         self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
         self.site.checks.freed(self.me, "feeds, as a member", self.follower.feeds)
 
+    def _save(self, effect: Save) -> None:
+        """Each stage's leader writes its part; the main hears when the last one is there."""
+        me, disk, number = self.me.worker_id, self.site.disk, effect.step
+        if effect.plan.leader(0) == me:
+            disk.ask(number, lambda: self.later(0, self.handle, SaveEnded(number, True, "", "disk")))
+        for stage in effect.plan.stages_of(me):
+            if effect.plan.leader(stage) == me:
+                took = self.world.between(MS, 60 * MS)
+                self.later(took, self._written, effect.plan.generation, stage, number, self.state.stages[stage])
+
+    def _written(self, generation: int, stage: int, number: int, state: int) -> None:
+        """What is not complete when its generation ends, or when it is condemned, is abandoned."""
+        sound = self.driver.machine.sound
+        if self.driver.generation == generation and (sound < 0 or number <= sound):
+            self.site.disk.write(stage, number, state)
+
     def _condemn(self, effect: do.Condemn) -> None:
-        self.keeper.condemn(effect.sound)
-        if effect.first:
-            self.site.disk.condemn(effect.sound)
+        self.site.checks.condemned(self.me, effect.sound)
+        self.site.disk.condemn(effect.sound)
 
     def _stepped(self, effect: do.Stepped) -> None:
         checks, at = self.site.checks, self.state.at
@@ -346,18 +430,23 @@ class SimWorker(Process):
     def _go_on(self, effect: do.Answer) -> None:
         self._phase = ""
         pause = self.world.between(0, MS) if self.world.rng.random() < 0.3 else 0
-        self.later(pause, self.handle, self.app.next(effect))
+        if self.raised:
+            self.later(pause, self._hold)
+        else:
+            self.later(pause, self.handle, self.app.next(effect))
 
     def _exit(self, effect: do.Exit) -> None:
-        self._ending(
-            Cause.EXITED, effect.reason, restart=not (effect.drained or effect.failed), in_order=effect.drained
-        )
+        restart = not (effect.drained or effect.failed)
+        self._ending(Cause.EXITED, effect.reason, restart, in_order=effect.drained)
+
+    def _released(self, effect: do.Released) -> None:
+        self._ending(Cause.EXCEPTION, self.raised, restart=True)
 
     def _over(self, effect: do.JobOver) -> None:
         self._ending(Cause.EXITED, "the job is over", restart=False)
 
     def _outvoted(self, effect: do.Outvoted) -> None:
-        self._ending(Cause.CORRUPT, f"outvoted: {effect.reason}", restart=True)
+        self.fail(effect.reason, Cause.CORRUPT, effect.sound)
 
 
 _BEGIN: dict[type[do.Operation], Callable[[SimWorker, Any], None]] = {
@@ -391,13 +480,25 @@ _PERFORM: dict[type, Callable[[SimWorker, Any], None]] = {
     do.EnteredPlan: SimWorker._entered,
     do.RememberLoop: lambda worker, effect: None,
     do.Condemn: SimWorker._condemn,
+    Save: SimWorker._save,
+    AbandonSave: lambda worker, effect: None,
     do.DropLanes: lambda worker, effect: None,
+    do.Keep: lambda worker, effect: worker.memory.keep(effect),
+    do.RetireKept: lambda worker, effect: worker.memory.retire(effect),
+    do.ForgetKept: lambda worker, effect: worker.memory.forget(effect),
+    do.Skipped: lambda worker, effect: None,
     do.Arrived: SimWorker._stepped,
     do.Stepped: SimWorker._stepped,
     do.WentBack: SimWorker._stepped,
     do.GatherDone: SimWorker._go_on,
     do.Evaluated: SimWorker._go_on,
     do.Exit: SimWorker._exit,
+    do.Released: SimWorker._released,
     do.JobOver: SimWorker._over,
     do.Outvoted: SimWorker._outvoted,
 }
+KNOWN = (
+    *(("operations", f"{kind.__name__} done") for kind in _BEGIN),
+    *(("effects", kind.__name__) for kind in _PERFORM),
+)
+"""What a driver may say, as `World.seen` counts it."""

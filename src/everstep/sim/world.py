@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class World:
         self._cuts: dict[tuple[str, str], int] = {}
         self._bad: dict[tuple[str, str], int] = {}
         self.connections: list[Connection] = []
+        self.seen: Counter[tuple[str, str]] = Counter()  # how often what happened, by group and name
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
         """Have `act(*args)` called after the delay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,20 +87,19 @@ def assemble(
         )
     order = sample_order(link.config, dataset)
     if isinstance(order, ElasticOrder):
-        parts.extras = {**parts.extras, "everstep.order": order}
+        parts = replace(parts, extras={**parts.extras, "everstep.order": order})
     replica = make_replica(parts, link.config, device)
     whole = Whole.of(parts.model)
     return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable), parts.model)
 
 
 def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
-    """Build everything a task describes, in a fixed order from fixed seeds.
+    """Build everything a task, with its config set, describes; in a fixed order from fixed seeds.
 
     Raises: TaskError naming the method that raised; ConfigError for what cannot work.
     """
     config = link.config
     device = prepare_torch(config, link.me.worker_id)
-    task.config = config
     early_stop = make_early_stop(config)
     built = _Built(task, config, device, {"everstep.early_stop": early_stop})
     parts = built.make(() if config.meta_init and config.stages > 1 else None)

@@ -17,8 +17,8 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.trees import Bundle, from_wire, to_wire
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.operations import Evaluate
-from everstep.train.transports import JobTransport
 from everstep.train.view import WorkerView
 
 _Results = dict[int, dict[str, tuple[float, float]]]
@@ -79,7 +79,7 @@ class Waves:
     def __init__(
         self,
         view: WorkerView,
-        transport: JobTransport,
+        transport: StagedTransport,
         metrics: Callable[[Any, Any], Mapping[str, Any]],
         chunks: int,
         load: Callable[[int], Any],
@@ -126,7 +126,7 @@ class _Wave:
     def __init__(
         self,
         view: WorkerView,
-        transport: JobTransport,
+        transport: StagedTransport,
         plan: Plan,
         number: int,
         metrics: Callable[[Any, Any], Mapping[str, Any]],
@@ -169,7 +169,7 @@ class _Wave:
         seed_all(derive(view.config.seed, _CHUNK_SEED, index))
         batch = self._load(index) if part == 0 or last else None
         view.tick()
-        found = view.stages[part % self._plan.stages].evaluate(part, inputs, self._metrics, batch)
+        found = view.stages[part % self._plan.stages].lanes.evaluate(part, inputs, self._metrics, batch)
         if last:
             results[index] = _pairs(found)
         else:

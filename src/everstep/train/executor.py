@@ -57,8 +57,11 @@ class Executor:
         self.jumped = False
 
     def install(self, handlers: Handlers) -> None:
-        """Who does what; before the first ask."""
-        self._handlers.update(handlers)
+        """Who does what. Effects may be for several."""
+        for kind, act in handlers.items():
+            before = self._handlers.get(kind)
+            shared = before is not None and not issubclass(kind, do.Operation)
+            self._handlers[kind] = _both(before, act) if shared else act  # type: ignore[arg-type]
 
     # ---- from any thread
 
@@ -97,8 +100,10 @@ class Executor:
         return self._until_answered()
 
     def lane_done(self, number: int, stage: int, lane: int) -> None:
-        """While an operation computes lanes: a stage is through with one."""
-        self._effects.extend(self._driver.handle(time.monotonic_ns(), LaneDone(number, stage, lane)))
+        """While an operation computes lanes: a stage is through with one. What is to be told is told now, for lanes may
+        take long; nothing else can come of it before the operation has ended."""
+        self._handle(LaneDone(number, stage, lane))
+        self._carry_out()
 
     def computed(self) -> do.Answer | do.Compute:
         """What was handed out has been computed, or was left as its generation is over. Returns and raises as `ask`."""
@@ -165,3 +170,11 @@ class Executor:
         except queue.Empty:
             event = do.Tick()
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def act(effect: Any) -> None:
+        first(effect)
+        second(effect)
+
+    return act

@@ -23,6 +23,7 @@ from everstep.base.plan import Plan
 from everstep.exact import topology
 from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
+from everstep.protocol.driver.operations import Finish
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.view import WorkerView
@@ -70,8 +71,12 @@ class Finisher:
         self._view = view
         self._manifests: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def write(self, run_dir: Path, plan: Plan, number: int) -> bool:
-        """Whether it was written. False: the plan changed meanwhile."""
+    def write(self, operation: Finish) -> bool:
+        """Whether it was written: by the main, unless the plan changed meanwhile."""
+        plan, number, run_dir = operation.plan, operation.step, self._view.link.run_dir
+        self._view.phase("finish", number, plan)
+        if run_dir is None or not self._view.is_main:
+            return False
         if not self._view.stages.split:
             replica = self._view.stages.only
             write_final(run_dir, replica.parts.model, replica.state, number)

@@ -49,7 +49,7 @@ class Readable(Protocol):
     def read_block(self, index: int) -> memoryview: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Offer:
     """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
 
@@ -80,6 +80,19 @@ class Feed:
     ready: threading.Event = field(default_factory=threading.Event)
     items: queue.SimpleQueue[tuple[int, dict[str, Any], list[Any]]] = field(default_factory=queue.SimpleQueue)
     closed: bool = False
+
+    def give(self, offer: Offer) -> None:
+        """What it begins with."""
+        self.offer = offer
+        self.ready.set()
+
+    def sent(self) -> None:
+        """The joiner has what was offered."""
+        self.offer = None
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self.closed = True
 
 
 class Donor:
@@ -112,8 +125,7 @@ class Donor:
             return
         offer = make()
         for feed in asked:
-            feed.offer = offer
-            feed.ready.set()
+            feed.give(offer)
         with self._lock:
             self._feeds += asked
 
@@ -139,7 +151,7 @@ class Donor:
         packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
         for feed in feeds:
             if feed.items.qsize() >= MAX_BACKLOG or not set(feed.stages) <= set(packed):
-                feed.closed = True
+                feed.close()
                 continue
             stages = {str(k): packed[k][0] for k in feed.stages}
             header = {"kind": "step", "step": step, "nbytes": [len(p) for p in common], "stages": stages}
@@ -149,7 +161,7 @@ class Donor:
         """The state jumps: who follows has to begin anew."""
         with self._lock:
             for feed in self._feeds:
-                feed.closed = True
+                feed.close()
             self._feeds = []
 
     def shelve(self, generation: int, offer: Offer) -> None:
@@ -166,7 +178,8 @@ class Donor:
     def busy_snapshot(self) -> None:
         """Wait until what is on offer has been copied; call before the state changes."""
         with self._lock:
-            offers = [f.offer for f in self._feeds if f.offer and not f.closed] + list(self._settled.values())
+            # Who is let go may get its offer all the same.
+            offers = [f.offer for f in self._feeds if f.offer] + list(self._settled.values())
         for offer in offers:
             for snapshot in offer.snapshots.values():
                 snapshot.wait()
@@ -201,12 +214,12 @@ class Donor:
             if not set(stages) <= set(feed.offer.snapshots):
                 return
             send_offer(connection, feed.offer, stages)
-            feed.offer = None
+            feed.sent()
             self._stream(connection, feed)
         except (EverstepError, OSError) as error:
             log.debug("the joiner left: %s", error)  # it went away, or became a member: nothing is owed to it
         finally:
-            feed.closed = True
+            feed.close()
 
     def _stream(self, connection: PeerConnection, feed: Feed) -> None:
         last = 0

@@ -97,7 +97,7 @@ def join(
     link: Link
     if _launched is not None:
         link = _launched
-        link.config = _merge(link, given)
+        _launched.fill_up(_merge(_launched, given))
     else:
         link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
         if link.run_dir is not None:

@@ -1,24 +1,23 @@
-"""The lanes of a step, as this worker computes them: by the user's loop where the model is whole, else by the pipeline.
+"""The lanes of a step on this worker: what is wanted, where batches come from, and the pipeline of a split model.
 
 Apart from updates because nothing here changes the state: what is computed is kept by the stages until a step is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from everstep.base.errors import DeterminismError
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.data.loader import LaneLoader, to_device
 from everstep.order.ledger import use_digest
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.operations import Compute, Open, Opened
 from everstep.train.pipeline import Pipeline
-from everstep.train.saving import Saver
-from everstep.train.transports import JobTransport
+from everstep.train.restoring import Restorer
 from everstep.train.view import WorkerView
 
 LaneDone = Callable[[int, int, int], None]
@@ -31,8 +30,8 @@ class Lanes:
     def __init__(
         self,
         view: WorkerView,
-        transport: JobTransport,
-        saver: Saver,
+        transport: StagedTransport,
+        restorer: Restorer,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         device: torch.device,
@@ -42,10 +41,9 @@ class Lanes:
         self.device = device
         self._view = view
         self._transport = transport
-        self._saver = saver
-        self._done = done
+        self._restorer = restorer
+        self.done = done
         self._samples = 0
-        self._probed = False
         self._loader = LaneLoader(
             dataset,
             view.order,
@@ -58,6 +56,10 @@ class Lanes:
         )
         self._pipeline = Pipeline(view.me, config, self, lambda: view.order.micro_batch)
 
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver; lanes of a model that is whole are computed by the user's loop."""
+        return {Open: self.open} | ({Compute: self.compute} if self._view.stages.split else {})
+
     def close(self) -> None:
         """Give back what the loader holds."""
         self._loader.close()
@@ -69,11 +71,10 @@ class Lanes:
         view, plan = self._view, operation.plan
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
-        self._saver.regroup(plan)
         self._transport.open(plan, view.stages.layouts(seats))
         held = [stage for stage in seats if stage in view.driver.machine.stages]
-        lost = [(stage, lane) for stage in held for lane in self._begin(operation.step, plan, stage)]
-        disk = self._saver.restorable(operation.limit) if operation.disk else ()
+        lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
+        disk = self._restorer.restorable(operation.limit) if operation.disk else ()
         return Opened(tuple(lost), disk)
 
     def compute(self, operation: Compute) -> None:
@@ -85,11 +86,11 @@ class Lanes:
         seats = plan.stages_of(view.me)
         ends: set[int] = set()
         for stage in seats:
-            self._begin(number, plan, stage)
+            self.begin(number, plan, stage)
             if stage in (0, plan.stages - 1):
                 ends.update(plan.lanes_of(view.me, stage))
         if ends:
-            self._loader.schedule(number, sorted(ends))
+            self.schedule(number, sorted(ends))
         full = [lane for lane in operation.lanes if not self._empty(number, plan, lane)]
         self._pipeline.run(plan, number, full, view.stages, self._transport.channel)
 
@@ -101,90 +102,34 @@ class Lanes:
         me, stages = self._view.me, self._view.stages
         for stage in plan.stages_of(me):
             if lane in plan.lanes_of(me, stage):
-                if lane in stages[stage].missing:
-                    stages[stage].empty_lane(lane, use_digest(samples))
-                self._done(number, stage, lane)
+                if lane in stages[stage].lanes.missing:
+                    stages[stage].lanes.add_empty(lane, use_digest(samples))
+                self.done(number, stage, lane)
         return True
 
-    def _begin(self, number: int, plan: Plan, stage: int) -> tuple[int, ...]:
+    def begin(self, number: int, plan: Plan, stage: int) -> tuple[int, ...]:
         """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed."""
-        replica, mine = self._view.stages[stage], plan.lanes_of(self._view.me, stage)
-        replica.begin(number, mine, lambda node: self._node(stage, number, node))
-        lacking = replica.lacking(mine)
+        lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
+        lanes.begin(number, mine, lambda node: self._node(stage, number, node))
+        lacking = lanes.lacking(mine)
         if not lacking:
             return ()
-        missing = replica.missing
+        missing = lanes.missing
         return tuple(lane for lane in lacking if lane in missing)
 
     def _node(self, stage: int, number: int, node: Node) -> torch.Tensor:
         return self._transport.node(stage, number, node)
 
-    # ---- lanes in the user's loop
+    # ---- what is done here, of whichever lanes
 
-    def begin(self, operation: Compute) -> list[int]:
-        """The lanes that are handed to the loop."""
-        plan, number = operation.plan, operation.step
-        lacking = self._begin(number, plan, 0)
-        if lacking:
-            self._loader.schedule(number, plan.lanes_of(self._view.me))
-        for lane in operation.lanes:
-            if lane not in lacking:
-                self._done(number, 0, lane)
-        return list(lacking)
+    def schedule(self, number: int, lanes: Sequence[int]) -> None:
+        """Have these loaded, soon."""
+        self._loader.schedule(number, lanes)
 
-    def enter(self, operation: Compute, lane: int) -> tuple[Any, int, int] | None:
-        """(batch, number of samples, digest of their use), and everything is seeded; None: the lane has no samples, and
-        is done."""
-        view, number = self._view, operation.step
-        view.phase("load", number, operation.plan)
-        batch, samples = self._loader.batch(number, lane)
-        if not samples:
-            view.stages.only.empty_lane(lane, use_digest(samples))
-            self._done(number, 0, lane)
-            return None
-        view.phase("forward", number, operation.plan)
-        view.stages.only.enter_lane(number, lane)
-        return to_device(batch, self.device), len(samples), use_digest(samples)
-
-    def backward(self, number: int, loss: torch.Tensor, weight: Any, count: int) -> None:
-        """Backward of the lane that was entered last."""
-        view = self._view
-        view.phase("backward", number, view.plan)
-        view.stages.only.backward(loss, weight, count / view.order.micro_batch)
-
-    def leave(self, number: int, lane: int, count: int, use: int) -> None:
-        """The loop is through with the lane."""
-        self._view.stages.only.leave_lane(lane, count, use)
-        self._count(count)
-        self._done(number, 0, lane)
-
-    def should_probe(self) -> bool:
-        """Whether the lane about to be computed is to be computed twice, to see that it gives the same bits."""
-        due, self._probed = not self._probed, True
-        return due
-
-    def enter_again(self, number: int, lane: int) -> str:
-        """The lane once more; returns the digest of what it would have contributed."""
-        replica = self._view.stages.only
-        digest = replica.lane_digest()
-        replica.abandon_lane()
-        replica.enter_lane(number, lane)
-        return digest
-
-    def compare_probe(self, first: str, number: int, lane: int) -> None:
-        """Raises: DeterminismError if the lane just computed again gave something else."""
-        if first != self._view.stages.only.lane_digest():
-            raise DeterminismError(
-                f"lane {lane} of step {number} was computed twice and gave different gradients: the model or the loss "
-                "uses an operation or a random source that is not deterministic (one seeded by time or by os.urandom, "
-                "say); use torch's, numpy's or random's global generators"
-            )
-
-    def _count(self, samples: int) -> None:
+    def count(self, samples: int) -> None:
+        """So many more were trained on."""
         self._samples += samples
         self._view.link.row.set(samples=self._samples)
-
-    # ---- what the pipeline has done here
 
     def tick(self) -> None:
         self._view.tick()
@@ -216,5 +161,5 @@ class Lanes:
     def lane_done(self, number: int, stage: int, lane: int) -> None:
         """A stage is through with a lane."""
         if self._view.stages[stage].spec.is_last:
-            self._count(len(self.samples(number, lane)))
-        self._done(number, stage, lane)
+            self.count(len(self.samples(number, lane)))
+        self.done(number, stage, lane)

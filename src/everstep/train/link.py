@@ -58,7 +58,13 @@ class Link(Protocol):
     token: bytes
     log: WorkerLog
     flip: Callable[[], None]
-    split_checked: bool
+
+    @property
+    def split_checked(self) -> bool: ...
+
+    def use_row(self, row: Row) -> None:
+        """What this worker writes of its progress goes through this row from here on."""
+        ...
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         """Whoever has the state says how a bit of it is flipped."""
@@ -107,13 +113,27 @@ class LaunchedLink:
         self.fault_now: FaultNow = no_fault_now
         self.log = set_up_worker_log(2, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
-        facts = _job_facts(context)
-        self.explicit = frozenset(facts.get("explicit", ()))  # keys that the user set: a script's own give way to them
-        self.split_checked = bool(facts.get("split_checked"))
         self.flip: Callable[[], None] = lambda: None
+        self._facts = _job_facts(context)
         self._coordinator = context.coordinator_file
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Keys of the config that the user has set: a script's own values give way to them."""
+        return frozenset(self._facts.get("explicit", ()))
+
+    @property
+    def split_checked(self) -> bool:
+        return bool(self._facts.get("split_checked"))
+
+    def fill_up(self, config: Config) -> None:
+        """A script has said what the job's config left open: this is all of it."""
+        self.config = config
+
+    def use_row(self, row: Row) -> None:
+        self.row = row
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip
@@ -188,6 +208,9 @@ class LoneLink:
         self.flip: Callable[[], None] = lambda: None
         self.split_checked = False
         self._deliver: Deliver | None = None
+
+    def use_row(self, row: Row) -> None:
+        self.row = row
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip

@@ -123,7 +123,7 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *found: Tensor | None) -> Any:  # type: ignore[override]
-        ctx.holder.found = list(found)
+        ctx.holder.take(list(found))
         return None, None
 
 
@@ -133,6 +133,10 @@ class EntryHolder:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.found: list[Tensor | None] = [None] * len(tensors)
+
+    def take(self, found: list[Tensor | None]) -> None:
+        """The gradients have come."""
+        self.found = found
 
     def enter(self) -> list[Tensor]:
         """The tensors as inputs of a graph."""

@@ -53,6 +53,22 @@ class _Flight:
     scaled: Scaled | None = None
     probe: LaneProbe | None = None
 
+    def on_trial(self, probe: LaneProbe) -> None:
+        """It is computed twice."""
+        self.probe = probe
+
+    def enter(self, entry: EntryHolder | None) -> None:
+        """Its graph begins here; None: with nothing that wants a gradient."""
+        self.entry = entry
+
+    def end(self, outputs: Bundle | None = None, scaled: Scaled | None = None) -> None:
+        """Its graph ends with what goes to the next part, or with the loss."""
+        self.outputs, self.scaled = outputs, scaled
+
+    def forget(self) -> None:
+        """Without its graph: it will be computed again."""
+        self.outputs = self.entry = self.scaled = None
+
 
 class PartPass:
     """One part of the model, in one worker."""
@@ -109,7 +125,7 @@ class PartPass:
         fresh = self.accumulator.is_missing(number)
         if lane.probe and fresh and not self._probed:
             self._probed = True
-            flight.probe = LaneProbe(self._where, step, number, lane.inputs)
+            flight.on_trial(LaneProbe(self._where, step, number, lane.inputs))
         self._pass(step, number, flight)
         if flight.probe is not None:
             flight.probe.forward(self.units, *_outcome(flight))
@@ -123,7 +139,7 @@ class PartPass:
             result = _detached(flight.outputs)
         self._flights[number] = flight
         if not lane.keep:
-            flight.outputs = flight.entry = flight.scaled = None
+            flight.forget()
             self.guard.drop_lane(number)
         return result
 
@@ -206,28 +222,29 @@ class PartPass:
         before = [t._version for t in used]
         if self.is_last:
             raw = self._call.result(lane.loss, lane.batch, lambda: self.through(x))
-            flight.scaled = lane.measure(raw)
+            flight.end(scaled=lane.measure(raw))
         else:
             if self.is_first:
                 args, kwargs = self._call.arguments(lane.loss, lane.batch)
                 used = [t for t in tensors_in((args, kwargs)) if not t.is_inference()]
                 before = [t._version for t in used]
             x = self.start(*args, **kwargs) if self.is_first else self.through(x)
-            flight.outputs = self.bundled(x)
+            flight.end(outputs=self.bundled(x))
         self._note_writes(any(t._version != v for t, v in zip(used, before, strict=True)), lane)
 
     def _enter(self, flight: _Flight) -> tuple[Any, list[Tensor]]:
         """The inputs as the beginning of a graph, and the tensors to watch for changes."""
         lane = flight.lane
         if lane.inputs is None:
-            flight.entry = None
+            flight.enter(None)
             return None, []
         tensors = list(lane.inputs.tensors)
         if not lane.keep and self._writes_inputs is not False:
             tensors = [faithful_clone(t) for t in tensors]
         wanted = lane.inputs.wants_gradient
-        flight.entry = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
-        entered = iter(flight.entry.enter())
+        entry = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
+        flight.enter(entry)
+        entered = iter(entry.enter())
         return lane.inputs.tree([next(entered) if w else t for t, w in zip(tensors, wanted, strict=True)]), tensors
 
     def _note_writes(self, wrote: bool, lane: Lane) -> None:
@@ -277,6 +294,22 @@ class PartPass:
     def bundled(self, x: Any) -> Bundle:
         """The part's output taken apart. Raises: TaskError naming the last unit if it cannot be handed on."""
         return bundle(x, lambda: f"the output of unit {self.last_unit} ({type(self.units[-1]).__name__})")
+
+
+def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
+    """A lane's loss, comparable. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one.
+
+    Raises: TaskError if the loss is not a scalar tensor with a graph.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(f"the loss must be a tensor with one element, got {got}; return its mean, or (sum, weight)")
+    weighed = share if weight is None else float(weight)
+    scaled = loss if weight is not None or share == 1.0 else loss * share
+    value = float(scaled.detach())
+    if not scaled.requires_grad:
+        raise TaskError("the loss has no gradient: does it depend on the model's parameters?")
+    return scaled, value, weighed
 
 
 def _detached(outputs: Bundle | None) -> Bundle:

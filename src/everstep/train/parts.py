@@ -17,7 +17,7 @@ from everstep.exact.ties import Tied
 from everstep.placement.cuts import Cut
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
     """What the user brings: everything that is trained, and what goes with it. `extras`: more state to keep."""
 

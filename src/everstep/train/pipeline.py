@@ -87,7 +87,7 @@ class Pipeline:
         )
         self._batches, self._local = {}, {}
         for replica in stages.values():
-            replica.drop_lanes()
+            replica.lanes.drop()
         passes = _Passes(self, plan, step, listed, stages, channel, plan.stages * config.chunks)
         for k in range(min(_AHEAD, len(listed))):
             passes.expect(k)
@@ -122,7 +122,7 @@ class _Passes:
     # ---- one pass
 
     def _compute(self, k: int, op: PipeOp) -> None:
-        replica = self.stages[op.stage]
+        lanes = self.stages[op.stage].lanes
         if op.kind == "forward":
             given: dict[str, Any] = {}
             if op.part == 0 or op.part == self.parts - 1:  # loaded before waiting for the part before
@@ -133,22 +133,22 @@ class _Passes:
             inputs = self._take("act", op.part, op.lane, op.part - 1) if op.part else None
             keep = not self.config.recompute or self._backward_follows(k)
             self.host.phase("forward", self.step, self.plan)
-            result = replica.forward(self.step, op.part, op.lane, inputs, keep=keep, **given)
+            result = lanes.forward(self.step, op.part, op.lane, inputs, keep=keep, **given)
             if result is not None:
                 self._give("act", op.part + 1, op.lane, result)
         elif op.kind == "recompute":
-            replica.recompute(self.step, op.part, op.lane)
+            lanes.recompute(self.step, op.part, op.lane)
         else:
             back = self._take("grad", op.part, op.lane, op.part + 1) if op.part + 1 < self.parts else None
             self.host.phase("backward", self.step, self.plan)
-            replica.backward_part(
+            lanes.backward(
                 self.step, op.part, op.lane, back, lambda found: self._give("grad", op.part - 1, op.lane, found)
             )
             self._after_backward(op)
 
     def _emulate(self, k: int, op: PipeOp) -> None:
         """The same list and messages, with waiting in place of computing; gradients are absent."""
-        replica = self.stages[op.stage]
+        lanes = self.stages[op.stage].lanes
         if op.kind == "forward":
             if op.part:
                 self._take("act", op.part, op.lane, op.part - 1)
@@ -167,7 +167,7 @@ class _Passes:
                 self._give("grad", op.part - 1, op.lane, _NOTHING)
             if op.part == op.stage:
                 samples = self.host.samples(self.step, op.lane)
-                replica.idle_lane(op.lane, len(samples), use_digest(samples))
+                lanes.add_idle(op.lane, len(samples), use_digest(samples))
             self._after_backward(op)
 
     def _after_backward(self, op: PipeOp) -> None:

@@ -160,13 +160,14 @@ class _Recording:
         link.row.tick()
         self._profiler.start()
         link.row.tick()
-        self._row = link.row = MarkedRow(link.row, self._phases)
+        self._row = MarkedRow(link.row, self._phases)
+        link.use_row(self._row)
 
     def stop(self) -> Path:
         """Returns where the trace is."""
         end_ns = time.time_ns()
         link, log_context = self._link, self._link.log
-        link.row = self._row.plain()
+        link.use_row(self._row.plain())
         said: dict[str, Any] = {
             "worker_id": link.me.worker_id,
             "incarnation": link.me.incarnation,

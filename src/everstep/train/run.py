@@ -9,26 +9,44 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from everstep.base.cause import Cause
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.operations import Compute, Evaluate, EvaluateAsked, StepAsked
+from everstep.protocol.driver.operations import (
+    Compute,
+    EndAsked,
+    Evaluate,
+    EvaluateAsked,
+    HoldAsked,
+    JoinAsked,
+    StepAsked,
+)
+from everstep.train.elastic_order import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import WentBack
+from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
+
+_NOT_EXACT = (
+    "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
+    "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
+)
 
 
 class Step:
     """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
 
-    def __init__(self, session: Session, number: int, done: bool = False) -> None:
+    def __init__(self, session: Session, lanes: LoopLanes, number: int, done: bool = False) -> None:
         self._session = session
+        self._lanes = lanes
         self._count = 0
         self.number = number
         self.done = done
@@ -40,15 +58,15 @@ class Step:
         session = self._session
         turn = session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            for lane in session.lanes.begin(turn):
-                if session.lanes.over(turn.generation):
+            for lane in self._lanes.begin(turn):
+                if self._lanes.over(turn):
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
         self.done = True
 
     def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
-        lanes = self._session.lanes
+        lanes = self._lanes
         entered = lanes.enter(operation, lane)
         if entered is None:
             return
@@ -76,7 +94,7 @@ class Step:
 
         Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
         """
-        self._session.lanes.backward(self.number, loss, weight, self._count)
+        self._lanes.backward(self.number, loss, weight, self._count)
 
     @property
     def loss(self) -> float:
@@ -90,6 +108,7 @@ class Run:
 
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
+        self._lanes = LoopLanes(session.view, session.lanes)
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
@@ -104,22 +123,41 @@ class Run:
     def _steps(self) -> Generator[Step]:
         session = self._session
         try:
-            session.open()
+            self._join()
             while True:
                 if session.executor.arrived():
                     self._stopped = False
                     if session.view.step > session.transfers.past:
-                        yield Step(session, session.view.step, done=True)
+                        yield Step(session, self._lanes, session.view.step, done=True)
                 elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, session.begin_step())
+                    step = Step(session, self._lanes, self._begin_step())
                     yield step
                     self._refuse_undone(step)
                 else:
                     with contextlib.suppress(WentBack):
-                        session.end()
+                        session.profiling.end()
+                        session.view.link.row.set(step=session.view.step, phase="finish")
+                        session.executor.ask(EndAsked())
                         return
         finally:
             session.close()
+
+    def _join(self) -> None:
+        """Say hello and become a settled member: from the start, or healed while the others train."""
+        session, view = self._session, self._session.view
+        session.membership.connect()
+        session.executor.ask(JoinAsked())
+        if isinstance(view.order, ElasticOrder) and view.is_main and not view.step:
+            view.publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=_NOT_EXACT)
+
+    def _begin_step(self) -> int:
+        """Returns the next step's number."""
+        session = self._session
+        number = session.view.step + 1
+        if session.profiling.wanted is not None:
+            session.profiling.begin_step(number)
+        session.updates.begin_step()
+        return number
 
     def _refuse_undone(self, step: Step) -> None:
         if not step.done and not self._session.executor.jumped:
@@ -129,9 +167,15 @@ class Run:
             )
 
     def hold(self, words: wire.WorkerFailed) -> None:
-        """The user's loop has raised; see `Session.hold`. Nothing if the session is closed already."""
+        """The user's loop has raised. If the state is whole, say so, and stay a member, who computes nothing, until the
+        coordinator lets this worker go: others may need the state, or a checkpoint be wanted of it first. Nothing if
+        the session is closed already.
+
+        Raises: what ends a member, such as Evicted.
+        """
         if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
-            self._session.hold(words)
+            grace_ns = int(self._session.view.config.checkpoint.grace_s * 1e9)
+            self._session.executor.ask(HoldAsked(words, time.monotonic_ns() + grace_ns))
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""
@@ -171,7 +215,7 @@ class Run:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._session.gather(b"")
+        self._session.membership.gather(b"")
 
     def evaluate(
         self, fn: Callable[[Any], Mapping[str, Any]], dataset: Any, *, batch_size: int = 64, collate: Any = None
@@ -191,13 +235,13 @@ class Run:
                     fn,
                     chunks,
                     lambda i: self._chunk(dataset, i, batch_size, collate),
-                    gather=session.gather,
-                    members=session.members,
+                    gather=session.membership.gather,
+                    members=session.membership.members,
                     seed=session.view.config.seed,
                 )
         finally:
             self.model.train(was_training)
-        session.saver.evaluated(found, session.gather)
+        self._judge(found)
         return found
 
     def evaluate_split(
@@ -218,9 +262,16 @@ class Run:
             session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
         )
         session.executor.install({Evaluate: waves.pass_on})
-        found = waves.run(session.gather, lambda: session.executor.ask(EvaluateAsked()))
-        session.saver.evaluated(found, session.gather)
+        found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
+        self._judge(found)
         return found
+
+    def _judge(self, metrics: Mapping[str, float]) -> None:
+        """A checkpoint may follow from an evaluation."""
+        session = self._session
+        question = session.saver.question(metrics)
+        if question is not None and not session.view.ended:
+            session.executor.ask(question)
 
     def _begin_evaluation(self, dataset: Any, batch_size: int) -> int:
         """Returns the number of chunks."""

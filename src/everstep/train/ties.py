@@ -13,8 +13,8 @@ from torch import Tensor
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.ties import Place
+from everstep.parallel.staged import StagedTransport
 from everstep.train.replica import StageReplica
-from everstep.train.transports import JobTransport
 
 _Told = dict[Place, Tensor | None]
 
@@ -25,7 +25,7 @@ def exchange_ties(
     step: int,
     stages: Mapping[int, StageReplica],
     reduced: Mapping[int, Reduced],
-    transport: JobTransport,
+    transport: StagedTransport,
 ) -> dict[int, _Told]:
     """Tell others what was reduced here, and hear what was reduced elsewhere; by own stage, by place in other stages.
 

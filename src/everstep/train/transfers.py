@@ -5,7 +5,8 @@ Apart from updates because nothing here is needed in an undisturbed step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, check
@@ -19,7 +20,8 @@ from everstep.train import heal
 from everstep.train.heal import Donor, Offer, Received, StageState
 from everstep.train.keeping import Keeper
 from everstep.train.replica import StageReplica
-from everstep.train.saving import LOOP, PAST, LoopState, Saver
+from everstep.train.restoring import Restorer
+from everstep.train.saving import LOOP, PAST, LoopState
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
@@ -30,32 +32,45 @@ class Transfers:
     """One worker's part in moving state. `past`: the step of a checkpoint whose loop was through with it already."""
 
     def __init__(
-        self, view: WorkerView, updates: Updates, donor: Donor, keeper: Keeper, saver: Saver, loop: LoopState
+        self, view: WorkerView, updates: Updates, donor: Donor, keeper: Keeper, restorer: Restorer, loop: LoopState
     ) -> None:
         self.past = 0
         self._view = view
         self._updates = updates
         self._donor = donor
         self._keeper = keeper
-        self._saver = saver
+        self._restorer = restorer
         self._loop = loop
         self._feeds: list[_Feed] = []
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {
+            do.Fetch: self.fetch,
+            do.Restore: self.restore,
+            do.OpenFeeds: self.open_feeds,
+            do.Watch: self.watch,
+            do.Adopt: self.adopt,
+            do.Replay: self.replay,
+            do.Shelve: self.shelve,
+            do.Unshelve: self.unshelve,
+            do.OfferFeeds: self.offer_feeds,
+            do.CutFeeds: self.cut_feeds,
+            do.CloseFeeds: self.close_feeds,
+        }
 
     # ---- giving
 
     def shelve(self, effect: do.Shelve) -> None:
         """Members of this generation may have what is held at this position, live or kept."""
         position = effect.position
-        offer = Offer(position, {}, {}, {})
+        offer = Offer(position, effect.records, {}, {})
         if effect.live:
             offer = self._live(position, effect.records, effect.gathers, effect.stages)
             if effect.at_update:
-                offer.application = self._loop.after(position.step)
-        kept = self._keeper.at(position.step)
-        if kept is not None:
-            offer.snapshots = {**kept.snapshots, **offer.snapshots}
-            offer.records = offer.records or kept.records
-        self._donor.shelve(effect.generation, offer)
+                offer = replace(offer, application=self._loop.after(position.step))
+        snapshots = {**self._keeper.at(position.step), **offer.snapshots}
+        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots))
 
     def unshelve(self, effect: do.Unshelve) -> None:
         """Whoever had to fetch the state has it."""
@@ -154,12 +169,12 @@ class Transfers:
         view.phase("heal", number, operation.plan)
         received = self._copy(operation, {k: ids for k, ids in sources.items() if ids and ids[0] != me})
         own = self._keeper.at(number)
-        records = operation.own or next((r.records for r in received if r.records), own.records if own else {})
+        records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still()
         restored = None
         if number and not all(sources.values()):
-            restored = self._saver.restore(number, [k for k, ids in sources.items() if not ids])
-            records = records or self._saver.records_of(restored)
+            restored = self._restorer.restore(number, [k for k, ids in sources.items() if not ids])
+            records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
         for stage, ids in sources.items():
@@ -167,14 +182,13 @@ class Transfers:
                 if not number:
                     view.stages.rebuild(stage)
             elif ids[0] == me and stage not in operation.stands:
-                check(own is not None and stage in own.snapshots, f"stage {stage} of step {number} was stated as kept")
-                self._load_stage(view.stages[stage], _in_memory(own.snapshots[stage]))  # type: ignore[union-attr]
+                check(stage in own, f"stage {stage} of step {number} was stated as kept")
+                self._load_stage(view.stages[stage], _in_memory(own[stage]))
             else:
                 view.stages[stage].abandon()
         for offer in received:
             self._load(offer)
         self._loop.went_back(number)
-        self._keeper.went_back(number)
         outcome = conclude(number, view.config.lanes, records, stages_in(records)) if records else None
         if restored is not None:
             self._take_loop(restored)
@@ -206,7 +220,7 @@ class Transfers:
             try:
                 while not heal.readable(feed.connection, _SLICE_S):
                     view.tick()
-                feed.offer = heal.receive_offer(feed.connection, feed.stages, view.tick)
+                feed.take(heal.receive_offer(feed.connection, feed.stages, view.tick))
             except (EverstepError, OSError) as error:
                 raise CollectiveAborted(str(error)) from error
         return tuple(feed.offered.position for feed in self._feeds)
@@ -219,12 +233,12 @@ class Transfers:
         self._view.cutter.guard(connection, generation)
         return connection
 
-    def watch(self, news: bool) -> list[do.Seen]:
-        """What has come from the feeds, after a moment. news: do not wait. Raises: CollectiveAborted."""
+    def watch(self, operation: do.Watch) -> list[do.Seen]:
+        """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):
-            if not heal.readable(feed.connection, 0.0 if news else _SLICE_S / len(self._feeds)):
+            if not heal.readable(feed.connection, _SLICE_S / len(self._feeds)):
                 continue
             numel = {k: view.stages[k].layout.numel for k in feed.stages}
             try:
@@ -243,7 +257,7 @@ class Transfers:
         newest = next(feed.offered for feed in self._feeds if feed.offered.position == operation.position)
         for feed in sorted(self._feeds, key=lambda f: f.offered.position):
             self._load(feed.offered)
-            feed.offer = None
+            feed.loaded()
         self._arrive(newest)
         for feed, outcomes in zip(self._feeds, operation.passed, strict=True):
             for outcome in outcomes:
@@ -274,14 +288,22 @@ class _Feed:
     def __init__(self, connection: PeerConnection, stages: Sequence[int]) -> None:
         self.connection = connection
         self.stages = tuple(stages)
-        self.offer: Received | None = None
         self.steps: list[heal.FollowedStep] = []
+        self._offer: Received | None = None
+
+    def take(self, offer: Received) -> None:
+        """What it begins with."""
+        self._offer = offer
+
+    def loaded(self) -> None:
+        """What it began with is in place here."""
+        self._offer = None
 
     @property
     def offered(self) -> Received:
         """Raises: InvariantViolation before it came."""
-        check(self.offer is not None, "nothing was offered yet")
-        return self.offer  # type: ignore[return-value]
+        check(self._offer is not None, "nothing was offered yet")
+        return self._offer  # type: ignore[return-value]
 
 
 def _in_memory(snapshot: heal.Readable) -> StageState:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.protocol.driver.operations import Decided, Finish, Reduce, Update
+from everstep.parallel.staged import StagedTransport
+from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, Outcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic_order import ElasticOrder
@@ -14,7 +15,6 @@ from everstep.train.heal import Donor, Gradient, pack_state
 from everstep.train.keeping import Keeper
 from everstep.train.saving import Saver
 from everstep.train.ties import exchange_ties
-from everstep.train.transports import JobTransport
 from everstep.train.view import WorkerView
 
 _PROGRESS_NS = 200_000_000
@@ -23,7 +23,9 @@ _PROGRESS_NS = 200_000_000
 class Updates:
     """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known."""
 
-    def __init__(self, view: WorkerView, transport: JobTransport, donor: Donor, keeper: Keeper, saver: Saver) -> None:
+    def __init__(
+        self, view: WorkerView, transport: StagedTransport, donor: Donor, keeper: Keeper, saver: Saver
+    ) -> None:
         self.outcome: Outcome | None = None
         self._view = view
         self._transport = transport
@@ -37,23 +39,35 @@ class Updates:
         self._began_ns = 0
         self._told_ns = 0
 
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {
+            do.Reduce: self.reduce,
+            do.Update: self.update,
+            do.Decided: self.decided,
+            Release: self.release,
+            Discard: self.discard,
+            do.EnteredPlan: self.entered,
+            do.DropLanes: self.drop_lanes,
+        }
+
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""
         self._began_ns = time.monotonic_ns()
 
     # ---- operations
 
-    def reduce(self, operation: Reduce) -> AgreePayload:
+    def reduce(self, operation: do.Reduce) -> AgreePayload:
         """Of all stages held here. Raises: CollectiveAborted."""
         view, plan, number = self._view, operation.plan, operation.step
         me, stages = view.me, view.stages
         view.phase("reduce", number, plan)
         lanes = {stage: plan.lanes_of(me, stage) for stage in plan.stages_of(me)}
-        offers = {k: stages[k].presence(number, lanes[k]) for k in lanes}
+        offers = {k: stages[k].lanes.presence(number, lanes[k]) for k in lanes}
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
         reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}
-        received = exchange_ties(me, plan, number, stages, reduced, self._transport) if stages.split else {}
+        received = exchange_ties(me, plan, number, stages, reduced, self._transport)
         found = {k: Gradient(reduced[k], received.get(k, {})) for k in lanes}
         self._gradients[number] = {**self._gradients.get(number, {}), **found}
         self._generations[number] = plan.generation
@@ -63,11 +77,9 @@ class Updates:
             stages[k].section(g.reduced, lanes[k], stages[k].digest(number - 1) if due else "", g.received, due)
             for k, g in found.items()
         ]
-        wanted = self._saver.wanted(number)
-        save = (tuple(wanted.tiers), wanted.reason)
-        return AgreePayload(sections, kept=self._keeper.complete, save=save, save_cause=wanted.cause)
+        return AgreePayload(sections)
 
-    def update(self, operation: Update) -> int:
+    def update(self, operation: do.Update) -> int:
         """Apply a decided step; returns the unix time in ns at which that began."""
         began, number = time.time_ns(), operation.step
         self._view.phase("update", number, self._view.plan)
@@ -95,10 +107,7 @@ class Updates:
         self._gradients = {n: g for n, g in self._gradients.items() if n >= number}
         self._generations = {n: g for n, g in self._generations.items() if n > number}
         self.hold(outcome, generation, extra)
-        self._keeper.agreed(outcome.kept)
-        if "memory" in outcome.save[0]:
-            self._keeper.take_own(number, records)
-        self._saver.after_update(outcome, records)
+        self._saver.prepare()
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
         """A step is about to be applied: pass it on, and let what is being copied be copied."""
@@ -111,7 +120,7 @@ class Updates:
     def stand_still(self) -> None:
         """Before anything changes the state: whoever reads it is through with that."""
         self._donor.busy_snapshot()
-        self._keeper.before_update()
+        self._keeper.stand_still()
         self._saver.before_update()
 
     def arrive(self, outcome: Outcome | None, number: int) -> None:
@@ -130,14 +139,14 @@ class Updates:
 
     # ---- effects
 
-    def decided(self, effect: Decided) -> None:
+    def decided(self, effect: do.Decided) -> None:
         """A decision was taken."""
-        if self._view.stages.split and effect.key.seq == 0:
+        if effect.key.seq == 0:
             self._transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
             self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
 
-    def release(self, effect: Release | Finish) -> None:
+    def release(self, effect: Release | do.Finish) -> None:
         """All members have gone beyond this step: its effects may leave the process."""
         view, number = self._view, effect.step
         machine = view.driver.machine
@@ -147,15 +156,22 @@ class Updates:
         if records:
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
         view.publisher.release(number, leads)
-        self._keeper.released(number)
+        self._keeper.state()
         now = time.monotonic_ns()
         if leads and self._entered == view.driver.generation and now - self._told_ns > _PROGRESS_NS:
             self._told_ns = now
             self._tell_progress(number, (now - self._began_ns) / 1e6)
 
-    def entered(self, generation: int) -> None:
+    def entered(self, effect: do.EnteredPlan) -> None:
         """A generation goes on: what is told from here on is of it."""
-        self._entered = generation
+        self._entered = effect.plan.generation
+
+    def drop_lanes(self, effect: do.DropLanes) -> None:
+        """The loop has raised: the state stands as after the last update."""
+        self._saver.before_update()
+        for replica in self._view.stages.values():
+            replica.drop_lanes()
+            replica.settle_buffers()
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""

@@ -51,7 +51,8 @@ def run_worker(
 ) -> int:
     """Train as the worker of this context: a task (`load`), or a script that calls `join`. Returns the exit code.
 
-    linked: called with the link before it is used, by whoever wants to disturb it.
+    load: makes the task, with this config set. linked: called with the link before it is used, by whoever wants to
+    disturb it.
 
     0: the job is over, or this worker was drained. 75: it was evicted, and may come back as a new life. 1: it failed;
     its last words went to the coordinator and the log.
@@ -134,6 +135,7 @@ def failure(
         generation=link.row.read().generation,
         exit_code=2 if isinstance(error, ConfigError) else 1,
         holds=holds,
+        sound=error.sound if isinstance(error, StateTainted) else -1,
     )
 
 

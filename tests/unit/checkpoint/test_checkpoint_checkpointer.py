@@ -16,16 +16,17 @@ import torch
 
 from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, DiskTierConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest_writer import Outcome
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
-from everstep.checkpoint.policy import Due
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
+from everstep.protocol.driver.policy import Due
 
 DISK = Due(("disk",), "for the test")
 
@@ -38,6 +39,8 @@ class Job:
         self.plan = plan_of(workers)
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.changed = threading.Condition()
+        self.collected: list[int] = []
+        self.ended: list[Outcome] = []
         self.workers = [
             Checkpointer(
                 directory,
@@ -46,6 +49,8 @@ class Job:
                 worker_id,
                 send=lambda data: self.workers[0].report(data),
                 events=self._tell,
+                collected=self.collected.append,
+                ended=self.ended.append,
             )
             for worker_id in range(workers)
         ]
@@ -129,7 +134,7 @@ def test_a_part_that_never_comes(start: Callable[..., Job]) -> None:
     job = start(2)
     job.save(1, only=1)
     job.workers[0]._parts[0].join(60.0)
-    job.workers[0].regroup(plan_of(1, 2), "worker 1 died")
+    job.workers[0].abandon(Why(Cause.REGROUPED, "worker 1 died"), plan_of(1, 2))
     kind, fields = job.wait_told(1)[0]
     assert kind == "checkpoint_failed" and fields["skipped"] == 1
     assert fields["reason"].startswith("worker 1 died; blocks ")
@@ -140,19 +145,22 @@ def test_a_part_that_never_comes(start: Callable[..., Job]) -> None:
     assert not (job.workers[0].store.path / "step-0000000001").exists()
 
 
-def test_the_main_asks_for_none_while_one_is_incomplete(start: Callable[..., Job]) -> None:
-    job = start(2, CheckpointConfig(disk=DiskTierConfig(every_steps=1)))
+def test_the_main_hears_when_nothing_is_lacking_and_what_came_of_it(start: Callable[..., Job]) -> None:
+    job = start(2)
     main = job.workers[0]
-    assert main.due(1, 0.0).tiers == ("disk",)
-    job.save(1, main_due := Due(("disk",), "x"), only=1)
-    assert not main.due(2, 1.0)
-    assert main.skipped["disk"] == 1 and "step 1 is still being written" in job.told[0][1]["reason"]
-    assert job.told[0][1]["cause"] is Cause.BUSY
-    main.request(Why(Cause.PREEMPTED, "asked for"))
-    assert not main.due(2, 1.5)
-    job.workers[1].start(Extent(1, main_due), {0: job.states[1]}, job.plan)
-    assert job.wait_told(3)[2][0] == "checkpoint_completed"
-    assert main.due(3, 2.0) == Due(("disk",), "asked for", Cause.PREEMPTED)
+    job.save(1, only=1)
+    assert job.collected == [] and not main.drain(0.0)
+    job.workers[1].start(Extent(1, DISK), {0: job.states[1]}, job.plan)
+    assert main.drain(60.0) and job.workers[1].drain(60.0)
+    job.update(1)
+    job.save(2, only=1)
+    main.abandon(Why(Cause.SLOW, "too long"))
+    assert main.drain(60.0)
+    assert job.collected == [1, 2]
+    assert [outcome.step for outcome in job.ended] == [1, 2]
+    whole, given_up = job.ended
+    assert whole.manifest is not None and whole.failed is None and whole.cost_s > 0 and whole.why.reason == DISK.reason
+    assert given_up.manifest is None and given_up.failed is not None and given_up.failed.cause is Cause.SLOW
 
 
 def test_damaged_ones_are_passed_over(start: Callable[..., Job]) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from checkpoint_saving import SHAPES, advance, base_of, identity_of, make_state, save, write_part
-from everstep.base.config import DiskTierConfig
+from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import refuse_foreign
 from everstep.checkpoint.names import BEST, LATEST, manifest_name

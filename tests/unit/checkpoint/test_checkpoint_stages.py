@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from checkpoint_saving import NUMERICS
-from everstep.base.config import CheckpointConfig
+from everstep.base.config_keys import CheckpointConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.manifest import Identity
-from everstep.checkpoint.policy import Due
 from everstep.checkpoint.reader import open_checkpoint, verify_blocks
 from everstep.exact.state import ModelState, Share
+from everstep.protocol.driver.policy import Due
 
 UNITS = 4
 DISK = Due(("disk",), "x")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from everstep.base.config import CheckpointConfig, TierConfig, load_config
+from everstep.base.config import load_config
+from everstep.base.config_keys import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint_saving import advance, make_state
-from everstep.base.config import MemoryTierConfig
+from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.checkpoint.vault import Copy, Vault
 from everstep.exact.image import BLOCK_BYTES

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.base.config import SINKS, describe, load_config, to_dict
+from everstep.base.config import describe, load_config, to_dict
+from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
 from everstep.cli import run as run_module
 from everstep.cli.job import Job, write_job

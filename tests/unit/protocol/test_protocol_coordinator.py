@@ -255,6 +255,29 @@ def differ(world: World, worker: int, generation: int, decided_in: int) -> None:
     world.say(f"w{worker}.0", m.SettleAgain(worker_id=worker, incarnation=0, generation=generation, **words))
 
 
+def test_plans_tell_of_taint_until_a_generation_has_settled_with_it():
+    """The outvoted worker may be the only one that has found it, and gone."""
+    world = running()
+    world.progress(0, 1, 18)
+    words = {"reason": "it deviates", "signature": "t", "fatal": False}
+    world.say("w2.0", m.WorkerFailed(worker_id=2, incarnation=0, step=19, sound=9, generation=1, **words))
+    assert world.plan.generation == 2 and world.plan.sound == 9
+    world.entered(0, 2, 9)
+    world.say("w1.0", m.WorkerFailed(worker_id=1, incarnation=0, step=19, **{**words, "signature": "other"}))
+    assert world.plan.generation == 3 and world.plan.sound == -1
+
+
+def test_a_restarted_coordinator_still_knows_of_taint():
+    world = running()
+    words = {"reason": "it deviates", "signature": "t", "fatal": False}
+    world.say("w2.0", m.WorkerFailed(worker_id=2, incarnation=0, step=19, sound=9, generation=1, **words))
+    again = world.restart()
+    again.agent(0, 1)
+    again.hello(0, plan=world.plan), again.hello(1, plan=world.plan)
+    again.say("w1.0", m.WorkerFailed(worker_id=1, incarnation=0, step=19, **{**words, "signature": "other"}))
+    assert again.plan.generation > world.plan.generation and again.plan.sound == 9
+
+
 def test_states_that_differ_once_are_gone_back_from_and_twice_fail_the_job():
     world = running()
     world.progress(0, 1, 18)

@@ -125,3 +125,10 @@ def test_one_that_has_gone_back_already_is_a_source_though_it_still_doubts():
     back, not_yet = doubting(at(10, 0), 19), doubting(at(29, 0), 19)
     settled = settle(plan((0, 1)), {0: back, 1: not_yet})
     assert settled.target == Key(10, 0) and settled.wants == {1: {0: (0,)}}
+
+
+def test_lanes_of_an_initial_state_that_is_replaced_run_again() -> None:
+    holdings = {0: Holding(Key(0, 0), {}, 0, "this"), 1: Holding(Key(0, 0), {}, 0, "that")}
+    settled = settle(plan((1, 0)), holdings)
+    assert settled.wants == {1: {0: (0,)}} and settled.rerun == {0, 1}
+    assert settle(plan((0, 1)), holdings).rerun == frozenset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from everstep.base.errors import InvariantViolation
@@ -553,3 +555,33 @@ def test_one_that_did_not_know_of_it_states_anew_what_it_has():
     assert sent.holding.sound == 0
     effects = peers.hold_all(3, Holding(Key(1, 0), {}, 0, sound=0))
     assert effects == [GoBack(3, 0, {0: ()})]
+
+
+def test_a_plan_tells_of_taint_to_those_who_have_not_found_it():
+    peers = Peers([0, 1])
+    peers.compute(), peers.reduce(), peers.agree(), peers.on(Updated(1))
+    effects = peers.on(PlanArrived(replace(plan(2, [0, 1]), sound=0)))
+    sent = next(e for e in effects if isinstance(e, SendHolding))
+    assert sent.holding.sound == 0
+    assert peers.hold_all(2, Holding(Key(1, 0), {}, 0, sound=0)) == [GoBack(2, 0, {0: ()})]
+
+
+def test_a_worker_that_was_in_no_plan_before_trusts_what_it_has_built():
+    peers = Peers([0, 1], enter=False)
+    peers.on(PlanArrived(replace(plan(1, [0, 1]), sound=0)))
+    peers.hold_all(1, replace(peers.holding(), sound=0))
+    assert peers.machine.settled and peers.machine.stages == (0,)
+
+
+def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
+    peers = Peers([0, 1])
+    peers.compute(), peers.reduce(), peers.agree()
+    peers.on(Tainted(0))
+    effects = peers.on(PlanArrived(plan(2, [0, 1])))
+    sent = next(e for e in effects if isinstance(e, SendHolding))
+    assert sent.holding.position == Key(0, 0) and sent.holding.stages == ()
+    other = Holding(Key(0, 0), {}, 0, stages=(), sound=0, lacking=(0, 1, 2, 3))
+    assert peers.hold_all(2, other) == [GoBack(2, 0, {0: ()})]
+    effects = peers.on(StateCopied(2, Key(0, 0), {}))
+    assert Discard(1) in effects, "what was computed from the other state counts for nothing"
+    assert isinstance(effects[-1], Compute), "the application still waits for the step"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sink_cases import Recorder, at, event, generation, killed_run, publish, run_dir_of, samples, step
 
-from everstep.base.config import SINKS
+from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
 from everstep.sinks import sink as sink_module
 from everstep.sinks.publication import Publication, follow, sole_publisher

@@ -5,10 +5,13 @@ Apart because an ask may outlive several generations: what it waits for is found
 
 from __future__ import annotations
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.saver import Saver
+from everstep.protocol.driver.saves import SaveAsked
 from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import Phase, StepMachine
 from everstep.protocol.step_types import Key
@@ -20,13 +23,15 @@ class Application:
     """One application's asks, one after the other. `ask`: the present one; `asked`: the step that it asked for last,
     one beyond the last once it is through with that; `ended`: how the job has ended, if it has."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, saver: Saver, rewindable: bool) -> None:
         self.ask: do.Ask | None = None
         self.asked = 0
         self.ended: wire.JobEnded | None = None
         self._machine = machine
         self._out = out
         self._gathers = gathers
+        self._saver = saver
+        self._rewindable = rewindable
         self._gather = Key(0, 0)
         self._finished = 0
         self._jumped = False
@@ -41,6 +46,11 @@ class Application:
     def holds(self) -> bool:
         """Whether it has raised, and computes nothing more."""
         return isinstance(self.ask, do.HoldAsked)
+
+    @property
+    def past(self) -> bool:
+        """Whether it is through with the step whose state this worker has."""
+        return self.asked > self._machine.position.step
 
     # ---- what happens
 
@@ -75,6 +85,8 @@ class Application:
                 self._offer_feeds()
             case do.GatherAsked():
                 return self._begin_gather(event.data)
+            case SaveAsked():
+                return self._begin_gather(self._saver.verdict(event))
             case do.EndAsked():
                 self._finished, self.asked = 0, self._machine.step + 1
                 return self._begin_gather(b"")  # proves that all have committed the last step, whatever follows
@@ -93,7 +105,7 @@ class Application:
     def _offer_feeds(self) -> None:
         """The state stands still, between two steps: whoever has asked to follow may have it."""
         machine = self._machine
-        if self._followers and machine.settled and machine.phase is Phase.IDLE:
+        if self._followers and machine.phase is Phase.IDLE:
             self._followers = False
             known = dict(self._gathers.known)
             self._out.put(do.OfferFeeds(machine.position, machine.records, known, machine.stages))
@@ -107,30 +119,26 @@ class Application:
 
     # ---- answers
 
-    def go_on(self) -> bool:
-        """Answer, or begin what is waited for. Returns whether anything was done."""
-        answer = self._answer()
+    def go_on(self) -> None:
+        """Answer, or begin what is waited for, if that is possible now."""
+        answer, machine = self._answer(), self._machine
         if answer is not None:
             self.answer(answer)
-            return True
-        ask = self.ask
-        if not self.settled or self._machine.plan is None:
-            return False
-        if isinstance(ask, do.EvaluateAsked):
-            self._out.start(do.Evaluate, self._machine.generation, self._machine.plan, self._gather.seq)
-            return True
-        if isinstance(ask, do.EndAsked) and self._known and self._finished != self._machine.generation:
-            self._finished = self._machine.generation
-            self._out.start(do.Finish, self._finished, self._machine.plan, self._machine.step)
-            return True
-        return False
+        elif self.settled and isinstance(self.ask, do.EvaluateAsked):
+            self._out.start(do.Evaluate, machine.generation, machine.plan, self._gather.seq)
+        elif (
+            self.settled and isinstance(self.ask, do.EndAsked) and self._known and self._finished != machine.generation
+        ):
+            self._finished = machine.generation
+            save = self._saver.boundary(Why(Cause.COMPLETED, "the end of the job"), past=self.past)
+            self._out.start(do.Finish, machine.generation, machine.plan, machine.step, save)
 
     def _answer(self) -> do.Answer | None:
         """What the ask has come to, if it has."""
         ask = self.ask
         if isinstance(ask, do.HoldAsked):
             return do.Released() if self.ended or self._out.times.now_ns >= ask.until_ns else None
-        member = self.settled and self._machine.plan is not None
+        member = self.settled
         if member and isinstance(ask, do.JoinAsked):
             self._jumped = False
             return do.Arrived(self._machine.step)
@@ -138,21 +146,32 @@ class Application:
             self._jumped = False
             return do.WentBack(self._machine.step)
         if member and isinstance(ask, do.StepAsked) and self._machine.step >= ask.step:
-            return do.Stepped(ask.step)
-        if isinstance(ask, do.GatherAsked | do.EndAsked):
+            return self._stepped(ask.step)
+        if isinstance(ask, do.GatherAsked | SaveAsked | do.EndAsked):
             return self._answer_gather(ask)
         return self._answer_end()
+
+    def _stepped(self, wanted: int) -> do.Answer:
+        at = self._machine.step  # beyond what was asked for where the state was copied from others who are there
+        if at == wanted:
+            return do.Stepped(at)
+        if self._rewindable:
+            return do.WentBack(at)
+        return do.Exit(f"the others are at step {at}, while step {wanted} was under way here: this worker starts anew")
 
     @property
     def _known(self) -> bool:
         return self._gather in self._gathers.known
 
-    def _answer_gather(self, ask: do.GatherAsked | do.EndAsked) -> do.Answer | None:
-        if isinstance(ask, do.GatherAsked) and (self._known or self.ended):
-            return do.GatherDone(self._gathers.known.get(self._gather, {}))
+    def _answer_gather(self, ask: do.GatherAsked | SaveAsked | do.EndAsked) -> do.Answer | None:
+        if not isinstance(ask, do.EndAsked) and (self._known or self.ended):
+            records = self._gathers.known.get(self._gather, {})
+            if isinstance(ask, SaveAsked) and not self.ended:
+                self._saver.judged(ask, records, past=self.past)
+            return do.GatherDone(records)
         if self.ended:
             return do.JobOver()
-        if not self._known and self._machine.step > self._gather.step:
+        if self.settled and self._machine.step > self._gather.step:  # else it may have to be told that it went back
             key = self._gather
             return do.Exit(f"the others have decided {key} without this worker; it has to start anew")
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause, Why
@@ -26,7 +26,10 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.joiner import Joiner
+from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox, Standing
+from everstep.protocol.driver.saver import Saver, Saving
+from everstep.protocol.driver.saves import PartsThere, SaveEnded
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
@@ -48,12 +51,13 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 @dataclass(frozen=True)
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
-    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`."""
+    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`. saving: of checkpoints."""
 
     lanes: int
     rewindable: bool = True
     verify_every: int = 0
     begins_after: int = 0
+    saving: Saving = field(default_factory=Saving)
 
 
 class Driver:
@@ -66,9 +70,11 @@ class Driver:
         self.standing = Standing()
         self._out = out = Outbox(me)
         self._gathers = Gathers()
-        self._settler = Settler(machine, out, self._gathers, config.rewindable)
         self._stepper = Stepper(machine, out, self._gathers, config.lanes, config.verify_every, config.begins_after)
-        self._application = Application(machine, out, self._gathers)
+        self._keeper = Keeper(machine, out, self._stepper.proven)
+        self._settler = Settler(machine, out, self._gathers, self._keeper, config.rewindable)
+        self._saver = Saver(machine, out, self._gathers, config.saving)
+        self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
         self._table = self._means()
         self._queue: deque[step.StepEffect] = deque()
@@ -95,11 +101,6 @@ class Driver:
     def ended(self) -> wire.JobEnded | None:
         """How the job has ended, if it has."""
         return self._application.ended
-
-    @property
-    def asked(self) -> int:
-        """The step that the application has asked for last; one beyond the last once it is through with that."""
-        return self._application.asked
 
     @property
     def gathered(self) -> do.Gathers:
@@ -138,8 +139,18 @@ class Driver:
                 self._aborted(self._out.answered(event.op), event)
             case do.Tainted():
                 self._unusable(self._out.answered(event.op), event)
-            case step.LaneDone() | step.SnapshotsKept():
+            case step.LaneDone():
                 self._feed(event)
+            case do.InMemory():
+                self._feed(*self._keeper.there(event))
+            case do.HandedOver():
+                self._keeper.handed_over(event)
+            case do.NotKept():
+                self._keeper.refused(event)
+            case PartsThere():
+                self._saver.parts_there(event)
+            case SaveEnded():
+                self._saver.ended(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
             case do.Tick():
@@ -154,7 +165,7 @@ class Driver:
         data = self._application.take(event)
         if data is not None:
             self._feed(self._stepper.gather(data))
-        elif isinstance(event, do.StepAsked):
+        elif isinstance(event, do.StepAsked) and self.ended is None:
             self._feed(step.StepAsked())
 
     def _advance(self) -> None:
@@ -165,18 +176,15 @@ class Driver:
             elif self._queue:
                 effect = self._queue.popleft()
                 self._table[type(effect)](effect)
-            elif not self._go_on():
+            else:
+                self._go_on()
                 return
 
-    def _go_on(self) -> bool:
-        joins = self.machine.plan is None and self.ended is None and not self._application.holds
-        return (joins and self._join_on()) or self._application.go_on()
-
-    def _join_on(self) -> bool:
-        differs = self._joiner.go_on()
+    def _go_on(self) -> None:
+        differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
             self._feeds_lost(differs.why)
-        return self._out.operation is not None or differs is not None
+        self._application.go_on()
 
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""
@@ -184,6 +192,8 @@ class Driver:
             effects = self.machine.handle(self._out.times.now_ns, event)
             if any(isinstance(e, step.Leave | step.Open) for e in effects):
                 self._drop_transfers()
+            if any(isinstance(e, step.Update | step.Gathered) for e in effects):
+                self._stepper.decision(self.machine.generation)  # a plan may come before it is carried out
             self._queue.extend(effects)
 
     def _drop_transfers(self) -> None:
@@ -196,13 +206,14 @@ class Driver:
         message = heard.message
         match message:
             case wire.PlanNow():
-                self._out.times.plan_arrived(heard.arrived_ns)
-                if message.plan.has(self.me):
-                    self._feed(step.PlanArrived(message.plan))
+                self._out.times.plan_arrived(message.plan.generation, heard.arrived_ns)
+                self._feed(step.PlanArrived(message.plan))
             case wire.PlanPrepared():
                 self._feed(step.PreparedArrived(message.plan))
             case wire.Heal():
                 self._heal(message)
+            case wire.SaveNow():
+                self._saver.request(Why(message.cause, message.reason))
             case wire.Dismissed():
                 self._application.answer(do.Exit(message.reason, drained=message.drained))
             case wire.JobEnded():
@@ -240,13 +251,14 @@ class Driver:
             step.SendRecord: stepper.contribute,
             step.Update: self._update,
             step.Gathered: self._gathered,
-            step.Release: self._out.put,
+            step.Release: self._release,
             step.Discard: self._out.put,
             step.LeftPlan: lambda e: self._application.answer(do.Exit("the plan goes on without it", drained=True)),
         }
 
     def _open(self, plan: Plan) -> None:
         self._joiner.stop()
+        self._saver.regroup(plan)
         self._settler.open(plan)
 
     def _go_back(self, effect: step.GoBack) -> None:
@@ -257,10 +269,21 @@ class Driver:
     def _entered(self, effect: step.Entered) -> None:
         self._stepper.entered(effect.generation)
         self._settler.entered(effect)
+        plan = self._settler.plan
+        why = Why(plan.cause, plan.save)
+        if plan.save and self._saver.on:
+            save = None if self.ended else self._saver.boundary(why, past=self._application.past)
+            self._out.start(do.SaveLast, plan.generation, plan, effect.step, save)
+        elif plan.save:
+            self._out.start(do.Linger, plan.generation)
 
     def _compute(self, effect: step.Compute) -> None:
         if not self._application.holds:
             self._stepper.compute(effect)
+
+    def _release(self, effect: step.Release) -> None:
+        self._out.put(effect)
+        self._feed(*self._keeper.released(effect.step))
 
     def _gathered(self, effect: step.Gathered) -> None:
         self._settler.unshelve()
@@ -272,13 +295,13 @@ class Driver:
         differs = self._stepper.update(effect)
         if differs is None:
             return
+        self._saver.condemned()
         if differs.outvoted:
-            generation = self.machine.generation
-            self._application.answer(do.Outvoted(differs.why.reason, effect.step, generation, differs.sound))
+            self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
         self._feed(step.Tainted(differs.sound))
-        self._settler.anew(differs.why, effect.step)
+        self._settler.anew(differs.why, effect.step, differs.generation)
 
     # ---- operations that have ended
 
@@ -293,28 +316,28 @@ class Driver:
             case do.Exchange():
                 events = stepper.all_contributed(operation, result)
             case do.Reduce():
-                events = stepper.reduced(operation, result)
+                events = stepper.reduced(operation, result, self._keeper.complete, self._saver.due(operation.step))
             case do.Update():
+                self._saver.updated(operation.outcome, operation.records)
+                self._keeper.updated(operation.outcome, operation.records)
                 events = stepper.updated(operation, result)
             case do.Fetch():
                 events = settler.fetched(operation, result)
             case do.Restore():
                 events = self._restored(operation, result)
             case do.OpenFeeds() | do.Watch() | do.Adopt() | do.Replay():
+                if isinstance(operation, do.Replay):
+                    self._keeper.updated(operation.outcome, operation.records)
                 events = self._joiner.done(operation, result)
             case do.Evaluate():
                 self._application.answer(do.Evaluated())
             case do.SaveLast():
-                self._saved_last(operation, result)
+                self._saver.last(operation, result)
+                self._out.start(do.Linger, operation.generation)
             case do.Finish():
                 at = operation.step
                 self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(result))
         self._feed(*events)
-
-    def _saved_last(self, operation: do.SaveLast, told: wire.Saved | None) -> None:
-        if told is not None:
-            self._out.send(told, lasting=False)
-        self._out.start(do.Linger, operation.generation)
 
     def _restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         moved = self.machine.position != Key(operation.step, 0)  # else the application is where it should be
@@ -344,7 +367,6 @@ class Driver:
 
     def _unusable(self, operation: do.Operation, event: do.Tainted) -> None:
         """All settle anew, with what is left; whoever cannot mend its state starts anew."""
-        self._drop_transfers()
         if event.torn:
             self._application.answer(do.Exit(f"{event.why.reason}; this worker starts anew"))
         else:

@@ -27,6 +27,12 @@ class _Feed:
     steps: deque[do.Seen] = field(default_factory=deque)
     caught_up: bool = False
 
+    def saw(self, one: do.Seen) -> None:
+        """A step, or that there is none."""
+        self.caught_up = not one.step
+        if one.step:
+            self.steps.append(one)
+
 
 class Joiner:
     """From a ticket to the plan."""
@@ -113,10 +119,7 @@ class Joiner:
 
     def _saw(self, seen: Sequence[do.Seen]) -> None:
         for one in seen:
-            feed = self._feeds[one.feed]
-            feed.caught_up = not one.step
-            if one.step:
-                feed.steps.append(one)
+            self._feeds[one.feed].saw(one)
 
     def _adopted_state(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
         self._adopted, self._at = True, operation.position.step

@@ -15,11 +15,13 @@ from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.saves import AbandonSave, Save, SaveAsked
 from everstep.protocol.step_types import Discard, Key, Record, Release
 
 LEFT = Why(Cause.LINK, "")
 
-Gathers = Mapping[Key, Mapping[int, Record]]
+Records = Mapping[int, Record]
+Gathers = Mapping[Key, Records]
 """Records of the decisions of one step, by key."""
 
 
@@ -169,11 +171,12 @@ class Evaluate(Operation):
 
 @dataclass(frozen=True)
 class SaveLast(Operation):
-    """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with a `wire.Saved` to be
-    told, or None."""
+    """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with where that of the
+    step is, empty if it is not there. save: None if it has begun already, or there is none to begin."""
 
     plan: Plan
     step: int
+    save: Save | None
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,11 @@ class Linger(Operation):
 @dataclass(frozen=True)
 class Finish(Operation):
     """All steps are done: leave a checkpoint, and where this worker is the main write final/; answered with whether
-    that was written."""
+    that was written. save: as in `SaveLast`."""
 
     plan: Plan
     step: int
+    save: Save | None
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,45 @@ class Condemn:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Take a snapshot in memory of all stages held, as they are now, of this step; hand some to members of other pools.
+    `HandedOver` or `NotKept` says what came of it, `InMemory` what there is then.
+
+    to: by stage, who is to keep it too.
+    """
+
+    step: int
+    records: Mapping[int, Record]
+    to: Mapping[int, Member]
+
+
+@dataclass(frozen=True)
+class RetireKept:
+    """All stages have a snapshot of this step: of older ones may go what no rule keeps. proven: up to which step states
+    are known to be right."""
+
+    step: int
+    proven: int
+
+
+@dataclass(frozen=True)
+class ForgetKept:
+    """Snapshots of steps after this one count for nothing, since these are done again."""
+
+    after: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A tier took nothing of a step. tell: it has not been told yet."""
+
+    step: int
+    why: Why
+    tell: bool
+    tier: str = "memory"
+
+
+@dataclass(frozen=True)
 class DropLanes:
     """The application has raised: what it was computing is dropped, and the state stands as after the last update."""
 
@@ -330,7 +373,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class GatherDone:
-    """To `GatherAsked`: the same at all; nothing once the job has ended."""
+    """To `GatherAsked` and `SaveAsked`: the same at all; nothing once the job has ended."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
 
@@ -342,7 +385,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class WentBack:
-    """To any ask: the state is that of another step now; the application goes on from there."""
+    """To any ask: the state is that of another step now, be it a later one; the application goes on from there."""
 
     step: int
 
@@ -392,6 +435,12 @@ Effect = (
     | EnteredPlan
     | RememberLoop
     | Condemn
+    | Keep
+    | RetireKept
+    | ForgetKept
+    | Skipped
+    | Save
+    | AbandonSave
     | DropLanes
     | Answer
 )
@@ -446,6 +495,30 @@ class FollowerAsked:
 
 
 @dataclass(frozen=True)
+class InMemory:
+    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over."""
+
+    snapshots: tuple[tuple[int, int], ...]
+    records: Mapping[int, Mapping[int, Record]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """Other pools have got what they are to keep of a step; or not, since somebody is gone."""
+
+    step: int
+    done: bool
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """There was no room for a snapshot."""
+
+    step: int
+    why: Why
+
+
+@dataclass(frozen=True)
 class JoinAsked:
     """The application waits to be a member of the job."""
 
@@ -482,4 +555,4 @@ class HoldAsked:
     until_ns: int
 
 
-Ask = JoinAsked | StepAsked | GatherAsked | EvaluateAsked | EndAsked | HoldAsked
+Ask = JoinAsked | StepAsked | GatherAsked | SaveAsked | EvaluateAsked | EndAsked | HoldAsked

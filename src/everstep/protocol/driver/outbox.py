@@ -75,7 +75,7 @@ class Times:
 
     def __init__(self) -> None:
         self.now_ns = 0
-        self._arrived_ns = 0
+        self._arrived = (0, 0)
         self._began_ns = 0
         self._phases_ms: dict[str, float] = {}
 
@@ -83,19 +83,19 @@ class Times:
         """It is that late."""
         self.now_ns = now_ns
 
-    def plan_arrived(self, arrived_ns: int) -> None:
-        """When the plan came to this process."""
-        self._arrived_ns = arrived_ns
+    def plan_arrived(self, generation: int, arrived_ns: int) -> None:
+        """When the plan of a generation came to this process; another one, that is not taken, is no matter."""
+        self._arrived = (generation, arrived_ns)
 
     def begin(self) -> None:
         """An operation begins."""
         self._began_ns = self.now_ns
 
-    def freed(self) -> None:
-        """What was done for the generation before has been left."""
-        if self._arrived_ns:
-            self._phases_ms["unblock"] = (self.now_ns - self._arrived_ns) / 1e6
-        self._arrived_ns = 0
+    def freed(self, generation: int) -> None:
+        """What was done for the generation before this one has been left."""
+        arrived_in, arrived_ns = self._arrived
+        if arrived_in == generation:
+            self._phases_ms["unblock"] = (self.now_ns - arrived_ns) / 1e6
 
     def note(self, phase: str) -> None:
         """The operation that has just ended was this phase."""

@@ -15,6 +15,7 @@ import msgspec
 from everstep.base.cause import Cause
 from everstep.base.errors import check
 from everstep.placement.tree import fold, total_sumsq
+from everstep.protocol.driver.policy import Due
 from everstep.protocol.step_types import Holding, Key, Record
 
 
@@ -62,9 +63,12 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
 
-    def at(self, committed_unix_ns: int) -> AgreePayload:
-        """The same, saying when the step before was committed."""
-        return msgspec.structs.replace(self, committed_unix_ns=committed_unix_ns)
+    def stamped(self, committed_unix_ns: int, kept: int, due: Due) -> AgreePayload:
+        """The same, saying when the step before was committed, what is kept, and what is due."""
+        save = (tuple(due.tiers), due.reason)
+        return msgspec.structs.replace(
+            self, committed_unix_ns=committed_unix_ns, kept=kept, save=save, save_cause=due.cause
+        )
 
 
 class GatherPayload(msgspec.Struct, frozen=True, array_like=True):

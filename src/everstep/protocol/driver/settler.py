@@ -15,6 +15,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.step_machine import StepMachine
@@ -42,6 +43,11 @@ class Gathers:
         """Of the state that was copied from somebody."""
         self.known = dict(gathers)
 
+    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.Gathers:
+        """For somebody who is given the state: with the one that was decided by these records, though the application
+        here may not have asked for it yet."""
+        return {**self.known, position: records} if records else dict(self.known)
+
     def of_update(self, number: int) -> Mapping[int, Record]:
         """By which the step itself was decided, if it is known."""
         return self.known.get(Key(number, 0), {})
@@ -50,8 +56,9 @@ class Gathers:
 class Settler:
     """From a plan to the moment at which all go on in it."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, rewindable: bool) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, keeper: Keeper, rewindable: bool) -> None:
         self._machine = machine
+        self._keeper = keeper
         self._out = out
         self._gathers = gathers
         self._rewindable = rewindable
@@ -82,17 +89,19 @@ class Settler:
     def open(self, plan: Plan) -> None:
         """Meet the members."""
         machine = self._machine
-        self._out.times.freed()
+        self._out.times.freed(plan.generation)
         doubt = machine.sound >= 0
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
+        if doubt:  # this worker may have heard of it from others only
+            self._out.put(do.Condemn(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
         """All are there."""
         self._out.times.note("regroup")
         self._disk = result.disk
-        return [step.LanesLost(operation.step, result.lost)] if result.lost else []
+        return [step.LanesLost(operation.step, result.lost)]
 
     def state_holding(self) -> None:
         """Tell the members what is held, and hear it of them."""
@@ -105,10 +114,10 @@ class Settler:
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
-    def anew(self, why: Why, tainted: int = 0) -> None:
-        """What was stated does not do. tainted: the step before which states were found to differ."""
+    def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
+        """What was stated does not do. tainted: the step before which states were found to differ, in the generation
+        `decided_in`. What the machine holds for sound is told."""
         generation = self._machine.generation
-        decided_in = generation if tainted else 0
         self._out.tell(
             wire.SettleAgain,
             generation=generation,
@@ -116,6 +125,7 @@ class Settler:
             reason=why.reason,
             tainted=tainted,
             decided_in=decided_in,
+            sound=self._machine.sound,
         )
 
     def entered(self, effect: step.Entered) -> None:
@@ -128,8 +138,6 @@ class Settler:
         self._out.nothing_stands()
         phases_ms = self._out.times.taken()
         self._out.tell(wire.GenerationEntered, generation=plan.generation, step=effect.step + 1, phases_ms=phases_ms)
-        if plan.save:
-            self._out.start(do.SaveLast, plan.generation, plan, effect.step)
 
     # ---- state for others
 
@@ -138,7 +146,10 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         at_update = live and position.seq == 0 and machine.position.seq > 0
-        records, gathers = machine.records, dict(self._gathers.known) if live else {}
+        records: Mapping[int, Record] = self._keeper.records_of(position.step)
+        gathers: do.Gathers = {}
+        if live:
+            records, gathers = machine.records, self._gathers.up_to(machine.position, machine.records)
         if at_update:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
@@ -161,10 +172,13 @@ class Settler:
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
         machine, at = self._machine, self._machine.position
-        if at.step and not (self._rewindable and (effect.step or self.plan.stages > 1)):
+        rebuilt = not effect.step and not all(effect.sources.values())
+        unable = not effect.step and self.plan.stages == 1  # what is not split is built once
+        if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
-        own = (self._gathers.of_update(at.step) or ({} if at.seq else machine.records)) if stands else {}
+        own = self._gathers.of_update(at.step) if stands else {}
+        own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
         self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
         return None
@@ -172,15 +186,15 @@ class Settler:
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
         """What was lacking is there."""
         self._out.times.note("heal")
-        records = result.records if operation.sources else self._machine.records
         if operation.position != self._machine.position:
             self._out.put(do.CutFeeds())
             self._gathers.copied(result.gathers)
-        return [step.StateCopied(operation.generation, operation.position, records)]
+        return [step.StateCopied(operation.generation, operation.position, result.records)]
 
     def restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
         """The state is that of the step."""
         self._out.times.note("heal")
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
-        return [step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]
+        kept = self._keeper.went_back(operation.step)
+        return [*kept, step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]

@@ -11,6 +11,7 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.comparing import differing, proven_step
 from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -28,11 +29,13 @@ from everstep.protocol.step_types import Key, Record
 
 @dataclass(frozen=True)
 class Differs:
-    """The records of a step show that the states before it differ. sound: the last step at which they were alike."""
+    """The records of a step show that the states before it differ. sound: the last step at which they were alike.
+    generation: in which the step was decided, the same at all."""
 
     why: Why
     sound: int
     outvoted: bool
+    generation: int
 
 
 class Stepper:
@@ -49,7 +52,7 @@ class Stepper:
         self._verify_every = verify_every
         self._begins_after = begins_after
         self._committed_ns = 0
-        self._entered = 0
+        self._entered = self._generation = 0
 
     def entered(self, generation: int) -> None:
         """The next decision is the first one of this generation."""
@@ -69,9 +72,10 @@ class Stepper:
         """All own lanes are there."""
         self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step)
 
-    def reduced(self, operation: do.Reduce, payload: AgreePayload) -> Iterable[step.StepEvent]:
-        """The whole reduced gradient is held here."""
-        data = encode_payload(payload.at(self._committed_ns))
+    def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due) -> Iterable[step.StepEvent]:
+        """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
+        what is taken after this one."""
+        data = encode_payload(payload.stamped(self._committed_ns, kept, due))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes) -> step.GatherAsked:
@@ -89,6 +93,10 @@ class Stepper:
         return [step.RecordArrived(generation, key, w, decode_record(payloads[w])) for w in sorted(payloads)]
 
     # ---- from a decision
+
+    def decision(self, generation: int) -> None:
+        """One was taken, in this generation, and is to be carried out."""
+        self._generation = generation
 
     def gathered(self, effect: step.Gathered) -> None:
         """A gather is decided."""
@@ -125,13 +133,12 @@ class Stepper:
         everybody = {who for digests in outcome.digests.values() for who in digests}
         self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
-        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted)
+        return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._generation)
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
         return proven_step(number, self._verify_every, self._begins_after)
 
     def _decided(self, key: Key) -> None:
-        generation = self._machine.generation
-        self._out.put(do.Decided(key, generation, first=self._entered == generation))
+        self._out.put(do.Decided(key, self._generation, first=self._entered == self._generation))
         self._entered = 0

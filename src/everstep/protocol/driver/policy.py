@@ -1,18 +1,18 @@
 """When checkpoints are taken, and which are kept: small objects that decide from what they are told.
 
-No clock and no files: time and measurements are passed in. Only the job's main asks what is due; everybody else is told
-through the records of the step before, so that all of them take the same snapshots.
+Pure: time and measurements are passed in. Only the job's main asks what is due; everybody else is told through the
+records of the step, so that all of them take the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, TierConfig
+from everstep.base.config_keys import CheckpointConfig, TierConfig
 
 Tier = Literal["memory", "disk", "object"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
@@ -77,36 +77,57 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 class Schedule:
     """What is due after which step, for the main. Call `due` once per step, in order.
 
-    `wanted` are requests to be answered at the next step. memory_every: the
-    memory tier's steps where it has no rule of its own; 0: it is off then.
+    `wanted` are requests to be answered at the next step. memory_every: the memory tier's steps where it has no rule of
+    its own; 0: it is off then. cost_s: training time that the newest one on disk took; None before. failures: seen.
     """
 
     config: CheckpointConfig
     memory_every: int = 0
     wanted: list[Why] = field(default_factory=list)
+    cost_s: float | None = None
+    failures: int = 0
+    _began_s: float | None = None
     _last_s: dict[Tier, float] = field(default_factory=dict)
 
     def active(self) -> tuple[Tier, ...]:
         """The tiers that are used at all."""
         return tuple(tier for tier in TIERS if tier != "object" or self.config.object.url)
 
-    def last_s(self, tier: Tier) -> float | None:
-        """When it took its last one, or was first asked for one; None before."""
-        return self._last_s.get(tier)
+    def ask_again(self, wanted: Sequence[Why]) -> None:
+        """What they asked for could not be had after this step."""
+        self.wanted = list(wanted)
+
+    def failed(self) -> None:
+        """A worker failed: the automatic interval goes by it."""
+        self.failures += 1
+
+    def cost(self, cost_s: float) -> None:
+        """Training time that the last checkpoint took."""
+        self.cost_s = cost_s
 
     def request(self, why: Why) -> None:
         """Whoever asked for one gets it after the next step."""
         if why not in self.wanted:
             self.wanted.append(why)
 
-    def due(
-        self, step: int, now_s: float, *, interval: Interval, epoch_end: bool = False, improved: bool = False
-    ) -> Due:
-        """What is due after this step.
+    def interval(self, now_s: float) -> Interval:
+        """Of the disk where it has no rule of its own, as it is now, with its reason."""
+        if self.config.interval != "auto":
+            return Interval(self.config.interval, f"every {self.config.interval:g} s, as configured")
+        minutes = self.config.mtbf_minutes
+        elapsed_s = now_s - (self._began_s if self._began_s is not None else now_s)
+        return automatic_interval(self.cost_s, self.failures, elapsed_s, None if minutes is None else minutes * 60)
 
-        now_s: monotonic. interval: for tiers without a rule of their own. improved: an evaluation after this step was
-        the best so far.
-        """
+    def affordable(self, now_s: float) -> bool:
+        """Whether one more now would keep checkpoints within `MOST_COST` of the time since the last one on disk."""
+        last_s = self._last_s.get("disk")
+        return self.cost_s is None or last_s is None or now_s - last_s >= self.cost_s / MOST_COST
+
+    def due(self, step: int, now_s: float, *, epoch_end: bool = False) -> Due:
+        """What is due after this step. now_s: monotonic."""
+        if self._began_s is None:
+            self._began_s = now_s
+        interval = self.interval(now_s)
         if self.wanted:
             asked, self.wanted = self.wanted, []
             reason = ", ".join(why.reason for why in asked)
@@ -116,9 +137,7 @@ class Schedule:
             rule: TierConfig = getattr(self.config, tier)
             self._last_s.setdefault(tier, now_s)
             waited = now_s - self._last_s[tier]
-            if improved and rule.keep_best and tier != "memory":
-                reasons[tier] = "the best so far"
-            elif epoch_end and tier != "memory":
+            if epoch_end and tier != "memory":
                 reasons[tier] = "the end of an epoch"
             elif rule.every_steps is not None and step % rule.every_steps == 0:
                 reasons[tier] = f"every {rule.every_steps} steps"

@@ -7,14 +7,12 @@ import math
 import pytest
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
-from everstep.checkpoint.policy import Due, Interval, Schedule, automatic_interval, best_of, kept
-
-FIXED = Interval(100.0, "every 100 s")
+from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
+from everstep.protocol.driver.policy import MOST_COST, Due, Schedule, automatic_interval, best_of, kept
 
 
-def due_steps(schedule: Schedule, step_s: float, steps: int, **more: object) -> dict[int, Due]:
-    found = {step: schedule.due(step, step * step_s, interval=FIXED, **more) for step in range(1, steps + 1)}  # type: ignore[arg-type]
+def due_steps(schedule: Schedule, step_s: float, steps: int) -> dict[int, Due]:
+    found = {step: schedule.due(step, step * step_s) for step in range(1, steps + 1)}
     return {step: due for step, due in found.items() if due}
 
 
@@ -50,23 +48,22 @@ def test_an_object_store_takes_its_checkpoints_from_the_disk() -> None:
 def test_every_so_many_minutes_and_the_interval() -> None:
     minutes = CheckpointConfig(disk=DiskTierConfig(every_minutes=0.5))
     assert list(due_steps(Schedule(minutes), 7.0, 12)) == [6, 11]  # 35 s after the first and after the last one
-    assert list(due_steps(Schedule(CheckpointConfig()), 30.0, 10)) == [5, 9]
-    both = due_steps(Schedule(CheckpointConfig(), memory_every=5), 30.0, 5)
+    assert list(due_steps(Schedule(CheckpointConfig(interval=100.0)), 30.0, 10)) == [5, 9]
+    both = due_steps(Schedule(CheckpointConfig(interval=100.0), memory_every=5), 30.0, 5)
     assert both[5].tiers == ("memory", "disk")
     timed = CheckpointConfig(memory=MemoryTierConfig(every_minutes=0.5), disk=DiskTierConfig(every_steps=100))
     assert {n: due.tiers for n, due in due_steps(Schedule(timed, memory_every=5), 7.0, 7).items()} == {6: ("memory",)}
 
 
-def test_epoch_ends_the_best_and_requests() -> None:
+def test_epoch_ends_and_requests() -> None:
     schedule = Schedule(CheckpointConfig(disk=DiskTierConfig(every_steps=100, keep_best=1)))
-    assert schedule.due(1, 0.0, interval=FIXED, epoch_end=True) == Due(("disk",), "the end of an epoch")
-    assert schedule.due(2, 0.0, interval=FIXED, improved=True) == Due(("disk",), "the best so far")
-    assert not schedule.due(3, 0.0, interval=FIXED)
+    assert schedule.due(1, 0.0, epoch_end=True) == Due(("disk",), "the end of an epoch")
+    assert not schedule.due(3, 0.0)
     schedule.request(Why(Cause.REQUESTED, "requested"))
     schedule.request(Why(Cause.INTERRUPTED, "SIGTERM"))
     schedule.request(Why(Cause.REQUESTED, "requested"))
-    assert schedule.due(4, 0.0, interval=FIXED) == Due(("disk",), "requested, SIGTERM", Cause.REQUESTED)
-    assert not schedule.due(5, 0.0, interval=FIXED)
+    assert schedule.due(4, 0.0) == Due(("disk",), "requested, SIGTERM", Cause.REQUESTED)
+    assert not schedule.due(5, 0.0)
 
 
 def test_what_is_kept() -> None:
@@ -103,3 +100,21 @@ def test_the_automatic_interval_follows_what_is_seen() -> None:
     rough = automatic_interval(1.0, 20, 3600.0, None)
     assert rough.seconds < calm.seconds
     assert "20 seen in 60 min" in rough.reason
+
+
+def test_the_interval_of_a_schedule() -> None:
+    schedule = Schedule(CheckpointConfig(mtbf_minutes=60.0))
+    assert schedule.interval(5.0).seconds == 30.0
+    schedule.cost_s = 0.5
+    assert schedule.interval(5.0).seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600) - 0.5)
+    seen = Schedule(CheckpointConfig(), cost_s=0.5, failures=2)
+    assert not seen.due(1, 60.0) and "2 seen in 1 min" in seen.interval(120.0).reason
+
+
+def test_what_another_checkpoint_would_cost() -> None:
+    schedule = Schedule(CheckpointConfig(disk=DiskTierConfig(every_steps=1)))
+    assert schedule.affordable(0.0)
+    schedule.cost_s = 1.0
+    assert schedule.affordable(0.0)
+    assert schedule.due(1, 100.0)
+    assert not schedule.affordable(100.0 + 0.9 / MOST_COST) and schedule.affordable(100.0 + 1 / MOST_COST)

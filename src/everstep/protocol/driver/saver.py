@@ -1,0 +1,238 @@
+"""Which checkpoints are taken and given up, and what is told of them. Pure.
+
+The main decides what is due and says so in its agree record, so that all workers begin the same one right after that
+update. At a boundary that all have come to (an evaluation, the end, a plan that says so) they begin one without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config_keys import CheckpointConfig
+from everstep.base.errors import check
+from everstep.base.plan import Plan
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.policy import Due, Schedule, Tier
+from everstep.protocol.driver.records import Outcome, gathered
+from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.driver.settler import Gathers
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Record
+
+GIVE_UP_S = 300.0
+"""So long the next checkpoint waits for one of which parts are lacking."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a saver goes by. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
+    where the rule says nothing of them; 0: none then. eval_every: steps between evaluations; 0: none. epoch_ends:
+    whether a step is the last one of an epoch, but not of the job."""
+
+    rule: CheckpointConfig = field(default_factory=CheckpointConfig)
+    on: bool = False
+    memory_every: int = 0
+    eval_every: int = 0
+    epoch_ends: Callable[[int], bool] = lambda number: False
+
+    @property
+    def judges(self) -> bool:
+        """Whether evaluations say how good a checkpoint is."""
+        rule = self.rule
+        return rule.best_metric is not None and bool(rule.disk.keep_best or rule.object.keep_best)
+
+
+class Saver:
+    """One worker's part in the job's checkpoints."""
+
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: Saving) -> None:
+        self._machine = machine
+        self._out = out
+        self._gathers = gathers
+        self._config = config
+        self._schedule = Schedule(config.rule, config.memory_every)
+        self._said = (0, Due())
+        self._answering = 0
+        self._incomplete: tuple[int, int] | None = None
+        self._plan: Plan | None = None
+        self._begun = 0
+        self._best: float | None = None
+        self._deferred: Why | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether checkpoints are taken."""
+        return self._config.on
+
+    @property
+    def _is_main(self) -> bool:
+        plan = self._machine.plan
+        return plan is not None and plan.leader(0) == self._machine.me.worker_id
+
+    # ---- the main: what is due
+
+    def request(self, why: Why) -> None:
+        """One more, after the present step; what becomes of it is told to the coordinator."""
+        if self.on:
+            self._schedule.request(why)
+        else:
+            self._tell(0, False, "", "checkpoint.enabled is false: this job takes none")
+
+    def due(self, number: int) -> Due:
+        """For the agree record of a step: what is due after it, if this is the main. The same each time it is asked."""
+        if not self._is_main:
+            return Due()
+        if not self.on:
+            return self._memory_alone(number)
+        if self._said[0] != number:
+            self._said = (number, self._decide(number))
+        return self._said[1]
+
+    def _memory_alone(self, number: int) -> Due:
+        """Snapshots in memory are what makes up for a pool that is lost, where nothing is on disk."""
+        config = self._config
+        every = config.memory_every and (config.rule.memory.every_steps or config.memory_every)
+        return Due(("memory",), f"every {every} steps") if every and number % every == 0 else Due()
+
+    def _decide(self, number: int) -> Due:
+        schedule, now_s = self._schedule, self._out.times.now_ns / 1e9
+        asked = list(schedule.wanted)
+        due = schedule.due(number, now_s, epoch_end=self._config.epoch_ends(number) and schedule.affordable(now_s))
+        if "disk" in due.tiers and self._incomplete is not None and not self._give_up_slow(number):
+            schedule.ask_again(asked)  # who asked for one gets it afterwards
+            due = _memory_of(due)
+        if asked and not schedule.wanted:
+            self._answering = number
+        every = self._config.eval_every
+        if due and self._config.judges and every and number % every == 0:  # it waits for the evaluation
+            self._deferred = Why(due.cause, due.reason)
+            due = _memory_of(due)
+        return due
+
+    def _give_up_slow(self, number: int) -> bool:
+        """Whether the one before is no longer waited for."""
+        step, since_ns = self._incomplete or (0, 0)
+        waited_s = (self._out.times.now_ns - since_ns) / 1e9
+        if waited_s > GIVE_UP_S:
+            self._give_up(Why(Cause.SLOW, f"it took longer than {GIVE_UP_S:.0f} s"))
+            return True
+        text = f"that of step {step} is still being written, since {waited_s:.1f} s"
+        self._out.put(do.Skipped(number, Why(Cause.BUSY, text), tell=True, tier="disk"))
+        return False
+
+    # ---- all: taking one
+
+    def updated(self, outcome: Outcome, records: Mapping[int, Record]) -> None:
+        """The state is that of this step, and the application has not gone on yet."""
+        tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
+        if tiers and self.on and self._machine.settled:
+            self._out.put(self._begin(outcome.step, Due(tiers, outcome.save[1], outcome.save_cause), records))
+
+    def boundary(self, why: Why, *, past: bool, metrics: Mapping[str, float] | None = None) -> Save | None:
+        """One of the state as it is, in which all members are; each of them calls this. None: not now, or it has begun.
+
+        past: the application is through with the step.
+        """
+        number = self._machine.position.step
+        if not self.on or not number or not self._machine.settled or self._begun == number:
+            return None
+        tiers: tuple[Tier, ...] = ("disk", "object") if self._config.rule.object.url else ("disk",)
+        records = self._gathers.of_update(number) or ({} if self._machine.position.seq else self._machine.records)
+        save = self._begin(number, Due(tiers, why.reason, why.cause), records)
+        return replace(save, boundary=True, past=past, metrics=metrics or {})
+
+    def _begin(self, number: int, due: Due, records: Mapping[int, Record]) -> Save:
+        plan = self._machine.plan
+        check(plan is not None, "a member has a plan")
+        self._plan, self._begun = plan, number
+        self._incomplete = (number, self._out.times.now_ns)
+        return Save(plan, number, due, records)  # type: ignore[arg-type]
+
+    # ---- giving one up
+
+    def regroup(self, plan: Plan) -> None:
+        """Another generation: one in progress can still be completed if its writers and its main are all there."""
+        before = self._plan
+        if before is None:
+            return
+        gone = [m.worker_id for m in before.members if not plan.has(m.key)]
+        if gone:
+            self._schedule.failed()
+            self._give_up(Why(Cause.REGROUPED, f"worker {', '.join(map(str, gone))} left"), plan)
+        elif plan.leader(0) != before.leader(0):
+            self._give_up(Why(Cause.REGROUPED, "the leader changed"), plan)
+
+    def _give_up(self, why: Why, plan: Plan | None = None) -> None:
+        self._incomplete = None
+        if plan is not None:
+            self._plan, self._begun = None, 0
+        self._out.put(AbandonSave(why, plan))
+
+    def condemned(self) -> None:
+        """States of later steps count for nothing, nor does what was saved of them."""
+        self._plan, self._begun, self._incomplete = None, 0, None
+        self._best = self._deferred = None
+
+    # ---- what became of it
+
+    def parts_there(self, event: PartsThere) -> None:
+        """Nothing of it is waited for any more."""
+        if self._incomplete is not None and self._incomplete[0] == event.step:
+            self._incomplete = None
+
+    def ended(self, event: SaveEnded) -> None:
+        """It is on disk, or will never be."""
+        self.parts_there(PartsThere(event.step))
+        if event.cost_s is not None:
+            self._schedule.cost(event.cost_s)
+        if event.step == self._answering != 0:
+            self._answering = 0
+            self._tell(event.step, event.ok, event.where, event.reason)
+
+    def last(self, operation: do.SaveLast, where: str) -> None:
+        """One was asked for by a plan. where: it is; empty if it was not completed."""
+        if operation.plan.leader(0) != self._machine.me.worker_id:
+            return
+        number = operation.step
+        done = bool(where) and self._begun == number
+        reason = "" if done else "it could not be completed" if number else "nothing was trained yet"
+        self._tell(number, done, where if done else "", reason)
+
+    def _tell(self, number: int, ok: bool, where: str, reason: str) -> None:
+        me = self._machine.me
+        told = wire.Saved(
+            worker_id=me.worker_id, incarnation=me.incarnation, step=number, ok=ok, where=where, reason=reason
+        )
+        self._out.send(told, lasting=False)
+
+    # ---- evaluations
+
+    def verdict(self, event: SaveAsked) -> bytes:
+        """After an evaluation: what the main says of it to all; empty if it is no reason for a checkpoint."""
+        rule = self._config.rule
+        if not self._is_main or rule.best_metric is None:
+            return b""
+        sign = 1.0 if rule.best_mode == "max" else -1.0
+        best = self._best if event.stored is None or self._best is not None else sign * event.stored
+        value, why = sign * event.metrics[rule.best_metric], self._deferred
+        if best is None or value > best:
+            why, self._best = Why(Cause.SCHEDULED, "the best so far"), value
+        self._deferred = None
+        return b"" if why is None else msgspec.json.encode(why)
+
+    def judged(self, event: SaveAsked, records: Mapping[int, Record], *, past: bool) -> None:
+        """All know what the main says."""
+        said = next((data for _, data in sorted(gathered(records).items()) if data), b"")
+        save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
+        if save is not None:
+            self._out.put(save)
+
+
+def _memory_of(due: Due) -> Due:
+    return replace(due, tiers=tuple(t for t in due.tiers if t == "memory"))

@@ -1,0 +1,127 @@
+"""`make extended`: what takes longer than `make test` allows, in parts; one that has passed is not run again.
+
+A part that passes leaves a stamp in build/extended, in a folder named for what src and tests hold. With arguments, only
+these tiers are run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STAMPS = ROOT / "build" / "extended"
+SEEDS, CHUNK = 10_000, 1_000
+PYTEST = ("-m", "pytest", "-n", "0", "-o", "timeout=3000")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is run by itself: arguments of python."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def seeds(split: bool) -> Iterator[Part]:
+    """The simulator, so many seeds at a time."""
+    options = ("--split",) if split else ()
+    for first in range(0, SEEDS, CHUNK):
+        command = ("-P", "-m", "everstep", "sim", "--seeds", f"{first}:{first + CHUNK}", "--json", *options)
+        yield Part(f"seeds{'-split' if split else ''}-{first}", command)
+
+
+def tests(file: str, **environment: str) -> Part:
+    """One file of tests, with more of the same than in `make test`."""
+    return Part(Path(file).stem, (*PYTEST, f"tests/{file}"), environment)
+
+
+TIERS = {
+    "sim": [*seeds(False), *seeds(True)],
+    "generations": [tests("chaos/test_chaos_leaks.py", EVERSTEP_TEST_GENERATIONS="200")],
+    "kills": [
+        tests("chaos/test_chaos_checkpoints.py", EVERSTEP_TEST_KILLS="200"),
+        tests("integration/test_object_kills.py", EVERSTEP_TEST_KILLS="200"),
+    ],
+}
+AT_ONCE = {"sim": os.cpu_count() or 1}  # jobs have several processes each
+
+
+def key() -> str:
+    """Of all that a result depends on."""
+    found = hashlib.sha256()
+    files = [p for folder in ("src", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()]
+    for path in sorted([*files, ROOT / "pyproject.toml"]):
+        if "__pycache__" not in path.parts and ".egg-info" not in str(path):
+            found.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def run(part: Part, folder: Path) -> str:
+    """Returns "done", "done before" or "FAILED". What it prints is kept."""
+    log, stamp = folder / f"{part.name}.log", folder / f"{part.name}.done"
+    if stamp.exists():
+        return "done before"
+    begin_s = time.monotonic()
+    with open(log, "wb") as out:
+        command = [sys.executable, *part.command]
+        ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **part.environment}, stdout=out, stderr=out)
+    took_s = time.monotonic() - begin_s
+    if ended.returncode == 0:
+        stamp.touch()
+    verdict = "done" if ended.returncode == 0 else "FAILED"
+    print(f"  {part.name}: {verdict}, {took_s:.0f} s", flush=True)
+    return verdict
+
+
+def never_seen(folder: Path) -> str:
+    """What no seed has met, of all that a driver may say and that may strike."""
+    total: Counter[str] = Counter()
+    for part in TIERS["sim"]:
+        for group, counts in json.loads((folder / f"{part.name}.log").read_text())["coverage"].items():
+            total.update({f"{group}: {name}": n for name, n in counts.items()})
+    return ", ".join(name for name, n in sorted(total.items()) if not n) or "nothing"
+
+
+def main(names: list[str]) -> int:
+    """Returns the exit code."""
+    if unknown := set(names) - set(TIERS):
+        print(f"expected tiers of {', '.join(TIERS)}, got {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    folder = STAMPS / key()
+    for old in STAMPS.glob("*"):
+        if old != folder:
+            shutil.rmtree(old)
+    folder.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for tier in names or TIERS:
+        begin_s, parts = time.monotonic(), TIERS[tier]
+        with ThreadPoolExecutor(AT_ONCE.get(tier, 1)) as pool:
+            try:
+                verdicts = list(pool.map(lambda part: run(part, folder), parts))
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                return 130
+        failed += [p.name for p, verdict in zip(parts, verdicts, strict=True) if verdict == "FAILED"]
+        counts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(Counter(verdicts).items()))
+        print(f"{tier}: {counts}, {time.monotonic() - begin_s:.0f} s", flush=True)
+        if tier == "sim" and "FAILED" not in verdicts:
+            print(f"  never seen in {2 * SEEDS} seeds: {never_seen(folder)}")
+    for name in failed:
+        print(f"FAILED: {folder / name}.log", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,272 @@
+"""The driver at the end: finish, leave, hold, and a job that is over."""
+
+from __future__ import annotations
+
+import pytest
+from driver_harness import MS, Worker, at, gather_records, joiner, member_worker, plan
+
+from everstep.base.ports import Tag
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.step_types import Key
+
+COMPLETED = wire.JobEnded(state="completed", reason="done", exit_code=0)
+WORDS = wire.WorkerFailed(
+    worker_id=0, incarnation=0, step=1, reason="it raised", signature="x", fatal=False, generation=1, holds=True
+)
+
+
+def finishing() -> Worker:
+    """Worker 0, whose application is through with step 1, and all have said so."""
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.EndAsked())
+    w.exchange(gather_records(w.plan))
+    return w
+
+
+def holding(until_ns: int = 1 << 60) -> Worker:
+    """Worker 0, whose application raised in the middle of step 2."""
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.StepAsked(2))
+    w.abort()
+    w.ask(do.HoldAsked(WORDS, until_ns))
+    return w
+
+
+# ---- finish
+
+
+def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.EndAsked())
+    assert w.op.tag == Tag("decide", 1, 1) and w.driver._application.asked == 2 and w.out[0] == do.RememberLoop(1)
+    w.exchange(gather_records(w.plan))
+    assert w.out[-1] == do.Finish(w.op.op, 1, w.plan, 1, None)
+    w.done(True)
+    done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
+    assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
+    w.on(do.Tick())
+    assert w.out == [], "once per generation"
+    w.hear(COMPLETED)
+    assert w.out == [do.JobOver()]
+
+
+def test_who_is_not_the_main_has_not_written_it() -> None:
+    w = finishing()
+    w.done(False)
+    assert w.told(wire.WorkerDone)[-1].final_written is False
+
+
+def test_a_plan_in_the_middle_of_the_end_finishes_again() -> None:
+    w = finishing()
+    w.hear(plan(2, (0, 1)))
+    w.abort()
+    assert w.told(wire.WorkerDone) == []
+    w.settle()
+    assert w.op == do.Finish(w.op.op, 2, w.plan, 1, None)
+    w.done(True)
+    w.hear(plan(3, (0,)))
+    w.settle()
+    assert isinstance(w.op, do.Finish) and w.op.generation == 3
+    w.done(True)
+    assert [m.generation for m in w.told(wire.WorkerDone)] == [2, 3]
+
+
+def test_nothing_is_finished_while_the_others_are_waited_for() -> None:
+    w = finishing()
+    w.hear(plan(2, (0, 1)))
+    w.abort()
+    w.abort(1)
+    w.on(do.Tick())
+    assert w.op is None and w.count(do.Finish) == 1
+
+
+def test_the_end_is_asked_again_after_going_back() -> None:
+    w = Worker(plan(1, (0,), (1,)))
+    w.step(1)
+    w.ask(do.EndAsked())
+    w.exchange(gather_records(w.plan))
+    w.done(True)
+    w.hear(plan(2, (0,), (1,)))
+    w.settle(w1=at(0, stages=(1,)))
+    assert isinstance(w.op, do.Restore)
+    w.done(do.Copied())
+    assert w.out[-1] == do.WentBack(0) and w.driver._application.asked == 0
+    w.step(1)
+    w.ask(do.EndAsked())
+    w.exchange(gather_records(w.plan))
+    assert isinstance(w.op, do.Finish) and w.op.generation == 2
+
+
+def test_an_end_that_is_asked_twice_in_a_generation_is_finished_twice() -> None:
+    w = finishing()
+    w.abort()
+    w.ask(do.HoldAsked(WORDS, 0))
+    assert w.out[-1] == do.Released()
+    w.ask(do.EndAsked())
+    w.exchange(gather_records(w.plan))
+    assert isinstance(w.op, do.Finish)
+
+
+def test_the_job_may_end_while_the_end_is_being_gathered() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.EndAsked())
+    w.hear(COMPLETED)
+    w.abort()
+    assert w.out == [do.JobOver()]
+    assert w.driver.ended == COMPLETED
+
+
+@pytest.mark.parametrize("ask", [do.EndAsked(), do.GatherAsked(b"")])
+def test_a_gather_that_was_left_waits_for_the_next_plan(ask: do.Ask) -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(ask)
+    w.abort(1)
+    assert [type(e) for e in w.out] == [do.Tell] and w.op is None
+
+
+def test_nothing_is_finished_that_was_not_asked_to_end() -> None:
+    w = member_worker(0, 1)
+    w.step(1)
+    w.gather()
+    w.ask(do.StepAsked(2))
+    w.abort(1)
+    assert [type(e) for e in w.out] == [do.Tell] and w.op is None
+
+
+# ---- leave
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_worker_that_is_dismissed_leaves(drained: bool) -> None:
+    w = member_worker(0, 1)
+    w.ask(do.StepAsked(1))
+    w.hear(wire.Dismissed(reason="scaled down", drained=drained))
+    assert w.out == []
+    w.abort()
+    assert w.out == [do.Exit("scaled down", drained=drained)]
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted"])
+def test_a_worker_of_a_failed_job_leaves(state: str) -> None:
+    w = member_worker(0, 1)
+    w.ask(do.GatherAsked(b""))
+    w.hear(wire.JobEnded(state=state, reason="no quorum", exit_code=1))
+    w.abort()
+    assert w.out == [do.Exit("no quorum", failed=True)]
+
+
+def test_a_gather_of_a_job_that_is_over_has_nothing() -> None:
+    w = member_worker(0, 1)
+    w.ask(do.GatherAsked(b""))
+    w.hear(COMPLETED)
+    w.abort()
+    assert w.out == [do.GatherDone({})]
+    w.ask(do.GatherAsked(b""))
+    assert w.out == [do.GatherDone({})]
+    w.ask(do.EndAsked())
+    assert w.out == [do.JobOver()]
+    w.ask(do.StepAsked(1))
+    assert w.out == [do.Exit("the job is over, and this worker was not needed", drained=True)]
+
+
+def test_a_gather_that_was_decided_is_answered_though_the_job_is_over() -> None:
+    w = member_worker(0, 1)
+    w.ask(do.GatherAsked(b""))
+    w.hear(COMPLETED)
+    w.exchange(gather_records(w.plan))
+    assert isinstance(w.out[-1], do.GatherDone) and set(w.out[-1].records) == {0, 1}
+
+
+@pytest.mark.parametrize("ask", [do.StepAsked(1), do.JoinAsked()])
+def test_one_that_waits_for_a_step_is_not_needed_once_the_job_is_over(ask: do.Ask) -> None:
+    w = Worker() if isinstance(ask, do.JoinAsked) else member_worker(0, 1)
+    w.ask(ask)
+    w.hear(COMPLETED)
+    if w.op is not None:
+        w.abort()
+    assert w.out == [do.Exit("the job is over, and this worker was not needed", drained=True)]
+
+
+def test_a_step_that_was_applied_is_answered_though_the_job_is_over() -> None:
+    w = member_worker(0, 1)
+    w.to_agree(1)
+    w.agree()
+    w.hear(COMPLETED)
+    w.done(1)
+    assert w.out[-1] == do.Stepped(1)
+
+
+# ---- hold
+
+
+def test_who_has_raised_says_so_drops_its_lanes_and_stays() -> None:
+    w = holding()
+    assert w.out == [do.DropLanes(), do.Tell(WORDS)] and WORDS in w.driver.standing.messages
+    w.on(do.Tick())
+    assert w.out == []
+
+
+def test_it_computes_nothing_more_but_settles_and_gives_its_state() -> None:
+    w = holding()
+    w.hear(plan(2, (0, 1)))
+    w.settle(w1=at(0))
+    assert w.op is None and w.count(do.Shelve) == 1 and w.out[-1] == do.Tell(w.told()[-1])
+    assert isinstance(w.told()[-1], wire.GenerationEntered)
+    w.hear(plan(3, (0, 1), save="the last words"))
+    w.settle()
+    assert isinstance(w.op, do.Linger), "this job takes no checkpoints"
+    w.done()
+    assert w.op is None and w.count(do.Compute) == 2, "one of step 1, and the one in which it raised"
+
+
+def test_it_is_released_when_its_time_is_over() -> None:
+    w = holding(until_ns=100 * MS)
+    w.now = 98 * MS
+    assert w.on(do.Tick()) == []
+    assert w.on(do.Tick()) == [do.Released()]
+
+
+def test_it_is_released_when_the_job_is_over() -> None:
+    w = holding()
+    assert w.hear(COMPLETED) == [do.Released()]
+
+
+def test_it_leaves_when_it_is_dismissed() -> None:
+    w = holding()
+    assert w.hear(wire.Dismissed(reason="it failed", drained=False)) == [do.Exit("it failed")]
+
+
+def test_one_whose_state_nobody_could_want_does_not_stay() -> None:
+    w = member_worker(0, 1)
+    w.ask(do.StepAsked(1))
+    w.abort()
+    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()], "nothing was trained"
+    w = joiner()
+    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()]
+    w = member_worker(0, 1)
+    w.step(1)
+    w.ask(do.StepAsked(2))
+    w.hear(plan(2, (0, 1)))
+    w.abort()
+    w.abort(1)
+    assert w.ask(do.HoldAsked(WORDS, 1 << 60)) == [do.Released()], "it is not settled"
+    assert w.told(wire.WorkerFailed) == []
+
+
+def test_who_is_held_goes_back_with_the_others_and_is_not_told() -> None:
+    w = Worker(plan(1, (0,), (1,)))
+    w.step(1)
+    w.ask(do.StepAsked(2))
+    w.abort()
+    w.ask(do.HoldAsked(WORDS, 1 << 60))
+    w.hear(plan(2, (0,), (1,)))
+    w.settle(w1=at(0, stages=(1,)))
+    w.done(do.Copied())
+    assert w.driver.position == Key(0, 0) and w.count(do.WentBack) == 0
+    assert isinstance(w.out[-1], do.Tell)

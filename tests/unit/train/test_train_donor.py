@@ -1,0 +1,217 @@
+"""The donor: what it gives and feeds, what it waits for, and when it lets a follower go."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import torch
+
+from everstep.base.ports import Piece, Reduced
+from everstep.exact.ties import Place
+from everstep.protocol.step_types import Key, Record
+from everstep.train.heal import MAX_BACKLOG, Donor, FollowedStep, Gradient, Offer, Received, next_item, receive_offer
+
+RECORDS = {1: Record(0, b"r")}
+GENEROUS_S = 10.0
+
+
+class Snapshot:
+    """Four bytes of state; remembers whether somebody waited for its copy."""
+
+    n_blocks = 1
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.waited = True
+        return True
+
+    def manifest(self) -> dict[str, Any]:
+        return {"blocks": ["x"], "block_bytes": 4}
+
+    def read_block(self, index: int) -> memoryview:
+        return memoryview(b"abcd")
+
+
+class Pipe:
+    """Both ends of a connection; nothing passes before `open` is set."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def send_json(self, value: dict[str, Any]) -> None:
+        assert self.open.wait(GENEROUS_S)
+        self._items.put(value)
+
+    def send_bytes(self, parts: list[Any]) -> None:
+        assert self.open.wait(GENEROUS_S)
+        self._items.put(b"".join(bytes(part) for part in parts))
+
+    def recv_json(self) -> dict[str, Any]:
+        return self._items.get(timeout=GENEROUS_S)
+
+    def recv_into(self, target: Any) -> None:
+        data = self._items.get(timeout=GENEROUS_S)
+        memoryview(target).cast("B")[:] = data
+
+    def left(self) -> list[Any]:
+        found = []
+        while not self._items.empty():
+            found.append(self._items.get())
+        return found
+
+
+class Follower:
+    """A joiner that has asked a donor for stages, and the handler thread that serves it."""
+
+    def __init__(self, donor: Donor, asked: threading.Event, stages: tuple[int, ...] = (0,)) -> None:
+        self.pipe = Pipe()
+        asked.clear()
+        request = {"kind": "heal", "stages": list(stages)}
+        self.thread = threading.Thread(target=donor.handle, args=(self.pipe, request), daemon=True)
+        self.thread.start()
+        assert asked.wait(GENEROUS_S)
+
+    def ended(self) -> bool:
+        self.thread.join(GENEROUS_S)
+        return not self.thread.is_alive()
+
+    def offer(self) -> Received:
+        self.pipe.open.set()
+        return receive_offer(self.pipe, (0,), lambda: None)  # type: ignore[arg-type]
+
+    def next_step(self) -> FollowedStep:
+        while True:
+            item = next_item(self.pipe, {0: 3})  # type: ignore[arg-type]
+            if isinstance(item, FollowedStep):
+                return item
+
+
+def gradient(presence: bytes = b"\x01\x00") -> Gradient:
+    pieces = (Piece(0, 2, torch.tensor([1.0, 2.0])), Piece(2, 3, torch.tensor([3.0])))
+    received = {Place("w", 0, 1): torch.tensor([5.0]), Place("v", 1, 1): None}
+    return Gradient(Reduced(4, pieces, presence, (0, 2)), received)
+
+
+def feed(donor: Donor, step: int, stage: int = 0) -> None:
+    donor.feed(step, RECORDS, {stage: gradient()}, {stage: 3}, lambda: b"loop")
+
+
+def start(stages: tuple[int, ...] = (0,)) -> tuple[Donor, Follower, Snapshot]:
+    """A donor that has offered its state to one follower."""
+    asked = threading.Event()
+    donor, snapshot = Donor(asked.set), Snapshot()
+    follower = Follower(donor, asked, stages)
+    offer = Offer(Key(3, 1), RECORDS, {Key(3, 0): RECORDS}, dict.fromkeys(stages, snapshot), b"app")
+    donor.offer(lambda: offer)
+    return donor, follower, snapshot
+
+
+def test_a_follower_gets_the_state_and_then_every_step_as_it_was_reduced() -> None:
+    donor, follower, _ = start()
+    got = follower.offer()
+    assert (got.position, got.records, got.gathers, got.application) == (
+        Key(3, 1),
+        RECORDS,
+        {Key(3, 0): RECORDS},
+        b"app",
+    )
+    assert bytes(got.states[0].blocks[0]) == b"abcd"
+    feed(donor, 4)
+    item = follower.next_step()
+    assert (item.step, item.records, item.application) == (4, RECORDS, b"loop")
+    found = item.gradients[0]
+    assert found.reduced.presence == b"\x01\x00", "a parameter that had no gradient has none there either"
+    assert found.reduced.pieces[0].data.tolist() == [1.0, 2.0, 3.0]
+    tied = {p.name: None if t is None else t.tolist() for p, t in found.received.items()}
+    assert tied == {"w": [5.0], "v": None}
+    donor.cut()
+    assert follower.ended()
+
+
+def test_nobody_is_offered_anything_without_having_asked() -> None:
+    donor = Donor()
+    donor.offer(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    donor.feed(4, RECORDS, {}, {}, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+
+
+def test_a_feed_is_cut_when_the_state_jumps() -> None:
+    donor, follower, _ = start()
+    follower.offer()
+    donor.cut()
+    assert follower.ended(), "who follows has to begin anew"
+
+
+def test_a_follower_that_stays_behind_is_let_go() -> None:
+    donor, follower, _ = start()
+    for number in range(MAX_BACKLOG):
+        feed(donor, 4 + number)
+    follower.offer()
+    assert [follower.next_step().step for _ in range(MAX_BACKLOG)] == list(range(4, 4 + MAX_BACKLOG))
+    donor.cut()
+    assert follower.ended()
+    donor, follower, _ = start()
+    for number in range(MAX_BACKLOG + 1):
+        feed(donor, 4 + number)
+    follower.offer()
+    assert follower.ended() and follower.pipe.left() == [], "its memory is bounded"
+
+
+def test_a_follower_of_a_stage_that_is_not_held_any_more_is_let_go() -> None:
+    donor, follower, _ = start()
+    feed(donor, 4, stage=1)
+    follower.offer()
+    assert follower.ended() and follower.pipe.left() == []
+
+
+def test_an_update_waits_until_what_is_on_offer_has_been_copied() -> None:
+    donor, follower, snapshot = start()
+    assert not snapshot.waited
+    donor.busy_snapshot()
+    assert snapshot.waited
+    donor.cut()
+    follower.offer()
+    assert follower.ended()
+
+
+def test_an_update_waits_for_the_copy_of_one_that_is_let_go_too() -> None:
+    """It gets the whole offer all the same, and would take a state that was half updated for a sound one."""
+    donor, follower, snapshot = start()
+    feed(donor, 4, stage=1)
+    donor.busy_snapshot()
+    assert snapshot.waited
+    follower.offer()
+    assert follower.ended()
+
+
+def test_an_update_waits_for_what_is_on_the_shelf_and_not_for_what_was() -> None:
+    donor, snapshot = Donor(), Snapshot()
+    donor.shelve(2, Offer(Key(3, 0), {}, {}, {0: snapshot}))
+    donor.unshelve()
+    donor.busy_snapshot()
+    assert not snapshot.waited
+    donor.shelve(3, Offer(Key(3, 0), {}, {}, {0: snapshot}))
+    donor.busy_snapshot()
+    assert snapshot.waited
+
+
+def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
+    donor, pipe = Donor(), Pipe()
+    donor.shelve(3, Offer(Key(3, 0), RECORDS, {}, {0: Snapshot()}))
+    pipe.open.set()
+    donor.handle(pipe, {"kind": "settle", "generation": 3, "stages": [0]})  # type: ignore[arg-type]
+    assert receive_offer(pipe, (0,), lambda: None).records == RECORDS  # type: ignore[arg-type]
+    donor.handle(pipe, {"kind": "settle", "generation": 3, "stages": [1]})  # type: ignore[arg-type]
+    assert pipe.left() == [], "a stage that is not there is not given"
+
+
+def test_other_requests_go_where_they_belong() -> None:
+    seen: list[str] = []
+    donor = Donor(others={"keep": lambda connection, request: seen.append(request["kind"])})
+    donor.handle(Pipe(), {"kind": "keep"})  # type: ignore[arg-type]
+    donor.handle(Pipe(), {"kind": "nonsense"})  # type: ignore[arg-type]
+    assert seen == ["keep"]
