@@ -227,7 +227,8 @@ class Checks:
         sound = sound_limit(self.holdings.get(generation, {}))
         told = any(plan.sound >= 0 for number, plan in self.plans.items() if number <= generation)
         if sound is not None or told:
-            spoilt = sorted(stage for stage, state in held.items() if wrong(state))
+            seats = self.plans[generation].stages_of(who.worker_id)  # other stages will be dropped
+            spoilt = sorted(stage for stage in seats if stage in held and wrong(held[stage]))
             right = not spoilt or self.corruption.unnoticed
             self.require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
         if sound is None:

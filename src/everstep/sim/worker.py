@@ -44,6 +44,7 @@ _PHASES: dict[type[do.Operation], str] = {
     do.Reduce: "reducing",
     do.Update: "updating",
 }
+_GRACE_NS = 500 * MS
 
 
 class SimWorker(Process):
@@ -321,10 +322,11 @@ class SimWorker(Process):
         self.later(self.world.between(0, 5 * MS), self.done, operation)
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        """The main waits until all parts are there."""
+        """The main waits until all parts are there, for as long as it may."""
         if operation.save is not None:
             self._save(operation.save)
         if operation.plan.leader(0) == self.me.worker_id:
+            self.later(_GRACE_NS, self.done, operation, "")
             self._saved(operation)
         else:
             self.later(self.world.between(MS, 60 * MS), self.done, operation, "")
