@@ -55,6 +55,14 @@ class Corruption:
     found_by: set[WorkerKey] = field(default_factory=set)
     unnoticed: bool = False
 
+    def flip(self, who: WorkerKey) -> None:
+        """A bit of its copy has flipped."""
+        self.flipped = who
+
+    def escaped(self) -> None:
+        """A comparison has shown nothing, of copies that are wrong."""
+        self.unnoticed = True
+
     def due(self, step: int) -> bool:
         """Whether states are compared before the step."""
         return bool(self.verify_every) and step % self.verify_every == 0
@@ -197,7 +205,7 @@ class Checks:
             not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}"
         )
         if any(map(wrong, set().union(*copies.values()))):
-            corruption.unnoticed = True
+            corruption.escaped()
 
     def condemned(self, who: WorkerKey, sound: int) -> None:
         """A worker has found that states after this step count for nothing."""
