@@ -116,7 +116,7 @@ class CoordinatorProcess(Server):
         match effect:
             case Send(connection=name, message=message):
                 if isinstance(message, wire.PlanNow | wire.PlanPrepared):
-                    self.control.checks.plan(message.plan)
+                    self.control.checks.records.plan(message.plan)
                 if self.world.tracing and not isinstance(message, wire.Pong):
                     self.world.log(self.name, "->", name, message)
                 if name in self.peers:

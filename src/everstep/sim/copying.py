@@ -214,7 +214,7 @@ class Fetcher:
             if found is None:
                 life.later(life.world.between(0, 5 * MS), self._damaged, operation, f"checkpoint {step} is damaged")
                 return
-            effects = ((step, life.site.checks.effect(step)),) if step else ()  # perhaps nobody has told them
+            effects = ((step, life.site.checks.exact.effect(step)),) if step else ()  # perhaps nobody has told them
             copy = Copy(Key(step, 0), {}, {stage: found}, effects)
         life.later(
             life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS),
@@ -385,7 +385,7 @@ class Follower:
 
     def _replay(self, operation: do.Replay) -> None:
         life = self.life
-        life.site.checks.applies(life.me, operation.step, operation.records)
+        life.site.checks.taint.applies(life.me, operation.step, operation.records)
         life.later(life.world.between(MS // 2, 3 * MS), self._apply, operation)
 
     def _load(self, operation: do.Adopt) -> None:
@@ -401,7 +401,7 @@ class Follower:
             for outcome in passed:
                 _, gradients = feed.steps.pop(outcome.step)
                 copies = {k: update(state, outcome.step, gradients[k]) for k, state in copies.items()}
-                effects[outcome.step] = self.life.site.checks.effect(outcome.step)
+                effects[outcome.step] = self.life.site.checks.exact.effect(outcome.step)
             if offer.position == operation.position:
                 newest = offer
             states |= copies

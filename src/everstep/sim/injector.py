@@ -105,7 +105,7 @@ def _kill(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
 
 def _pool(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
     """Everybody who has a seat in one stage, by the newest plan; `for_ms`: time between the deaths."""
-    plans = injector.control.checks.plans
+    plans = injector.control.checks.records.plans
     if not plans:
         return
     plan = plans[max(plans)]
@@ -143,7 +143,7 @@ def _stale_plan(injector: Injector, fault: Fault, worker: SimWorker | None) -> N
     target = injector.worker(fault, worker)
     if target is None:
         return
-    plans = [p for _, p in sorted(injector.control.checks.plans.items()) if p.has(target.life.me)]
+    plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.life.me)]
     if plans:
         plan = plans[-1 - fault.pick % min(3, len(plans))]
         again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)

@@ -64,7 +64,7 @@ class Life(Process):
         self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
         self.cut_to = -1  # operations of this generation and older ones are over
         self._exited = exited
-        self._handlers: dict[type, Callable[[Any], None]] = {do.Exit: self._exit, do.JobOver: self._over}
+        self._handlers: dict[type, Callable[[Any], None]] = {}
         self._doors: dict[str, Callable[..., None]] = {}
         self._leave: dict[type, Callable[[Any, tuple[int, ...], str], None]] = {}
         self._look: Callable[[], None] | None = None
@@ -181,9 +181,3 @@ class Life(Process):
         if self.alive:
             super().die(reason)
             self._exited(self.me, cause, reason, restart, in_order)
-
-    def _exit(self, effect: do.Exit) -> None:
-        self.end(Cause.EXITED, effect.reason, not (effect.drained or effect.failed), effect.drained)
-
-    def _over(self, effect: do.JobOver) -> None:
-        self.end(Cause.EXITED, "the job is over", restart=False)

@@ -8,6 +8,7 @@ from everstep.protocol.driver import operations as do
 from everstep.sim.application import Application
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.promise import freed
 from everstep.sim.world import MS
 
 _HOLD_NS = 1000 * MS
@@ -32,7 +33,9 @@ class Loop:
             do.WentBack: self._stepped,
             do.GatherDone: self._go_on,
             do.Evaluated: self._go_on,
+            do.Exit: self._exit,
             do.Released: self._released,
+            do.JobOver: self._over,
             do.Skipped: nothing,
             do.RememberLoop: nothing,
         }
@@ -74,9 +77,9 @@ class Loop:
 
     def _stepped(self, effect: do.Stepped) -> None:
         life, checks, at = self.life, self.life.site.checks, self.life.state.at
-        checks.stands(life.me, effect.step, at)
-        checks.freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
-        checks.freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
+        checks.exact.stands(life.me, effect.step, at)
+        freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
+        freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
         self._go_on(effect)
 
     def _go_on(self, effect: do.Answer) -> None:
@@ -87,6 +90,12 @@ class Loop:
             life.later(pause, self._hold)
         else:
             life.later(pause, life.handle, self.app.next(effect))
+
+    def _exit(self, effect: do.Exit) -> None:
+        self.life.end(Cause.EXITED, effect.reason, not (effect.drained or effect.failed), effect.drained)
+
+    def _over(self, effect: do.JobOver) -> None:
+        self.life.end(Cause.EXITED, "the job is over", restart=False)
 
     def _released(self, effect: do.Released) -> None:
         self.life.end(Cause.EXCEPTION, self.raised)

@@ -10,6 +10,7 @@ from everstep.sim.copying import Donor, Follower
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import Handlers, Life
 from everstep.sim.mesh import Mesh
+from everstep.sim.promise import freed
 from everstep.sim.reduction import Reduction
 from everstep.sim.ties import Ties
 from everstep.sim.world import MS
@@ -73,7 +74,7 @@ class Decisions:
         machine = life.driver.machine
         if machine.position != effect.key:
             raise AssertionError(f"{life.me} decided {effect.key} and is at {machine.position}")
-        life.site.checks.freed(life.me, "its shelf, beyond a decision", self.donor.shelf)
+        freed(life.me, "its shelf, beyond a decision", self.donor.shelf)
         generation = made.generation if own and made is not None else effect.generation
         life.site.checks.decision(generation, effect.key, machine.records, not own)
 
@@ -81,11 +82,11 @@ class Decisions:
         life = self.life
         held = life.state.stages if life.state.at == effect.step else {}
         life.site.checks.entered(life.me, effect.plan.generation, effect.step, held)
-        life.site.checks.freed(life.me, "feeds, as a member", self.follower.feeds)
+        freed(life.me, "feeds, as a member", self.follower.feeds)
 
     def _update(self, operation: do.Update) -> None:
         life = self.life
-        life.site.checks.applies(life.me, operation.step, operation.records)
+        life.site.checks.taint.applies(life.me, operation.step, operation.records)
         gradients = life.state.gradient(operation.step)
         gradients = {k: gradients[k] for k in operation.stages}
         self.donor.feed(operation.step, operation.records, gradients)

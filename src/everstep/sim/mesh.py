@@ -151,11 +151,11 @@ class Mesh:
     def _exchange(self, operation: do.Exchange) -> None:
         """All-gather."""
         if operation.tag.kind == "settle":
-            self.life.site.checks.stated(operation.generation, self.life.me.worker_id, operation.payload)
+            self.life.site.checks.records.stated(operation.generation, self.life.me.worker_id, operation.payload)
         plan, me = operation.generation, self.life.me.worker_id
         if self.plan is None or plan != self.plan.generation:
             raise AssertionError(f"{operation} in generation {self.generation}")
-        self.life.site.checks.contributed(plan, operation.tag, me, operation.payload)
+        self.life.site.checks.records.contributed(plan, operation.tag, me, operation.payload)
         for worker_id in self.plan.worker_ids:
             self.send(worker_id, "record", operation.tag, me, operation.payload)
 

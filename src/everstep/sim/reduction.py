@@ -9,11 +9,11 @@ from everstep.placement.owners import owners
 from everstep.placement.tree import fold_order, root
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.sim.checks import Vote
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import Handlers, Life
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import BLOCKS, Gradient, add
+from everstep.sim.records import Vote
 
 _USE = 0xFFFFFFFF
 

@@ -44,7 +44,7 @@ class Saver:
             self.life.site.disk.write(stage, number, state)
 
     def _condemn(self, effect: do.Condemn) -> None:
-        self.life.site.checks.condemned(self.life.me, effect.sound)
+        self.life.site.checks.taint.condemned(self.life.me, effect.sound)
         self.life.site.disk.condemn(effect.sound)
 
     # ---- the end
@@ -66,7 +66,7 @@ class Saver:
         if len(disk.parts.get(operation.step, ())) < life.job.stages:
             life.later(5 * MS, self._saved, operation)
             return
-        life.site.checks.saved(operation.step, disk.parts[operation.step])
+        life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
         life.done(operation, "disk")
 
     def _linger(self, operation: do.Linger) -> None:
@@ -82,5 +82,5 @@ class Saver:
         if life.operation is operation:
             leads = operation.plan.leader(0) == life.me.worker_id
             if leads:
-                life.site.checks.final(life.me, life.state.at, life.state.stages)
+                life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
             life.done(operation, leads)

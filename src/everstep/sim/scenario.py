@@ -23,7 +23,7 @@ from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.application import METRIC
-from everstep.sim.checks import Checks, Corruption
+from everstep.sim.checks import Checks, Views
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
@@ -33,10 +33,12 @@ from everstep.sim.control import (
     CoordinatorProcess,
 )
 from everstep.sim.disk import Disk
+from everstep.sim.exact import Corruption
 from everstep.sim.faults import Fault, draw, draw_one, draw_split
 from everstep.sim.injector import Injector
 from everstep.sim.life import Life, Site
 from everstep.sim.model import INITIAL, Job, wrong
+from everstep.sim.promise import freed
 from everstep.sim.world import MS, SECOND, Connection, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
@@ -155,8 +157,7 @@ class Outcome:
     events: int
     lost_everything: int
     reports: dict[str, int]
-    went_back: int  # how often a worker did
-    newest_target: int  # newest step that any went back to
+    targets: tuple[int, ...]  # steps that a worker went back to, each time
     flipped: bool  # a bit of a copy
     found: bool  # by a comparison
     unnoticed: bool  # for all copies were alike when they were compared
@@ -166,6 +167,16 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return not self.problem
+
+    @property
+    def went_back(self) -> int:
+        """How often a worker did."""
+        return len(self.targets)
+
+    @property
+    def newest_target(self) -> int:
+        """The newest step that any went back to."""
+        return max(self.targets, default=0)
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
@@ -196,7 +207,7 @@ class Simulation:
         self.setup = setup
         self.world = World(seed, tracing)
         corruption = Corruption(setup.verify_every)
-        self.checks = Checks(setup.job, self._holders, self._positions, self._settled, corruption=corruption)
+        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), corruption)
         self.make_machine = make_machine
         self.make_driver = make_driver
         self.make_coordinator = make_coordinator or _production_coordinator
@@ -288,7 +299,6 @@ class Simulation:
 
     def _sweep(self) -> None:
         """What is left when the job has ended, and a while later, when nobody should be there any more."""
-        freed = self.checks.freed
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
         freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self._live()])
@@ -309,7 +319,7 @@ class Simulation:
                 unused[connection] = self.unused.get(connection, 0) + 1
         self.unused = unused
         leaks = [connection.pair for connection, looks in unused.items() if looks > MOST_LOOKS]
-        self.checks.freed("the network", "connections that one side does not use", leaks)
+        freed("the network", "connections that one side does not use", leaks)
         self.world.later(LOOK_NS, self._look)
 
     def _where(self) -> str:
@@ -348,14 +358,13 @@ def simulate(
         seed=seed,
         setup=chosen,
         problem=problem,
-        steps=simulation.checks.committed,
-        generations=len(simulation.checks.plans),
+        steps=simulation.checks.effects.committed,
+        generations=len(simulation.checks.records.plans),
         virtual_ms=simulation.world.now_ns / MS,
         events=simulation.world.events,
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.control.fate.reports),
-        went_back=len(simulation.control.site.went_back),
-        newest_target=max(simulation.control.site.went_back, default=0),
+        targets=tuple(simulation.control.site.went_back),
         flipped=simulation.checks.corruption.flipped is not None,
         found=bool(simulation.checks.corruption.found_by),
         unnoticed=simulation.checks.corruption.unnoticed,

@@ -72,7 +72,7 @@ class Ties:
         """A message of the coordinator."""
         life = self.life
         if isinstance(message, wire.PlanNow | wire.PlanPrepared):
-            life.site.checks.plan(message.plan)
+            life.site.checks.records.plan(message.plan)
         life.world.seen["messages", type(message).__name__] += 1
         newest = interrupts(message)
         if newest is not None:
