@@ -57,7 +57,7 @@ class CoordinatorProcess(Server):
         self.control = control
         self.machine = control.make(control.journal)
         self.peers: dict[str, Connection] = {}
-        self.crash_after_effects: int | None = None
+        self._crash_after: int | None = None
         self._tick_at: int | None = None
         self._queue: list[CoordinatorEffect] = []
         self._syncing = False
@@ -82,7 +82,7 @@ class CoordinatorProcess(Server):
 
     def crash_after(self, effects: int | None) -> None:
         """Crash when it has carried out so many more effects; None: never."""
-        self.crash_after_effects = effects
+        self._crash_after = effects
 
     def feed(self, event: CoordinatorEvent) -> None:
         """One event for the machine."""
@@ -95,9 +95,9 @@ class CoordinatorProcess(Server):
 
     def _perform(self) -> None:
         while self._queue and self.alive:
-            if self.crash_after_effects is not None:
-                self.crash_after_effects -= 1
-                if self.crash_after_effects < 0:
+            if self._crash_after is not None:
+                self._crash_after -= 1
+                if self._crash_after < 0:
                     self.control.crash_coordinator("in the middle of its effects")
                     return
             effect = self._queue.pop(0)
