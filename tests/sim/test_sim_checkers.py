@@ -224,4 +224,4 @@ def test_two_plans_of_one_generation_are_caught():
         0, setup=SMALL, make_coordinator=lambda config, journal: TwoFaced(config, place, journal)
     )
     assert outcome.problem.startswith("PromiseBroken: P3: two plans"), outcome.problem
-    assert plans and not checks.plans
+    assert plans and not checks.records.plans

@@ -66,12 +66,11 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoint_import",
     "everstep.cli.checkpoints",
 }
-DRIVING = ("everstep.train.", "everstep.protocol.driver.")  # the simulator's world is to follow
+DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.sim.")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
 TORCH_ATTRIBUTES = frozenset({"grad", "data", "forward"})  # of tensors and modules, which torch has assigned to
-CYCLES_LEFT = "everstep.sim."  # not taken apart yet
 
 
 @dataclass(frozen=True)
@@ -386,7 +385,6 @@ def cycles(sources: Mapping[str, Source]) -> Iterator[str]:
     graph = {
         name: sorted({found for _, n in imports(source) if (found := _module_of(n, sources)) and found != name})
         for name, source in sources.items()
-        if not name.startswith(CYCLES_LEFT)
     }
     done: set[str] = set()
     for start in sorted(graph):

@@ -6,273 +6,89 @@ They look at what the workers do from outside and share no code with the machine
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
-
-from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Tag
-from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
+from everstep.base.plan import WorkerKey
 from everstep.protocol.settling import sound_limit
-from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.model import Gradient, Job, undisturbed, update, wrong
-
-_agree = msgspec.msgpack.Decoder(AgreePayload)
-_encode = msgspec.msgpack.Encoder().encode
-_Pairs = tuple[tuple[int, int], ...]
-_vote = msgspec.msgpack.Decoder(tuple[int, int, tuple[int, ...], _Pairs, _Pairs])
-
-
-class PromiseBroken(AssertionError):
-    """A promise did not hold; the message begins with its name."""
+from everstep.protocol.step_types import Key, Record
+from everstep.sim.effects import Effects
+from everstep.sim.exact import Corruption, Exact
+from everstep.sim.model import Job
+from everstep.sim.promise import require
+from everstep.sim.records import Records
+from everstep.sim.taint import Taint
 
 
 @dataclass(frozen=True)
-class Vote:
-    """What a record's payload says in the simulation: who contributed what, in which generation."""
-
-    generation: int
-    worker_id: int
-    lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
-    sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
-    states: tuple[tuple[int, int], ...] = ()  # stage and its state before the step
-
-    def encode(self) -> bytes:
-        return _encode((self.generation, self.worker_id, self.lanes, self.sums, self.states))
-
-    @staticmethod
-    def decode(payload: bytes) -> Vote:
-        return Vote(*_vote.decode(payload))
-
-
-@dataclass
-class Corruption:
-    """What is known of flipped bits. verify_every: steps between comparisons. unnoticed: all copies of every stage were
-    alike in a comparison, and some were wrong: then nobody can know."""
-
-    verify_every: int
-    flipped: WorkerKey | None = None
-    found_by: set[WorkerKey] = field(default_factory=set)
-    unnoticed: bool = False
-
-    def due(self, step: int) -> bool:
-        """Whether states are compared before the step."""
-        return bool(self.verify_every) and step % self.verify_every == 0
-
-
-@dataclass
-class Checks:
-    """The promises, over one simulation. `holders`: (step, stage) that live, reachable workers which follow some plan
+class Views:
+    """What is to be seen of the workers. `holders`: (step, stage) that live, reachable workers which follow some plan
     have, or would have with one more decision; `positions`: of all live workers that do; `settled`: of the live ones
     that have entered a generation.
     """
 
-    job: Job
-    holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, int]]]] = dict
-    positions: Callable[[], Mapping[WorkerKey, Key]] = dict
-    settled: Callable[[int], Mapping[WorkerKey, Key]] = lambda generation: {}
-    states: list[dict[int, int]] = field(default_factory=list)
-    holdings: dict[int, dict[int, Holding]] = field(default_factory=dict)
-    plans: dict[int, Plan] = field(default_factory=dict)
-    effects: dict[int, int] = field(default_factory=dict)
-    released: dict[WorkerKey, int] = field(default_factory=dict)
-    committed: int = 0
-    finals: list[dict[int, int]] = field(default_factory=list)
-    commits_by_generation: dict[int, int] = field(default_factory=dict)
-    lost_everything: int = 0
-    given_up: set[WorkerKey] = field(default_factory=set)
-    newest: int = 0  # generation that anybody has entered
-    floor: int = 0  # the newest step whose effects have left, and that was not found tainted since
-    exchanged: dict[Key, dict[int, dict[int, Record]]] = field(default_factory=dict)  # by generation and worker
-    corruption: Corruption = field(default_factory=lambda: Corruption(0))
-    _votes: dict[bytes, Vote] = field(default_factory=dict)
+    holders: Callable[[], Mapping[WorkerKey, Collection[tuple[int, int]]]]
+    positions: Callable[[], Mapping[WorkerKey, Key]]
+    settled: Callable[[int], Mapping[WorkerKey, Key]]
 
-    def __post_init__(self) -> None:
-        self.states = undisturbed(self.job)
 
-    def require(self, condition: bool, promise: str, text: str) -> None:
-        if not condition:
-            raise PromiseBroken(f"{promise}: {text}")
+class Checks:
+    """The promises, over one simulation: each by itself, and here what concerns several of them."""
 
-    # ---- P3: one plan
-
-    def plan(self, plan: Plan) -> None:
-        """A plan was sent to, or taken in by, somebody."""
-        known = self.plans.setdefault(plan.generation, plan)
-        if known is plan:
-            self._new_plan(plan)
-        elif known != plan:
-            raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
-
-    def _new_plan(self, plan: Plan) -> None:
-        text = f"generation {plan.generation}: {plan}"
-        self.require(bool(plan.members), "P3", f"no members in {text}")
-        self.require(plan.generation >= 1, "P3", f"not a generation in {text}")
-        for stage in range(plan.stages):
-            pool = plan.pool(stage)
-            lanes = sorted(lane for seat in pool for lane in seat.lanes)
-            self.require(lanes == list(range(plan.lanes)), "P3", f"lanes {lanes} in {text}")
-            self.require({s.worker_id for s in pool} <= set(plan.worker_ids), "P3", f"a stranger has a seat in {text}")
-            self.require(plan.leader(stage) in plan.worker_ids, "P3", f"no leader in {text}")
+    def __init__(self, job: Job, views: Views, corruption: Corruption) -> None:
+        self.job = job
+        self.views = views
+        self.corruption = corruption
+        self.exact = Exact(job, corruption)
+        self.records = Records()
+        self.taint = Taint(self.records, corruption)
+        self.effects = Effects()
+        self.lost_everything = 0
+        self.given_up: set[WorkerKey] = set()
+        self.newest = 0  # generation that anybody has entered
 
     def decision(self, generation: int, key: Key, records: Mapping[int, Record], handed: bool) -> None:
         """A worker took a decision; `handed`: with records of an older generation that a peer gave it."""
-        made_in = self._made_in(generation, key, records)
+        made_in = self.records.made_in(generation, key, records)
         fits = made_in <= generation if handed else made_in == generation
-        self.require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
+        require(fits, "P3", f"{key} decided in generation {generation} with records of {made_in}")
         self.together(generation)
-        plan = self.plans[made_in]
+        plan = self.records.plans[made_in]
         needed = key.step if key.seq else key.step - 1
-        positions = self.positions()
+        positions = self.views.positions()
         stale = made_in < self.newest  # members may have gone back since: their records show where they were
         behind = [m.key for m in plan.members if not stale and positions.get(m.key, key).step < needed]
-        self.require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
+        require(not behind, "P2", f"{key} was decided while members {behind} had not decided step {needed}")
         if key.seq == 0:
-            votes = [self._vote(r.payload) for r in records.values()]
+            votes = [self.records.vote(r.payload) for r in records.values()]
             stale_votes = [v for v in votes if v.generation != made_in]
-            self.require(not stale_votes, "P3", f"{key}, made in {made_in}, bears {stale_votes}")
+            require(not stale_votes, "P3", f"{key}, made in {made_in}, bears {stale_votes}")
             who = tuple(sorted(v.worker_id for v in votes))
-            self.require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
+            require(who == plan.worker_ids, "P3", f"{key} decided by {who}, the plan says {plan.worker_ids}")
             lanes = sorted(lane for v in votes for lane in v.lanes)
             needed_lanes = list(range(self.job.lanes * self.job.stages))
-            self.require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
+            require(lanes == needed_lanes, "P2", f"step {key.step} committed with lanes {lanes}")
             sums = {one for v in votes for one in v.sums}
-            self.require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
-            self.committed = max(self.committed, key.step)
-            newest = self.commits_by_generation.get(made_in, 0)
-            self.commits_by_generation[made_in] = max(newest, key.step)
-
-    def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
-        """A member gives its record for a decision of this generation."""
-        if tag.kind == "decide":
-            made = self.exchanged.setdefault(Key(tag.step, tag.seq), {})
-            made.setdefault(generation, {})[worker_id] = decode_record(payload)
-
-    def _made_in(self, generation: int, key: Key, records: Mapping[int, Record]) -> int:
-        """The newest generation, up to this one, whose members have contributed just these records."""
-        for made_in, given in sorted(self.exchanged.get(key, {}).items(), reverse=True):
-            if made_in <= generation and given == records and tuple(sorted(given)) == self.plans[made_in].worker_ids:
-                return made_in
-        given_in = {g: sorted(given) for g, given in self.exchanged.get(key, {}).items()}
-        raise PromiseBroken(
-            f"P3: {key} decided in generation {generation} with records of {sorted(records)}, "
-            f"but those of one generation are from {given_in}"
-        )
-
-    def _vote(self, payload: bytes) -> Vote:
-        """What an agree record bears for the checks."""
-        found = self._votes.get(payload)
-        if found is None:
-            found = Vote.decode(_agree.decode(payload).sections[0].buffers[0])
-            self._votes[payload] = found
-        return found
-
-    # ---- P1: exact
-
-    def state(self, who: WorkerKey, step: int, stage: int, state: int) -> None:
-        """A worker's state of a stage is now that of `step`."""
-        right = 0 <= step <= self.job.steps and (wrong(state) or self.states[step][stage] == state)
-        self.require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
-
-    def reduced(self, who: WorkerKey, step: int, stage: int, state: int, gradient: Gradient) -> None:
-        """A worker holds the reduced gradient of `step`, computed from `state`."""
-        after = update(state, step, gradient)
-        right = wrong(after) or after == self.states[step][stage]
-        self.require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
-
-    def effect(self, step: int) -> int:
-        """What a step would write into the ledger: a function of the step."""
-        return hash((step, *sorted(self.states[step].values())))
-
-    # ---- P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it
-
-    def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
-        """A worker is about to apply a step, decided by these records."""
-        corruption = self.corruption
-        if not corruption.due(step):
-            return
-        copies = self._copies(records)
-        differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
-        self.require(
-            not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}"
-        )
-        if any(map(wrong, set().union(*copies.values()))):
-            corruption.unnoticed = True
-
-    def condemned(self, who: WorkerKey, sound: int) -> None:
-        """A worker has found that states after this step count for nothing."""
-        shown = any(
-            key.step > sound
-            and not key.seq
-            and self.corruption.due(key.step)
-            and tuple(sorted(given)) == self.plans[generation].worker_ids
-            and any(len(states) > 1 for states in self._copies(given).values())
-            for key, made in self.exchanged.items()
-            for generation, given in made.items()
-        )
-        self.require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
-        self.corruption.found_by.add(who)
-
-    def _copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
-        """What the copies of each stage were before the step."""
-        copies: dict[int, set[int]] = {}
-        for record in records.values():
-            for stage, state in self._vote(record.payload).states:
-                copies.setdefault(stage, set()).add(state)
-        return copies
-
-    def _went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> bool:
-        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
-        member has, nobody goes on from anything that is wrong."""
-        sound = sound_limit(self.holdings.get(generation, {}))
-        told = any(plan.sound >= 0 for number, plan in self.plans.items() if number <= generation)
-        if sound is not None or told:
-            spoilt = sorted(stage for stage, state in held.items() if wrong(state))
-            right = not spoilt or self.corruption.unnoticed
-            self.require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
-        if sound is None:
-            return False
-        self.require(step <= sound, "P1", f"{who} enters {generation} at step {step}, tainted after {sound}")
-        self.floor = min(self.floor, step)
-        return True
-
-    # ---- P2: exactly once, and nothing lost
-
-    def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
-        """The effects of a step leave a worker that has decided `position`."""
-        self.require(position > Key(step, 0), "P2", f"{who} released step {step} at {position}: others may lack it")
-        known = self.effects.setdefault(step, effect)
-        self.require(known == effect, "P2", f"{who} released other effects of step {step}")
-        self.require(step <= self.committed, "P2", f"{who} released step {step}, which nobody had committed")
-        self.require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
-        self.released[who] = step
-        self.floor = max(self.floor, step)
-
-    def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
-        """A member states what it holds."""
-        self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
-
-    def stands(self, who: WorkerKey, step: int, at: int) -> None:
-        """An application is told that the state is that of `step`."""
-        self.require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
+            require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
+            self.effects.commit(key.step)
 
     def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> None:
         """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
         self.newest = max(self.newest, generation)
-        missing = set(self.plans[generation].stages_of(who.worker_id)) - set(held)
-        self.require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
+        missing = set(self.records.plans[generation].stages_of(who.worker_id)) - set(held)
+        require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
         self.together(generation)
         if self.job.stages > 1:
             self._newest_possible(who, generation, step)
-        floor = self.floor
-        if (
-            self._went_back(who, generation, step, held) or step >= floor or generation < self.newest
-        ):  # one that slept through a change gets nowhere in an old one
+        floor = self.effects.floor
+        if self.taint.went_back(who, generation, step, held):
+            self.effects.back(step)
             return
-        holders = {k: held for k, held in self.holders().items() if k not in self.given_up}
+        if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
+            return
+        holders = {k: held for k, held in self.views.holders().items() if k not in self.given_up}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
         kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
-        self.require(
+        require(
             not kept,
             "P2",
             f"{who} enters {generation} at step {step}, {floor} was released and {kept} are held: {holders}",
@@ -281,7 +97,7 @@ class Checks:
 
     def _newest_possible(self, who: WorkerKey, generation: int, step: int) -> None:
         """Nobody goes back further than the members' holdings make it necessary, and nobody to what is not there."""
-        plan, said = self.plans[generation], self.holdings[generation]
+        plan, said = self.records.plans[generation], self.records.holdings[generation]
         limit = sound_limit(said)
 
         def there(at: int, stage: int) -> bool:
@@ -298,17 +114,17 @@ class Checks:
 
         steps = range(1 + (self.job.steps if limit is None else limit))
         newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
-        self.require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
+        require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
 
     def together(self, generation: int) -> None:
         """Those who have entered a generation are at most one decision apart, whatever their stages."""
-        positions = self.settled(generation)
+        positions = self.views.settled(generation)
         if not positions:
             return
         low, high = min(positions.values()), max(positions.values())
         by_gather = low.step == high.step and high.seq - low.seq <= 1
         by_update = low.step + 1 == high.step and high.seq == 0
-        self.require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
+        require(by_gather or by_update, "P1", f"members of generation {generation} are apart: {positions}")
 
     def evicted(self, who: WorkerKey, excused: bool) -> None:
         """A worker was given up; `excused`: members are left, as far as the coordinator can know, or its host alone has
@@ -316,33 +132,8 @@ class Checks:
         if excused:
             self.given_up.add(who)
 
-    # ---- P5: nothing is kept that nobody will ask for again
-
-    def freed(self, who: object, what: str, kept: object) -> None:
-        """There must be nothing left of it."""
-        if kept:
-            raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
-
-    # ---- the end
-
-    def final(self, who: WorkerKey, step: int, states: Mapping[int, int]) -> None:
-        """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
-        self.require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
-        for stage, state in states.items():
-            self.state(who, step, stage, state)
-            unnoticed = wrong(state) and not self.corruption.unnoticed
-            self.require(not unnoticed, "P1", f"{who} finished with a wrong state of stage {stage}")
-        self.finals.append(dict(states))
-
-    def saved(self, step: int, states: Mapping[int, int]) -> None:
-        """A checkpoint that was asked for is on disk."""
-        right = states.keys() == self.states[step].keys() and all(
-            wrong(state) or state == self.states[step][stage] for stage, state in states.items()
-        )
-        self.require(right, "P1", f"the checkpoint of step {step} holds {states}")
-
     def finish(self) -> None:
         """The job is said to be completed."""
-        self.require(bool(self.finals), "P1", "completed without a result")
-        missing = [s for s in range(1, self.job.steps + 1) if s not in self.effects]
-        self.require(not missing, "P2", f"completed, but the effects of steps {missing} never left")
+        require(bool(self.exact.finals), "P1", "completed without a result")
+        missing = [s for s in range(1, self.job.steps + 1) if s not in self.effects.effects]
+        require(not missing, "P2", f"completed, but the effects of steps {missing} never left")

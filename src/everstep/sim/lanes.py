@@ -12,20 +12,18 @@ somebody else tears them apart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.tree import Merge, children, cover, fold_order
 from everstep.protocol.driver.operations import Compute
-from everstep.protocol.step_types import LaneDone
+from everstep.protocol.step_types import Discard, LaneDone
+from everstep.sim.life import Handlers, Life
+from everstep.sim.mesh import Mesh
 from everstep.sim.model import Gradient, add, backward, forward, leaf
 from everstep.sim.world import MS
-
-if TYPE_CHECKING:
-    from everstep.sim.worker import SimWorker
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
 Sums = dict[Node, Gradient]
@@ -53,8 +51,9 @@ def _lanes(node: Node) -> range:
 class Lanes:
     """Computes the lanes asked for; results are kept until `discard`."""
 
-    def __init__(self, worker: SimWorker) -> None:
-        self.worker = worker
+    def __init__(self, life: Life, mesh: Mesh) -> None:
+        self.life = life
+        self.mesh = mesh
         self.held: dict[int, dict[int, Sums]] = {}  # by step and stage
         self.busy = False
         self._operation: Compute | None = None
@@ -63,6 +62,18 @@ class Lanes:
         self._wanted: set[tuple[int, int]] = set()  # (stage, lane), of the present operation
         self._under: dict[int, set[int]] = {}  # all own lanes by stage, when they were computed last
         self._came: dict[Pass, int] = {}  # what a pass starts from
+        self._when_left: Callable[[], None] | None = None
+        life.install_leaving(Compute, self._leave)
+        mesh.on("lane", self._arrived)
+        mesh.install_owes(Compute, self._owes)
+
+    def handlers(self) -> Handlers:
+        """What it carries out."""
+        return {Compute: self._compute, Discard: self._discard}
+
+    def when_left(self, call: Callable[[], None]) -> None:
+        """Whom to tell when an operation was aborted, and the driver knows."""
+        self._when_left = call
 
     def open(self, plan: Plan, step: int) -> tuple[tuple[int, int], ...]:
         """A generation begins: what was on its way between stages is lost. Returns (stage, lane) of sums torn apart:
@@ -70,7 +81,7 @@ class Lanes:
         """
         self._came.clear()
         lost = []
-        me, rng = self.worker.me.worker_id, self.worker.world.rng
+        me, rng = self.life.me.worker_id, self.life.world.rng
         for stage, sums in self.held.get(step, {}).items():
             mine = set(plan.lanes_of(me, stage)) if stage in plan.stages_of(me) else set()
             differs = mine != self._under.get(stage)
@@ -81,20 +92,20 @@ class Lanes:
                     lost += [(stage, lane) for lane in _lanes(node)]
         return tuple(sorted(lost))
 
-    def discard(self, step: int) -> None:
+    def _discard(self, effect: Discard) -> None:
         """Drop the results of this step and older."""
-        self.held = {s: v for s, v in self.held.items() if s > step}
+        self.held = {s: v for s, v in self.held.items() if s > effect.step}
 
     def sums(self, plan: Plan, step: int, stage: int) -> Sums:
         """What this worker has to hand over at a stage."""
         held = self.held.get(step, {}).get(stage, {})
-        return {node: _total(node, held) for node in cover(plan.lanes_of(self.worker.me.worker_id, stage), plan.lanes)}
+        return {node: _total(node, held) for node in cover(plan.lanes_of(self.life.me.worker_id, stage), plan.lanes)}
 
-    def compute(self, operation: Compute) -> None:
+    def _compute(self, operation: Compute) -> None:
         """These lanes are wanted at all own seats that they pass through."""
-        plan, step, me = operation.plan, operation.step, self.worker.me.worker_id
-        if step != self.worker.state.at + 1:
-            raise AssertionError(f"{self.worker.me} is to compute step {step} at state {self.worker.state.at}")
+        plan, step, me = operation.plan, operation.step, self.life.me.worker_id
+        if step != self.life.state.at + 1:
+            raise AssertionError(f"{self.life.me} is to compute step {step} at state {self.life.state.at}")
         self._operation, self._leaving = operation, None
         self._under = {k: set(plan.lanes_of(me, k)) for k in plan.stages_of(me)}
         self._wanted = {(k, n) for k in self._under for n in self._under[k] if n in operation.lanes}
@@ -106,15 +117,15 @@ class Lanes:
         self._todo = deque(one for one in sorted(self._came) if one[2:] in self._wanted and one[1] == step)
         self._next()
 
-    def leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
+    def _leave(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
         """The operation ends with the pass that is under way."""
         if self._operation is operation:
             self._leaving = self._leaving or (accused, reason)
             self._next()
         else:  # it has not begun
-            self.worker.aborted(operation, accused, reason)
+            self._aborted(operation, accused, reason)
 
-    def arrived(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
+    def _arrived(self, kind: str, step: int, stage: int, lane: int, value: int) -> None:
         """From the stage before or after; perhaps before this worker wants the lane."""
         self._came[kind, step, stage, lane] = value
         operation = self._operation
@@ -122,7 +133,15 @@ class Lanes:
             self._todo.append((kind, step, stage, lane))
             self._next()
 
-    def neighbours(self) -> set[int]:
+    def _aborted(self, operation: Compute, accused: tuple[int, ...], reason: str) -> None:
+        self.life.aborted(operation, accused, reason)
+        if self._when_left is not None:
+            self._when_left()
+
+    def _owes(self, operation: Compute, worker_id: int) -> bool:
+        return operation.plan.stages > 1 and worker_id in self._neighbours()
+
+    def _neighbours(self) -> set[int]:
         """Workers from which something is still to come."""
         if self._operation is None:
             return set()
@@ -135,25 +154,25 @@ class Lanes:
         return found
 
     def _next(self) -> None:
-        operation, worker = self._operation, self.worker
+        operation, life = self._operation, self.life
         if operation is None or self.busy:
             return
-        if not self._wanted and (self._leaving is None or worker.world.rng.random() < 0.5):
+        if not self._wanted and (self._leaving is None or life.world.rng.random() < 0.5):
             self._operation = None
-            worker.done(operation)
+            life.done(operation)
         elif self._leaving is not None:
             self._operation = None
-            worker.aborted(operation, *self._leaving)
+            self._aborted(operation, *self._leaving)
         elif self._todo:
             split = operation.plan.stages > 1
-            took = worker.world.between(MS if split else 2 * MS, 3 * MS if split else 16 * MS) * worker.slowness
+            took = life.world.between(MS if split else 2 * MS, 3 * MS if split else 16 * MS) * life.slowness
             self.busy = True
-            worker.later(took, self._done, operation, self._todo.popleft())
+            life.later(took, self._done, operation, self._todo.popleft())
 
     def _done(self, operation: Compute, one: Pass) -> None:
         self.busy = False
         kind, step, stage, lane = one
-        state = self.worker.state.stages[stage]
+        state = self.life.state.stages[stage]
         if operation.plan.stages == 1:
             del self._came[one]
             self._hold(operation, stage, lane, leaf(state, step, lane))
@@ -169,7 +188,7 @@ class Lanes:
         sums = self.held.setdefault(operation.step, {}).setdefault(stage, {})
         if not any(lane in _lanes(node) for node in sums):
             n_lanes = operation.plan.lanes
-            mine = set(operation.plan.lanes_of(self.worker.me.worker_id, stage))
+            mine = set(operation.plan.lanes_of(self.life.me.worker_id, stage))
             merges, node = _merges(n_lanes), Node(lane, lane + 1)
             sums[node] = gradient
             while (merge := merges.get(node)) is not None and merge.left in sums and merge.right in sums:
@@ -178,14 +197,14 @@ class Lanes:
                 left, right = sums.pop(merge.left), sums.pop(merge.right)
                 sums[merge.into] = tuple(map(add, left, right))
                 node = merge.into
-        self.worker.handle(LaneDone(operation.step, stage, lane))
+        self.life.handle(LaneDone(operation.step, stage, lane))
 
     def _forward(self, plan: Plan, step: int, stage: int, lane: int, state: int) -> None:
         value = forward(state, step, lane, self._came["forward", step, stage, lane])
         if stage + 1 == plan.stages:
-            self.arrived("backward", step, stage, lane, value)
+            self._arrived("backward", step, stage, lane, value)
         else:
-            self.worker.mesh.send_lane(plan.holder(stage + 1, lane), "forward", step, stage + 1, lane, value)
+            self.mesh.send(plan.holder(stage + 1, lane), "lane", "forward", step, stage + 1, lane, value)
 
     def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: int) -> None:
         entering = self._came.pop(("forward", step, stage, lane))
@@ -193,5 +212,5 @@ class Lanes:
         if stage > 0:
             value = backward(state, step, lane, entering, coming_back)
             to = operation.plan.holder(stage - 1, lane)
-            self.worker.mesh.send_lane(to, "backward", step, stage - 1, lane, value)
+            self.mesh.send(to, "lane", "backward", step, stage - 1, lane, value)
         self._hold(operation, stage, lane, leaf(state, step, lane, entering, coming_back))

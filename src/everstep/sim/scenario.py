@@ -23,18 +23,28 @@ from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.application import METRIC
-from everstep.sim.checks import Checks, Corruption
-from everstep.sim.control import AgentProcess, Client, CoordinatorMachine, CoordinatorProcess, Site
-from everstep.sim.faults import Fault, Injector, draw, draw_one, draw_split
+from everstep.sim.checks import Checks, Views
+from everstep.sim.control import (
+    HEARTBEAT_NS,
+    AgentProcess,
+    Client,
+    Control,
+    CoordinatorMachine,
+    CoordinatorProcess,
+)
+from everstep.sim.disk import Disk
+from everstep.sim.exact import Corruption
+from everstep.sim.faults import Fault, draw, draw_one, draw_split
+from everstep.sim.injector import Injector
+from everstep.sim.life import Life, Site
 from everstep.sim.model import INITIAL, Job, wrong
-from everstep.sim.worker import SimWorker
+from everstep.sim.promise import freed
 from everstep.sim.world import MS, SECOND, Connection, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
 MakeDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 MakeCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
 
-HEARTBEAT_NS = 200 * MS
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
 DRAIN_NS = 5 * SECOND
@@ -147,8 +157,7 @@ class Outcome:
     events: int
     lost_everything: int
     reports: dict[str, int]
-    went_back: int  # how often a worker did
-    newest_target: int  # newest step that any went back to
+    targets: tuple[int, ...]  # steps that a worker went back to, each time
     flipped: bool  # a bit of a copy
     found: bool  # by a comparison
     unnoticed: bool  # for all copies were alike when they were compared
@@ -158,6 +167,16 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return not self.problem
+
+    @property
+    def went_back(self) -> int:
+        """How often a worker did."""
+        return len(self.targets)
+
+    @property
+    def newest_target(self) -> int:
+        """The newest step that any went back to."""
+        return max(self.targets, default=0)
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
@@ -188,16 +207,16 @@ class Simulation:
         self.setup = setup
         self.world = World(seed, tracing)
         corruption = Corruption(setup.verify_every)
-        self.checks = Checks(setup.job, self._holders, self._positions, self._settled, corruption=corruption)
-        self.site = Site(self.world, self.checks, self._coordinator)
-        self.site.make_worker = self._worker
+        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), corruption)
         self.make_machine = make_machine
         self.make_driver = make_driver
         self.make_coordinator = make_coordinator or _production_coordinator
-        self.hosts = [f"host{i}" for i in range(setup.hosts)]
-        if setup.disk_hosts is not None:
-            self.site.disk.hosts = frozenset(self.hosts[: setup.disk_hosts])
-        self.most_workers = setup.job.lanes
+        hosts = [f"host{i}" for i in range(setup.hosts)]
+        seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
+        site = Site(self.world, self.checks, Disk(setup.job.stages, seeing))
+        numbers = range(setup.workers + setup.spares)
+        slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
+        self.control = Control(site, slots, self._coordinator, self._driver)
         self.config = CoordinatorConfig(
             lanes=setup.job.lanes,
             stages=setup.job.stages,
@@ -218,44 +237,29 @@ class Simulation:
             lasting_ns=setup.lasting_ms * MS,
             look_ns=min(5_000, setup.lasting_ms // 2 + 10) * MS,
         )
-        slots = range(setup.workers + setup.spares)
-        self.slots = {host: [i for i in slots if i % setup.hosts == n] for n, host in enumerate(self.hosts)}
-        self.site.start_coordinator()
-        for host in self.hosts:
-            self.boot(host)
-        self.injector = Injector(self, setup.faults)
+        self.control.start_coordinator()
+        for host in hosts:
+            self.control.boot(host)
+        self.injector = Injector(self.control, setup.faults, setup.verify_every)
         self.unused: dict[Connection, int] = {}  # and how often they were seen
         self._look()
-
-    def boot(self, host: str) -> None:
-        """Start a host's agent, and with it its workers, unless it runs."""
-        known = self.site.agents.get(host)
-        if known is None or not known.alive:
-            slots = self.slots[host] if known is None else known.slots
-            self.site.agents[host] = AgentProcess(self.world, self.site, host, slots, HEARTBEAT_NS)
-
-    def command(self, name: str, args: dict[str, Any]) -> None:
-        """What a user types."""
-        self.world.log("user", name, args)
-        Client(self.world, self.site, name, args)
 
     def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
         return self.make_coordinator(self.config, list(journal))
 
-    def _worker(self, key: WorkerKey, agent: AgentProcess) -> SimWorker:
+    def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every
         memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=Saving(rule, on=True))
-        driver = self.make_driver(key, config, self.make_machine(key))
-        return SimWorker(self.world, self.site, agent, self.setup.job, driver)
+        return self.make_driver(key, config, self.make_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""
         live = [
             w
-            for w in self.site.live_workers()
+            for w in self._live()
             if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
         ]
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
@@ -268,20 +272,17 @@ class Simulation:
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        live = self.site.live_workers()
+        live = self._live()
         return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.driver.position for w in self.site.live_workers() if w.driver.plan is not None}
+        return {w.me: w.driver.position for w in self._live() if w.driver.plan is not None}
 
-    def copies(self, worker: SimWorker, stage: int) -> int:
-        """How many members of a worker's generation hold a stage."""
-        plan, live = worker.driver.plan, {w.me: w for w in self.site.live_workers()}
-        pool = [] if plan is None else [live.get(plan.member(seat.worker_id).key) for seat in plan.pool(stage)]
-        return sum(w is not None and stage in w.state.stages for w in pool)
+    def _live(self) -> list[Life]:
+        return [worker.life for worker in self.control.live_workers()]
 
     def ended(self) -> bool:
-        return self.site.completed or self.site.stopped or bool(self.site.failed)
+        return self.control.fate.ended
 
     def run(self) -> str:
         """Returns what went wrong, or "". Raises: whatever broke."""
@@ -289,45 +290,44 @@ class Simulation:
             self.injector.stop()
             if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
-        if self.site.failed:
-            return f"P4: the job failed: {self.site.failed}"
-        if not self.site.stopped:
+        if self.control.fate.failed:
+            return f"P4: the job failed: {self.control.fate.failed}"
+        if not self.control.fate.stopped:
             self.checks.finish()
         self._sweep()
         return ""
 
     def _sweep(self) -> None:
         """What is left when the job has ended, and a while later, when nobody should be there any more."""
-        freed = self.checks.freed
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
-        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self.site.live_workers()])
+        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self._live()])
         control = (AgentProcess, CoordinatorProcess, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
         owners = [getattr(act, "__self__", None) for act in self.world.pending() if act.__name__ == "wake"]
-        timers = [str(owner.me) for owner in owners if isinstance(owner, SimWorker)]
+        timers = [str(owner.me) for owner in owners if isinstance(owner, Life)]
         freed("the world", "timers of workers", timers)
 
     def _look(self) -> None:
         """Connections that one end holds and the other has forgotten, for longer than anything takes."""
         unused: dict[Connection, int] = {}
         for connection in self.world.connections:
-            workers = [end for end in connection.ends if isinstance(end, SimWorker)]
+            workers = [end for end in connection.ends if isinstance(end, Life)]
             still = connection.closing or any(w.frozen_ns is not None for w in workers) or connection.stuck
-            if not still and not all(w.uses(connection) for w in workers):
+            if not still and not all(self.control.workers[w.me].uses(connection) for w in workers):
                 unused[connection] = self.unused.get(connection, 0) + 1
         self.unused = unused
         leaks = [connection.pair for connection, looks in unused.items() if looks > MOST_LOOKS]
-        self.checks.freed("the network", "connections that one side does not use", leaks)
+        freed("the network", "connections that one side does not use", leaks)
         self.world.later(LOOK_NS, self._look)
 
     def _where(self) -> str:
-        coordinator = self.site.coordinator
+        coordinator = self.control.coordinator
         status = coordinator.machine.status() if coordinator is not None else {}
         workers = [
             f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
-            for w in self.site.live_workers()
+            for w in self._live()
         ]
         return f"workers: {workers}; coordinator: {status}"
 
@@ -353,19 +353,18 @@ def simulate(
     except Exception as error:  # whatever it is, it is this seed's finding
         problem = f"{type(error).__name__}: {error}"
         if tracing:
-            simulation.world.lines += traceback.format_exc().splitlines()
+            simulation.world.lines.extend(traceback.format_exc().splitlines())
     return Outcome(
         seed=seed,
         setup=chosen,
         problem=problem,
-        steps=simulation.checks.committed,
-        generations=len(simulation.checks.plans),
+        steps=simulation.checks.effects.committed,
+        generations=len(simulation.checks.records.plans),
         virtual_ms=simulation.world.now_ns / MS,
         events=simulation.world.events,
         lost_everything=simulation.checks.lost_everything,
-        reports=dict(simulation.site.reports),
-        went_back=len(simulation.site.went_back),
-        newest_target=max(simulation.site.went_back, default=0),
+        reports=dict(simulation.control.fate.reports),
+        targets=tuple(simulation.control.site.went_back),
         flipped=simulation.checks.corruption.flipped is not None,
         found=bool(simulation.checks.corruption.found_by),
         unnoticed=simulation.checks.corruption.unnoticed,

@@ -48,7 +48,7 @@ class State:
     def reduced(self, step: int, gradients: dict[int, Gradient]) -> None:
         """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
-            self.checks.reduced(self.me, step, stage, self.stages[stage], gradient)
+            self.checks.exact.reduced(self.me, step, stage, self.stages[stage], gradient)
         self.gradients = (step, gradients)
 
     def gradient(self, step: int) -> dict[int, Gradient]:
@@ -62,11 +62,11 @@ class State:
         self.at, self.records = step, records
         self.stages = {k: update(self.stages[k], step, gradient) for k, gradient in gradients.items()}
         self._check()
-        self.effects[step] = self.checks.effect(step)
+        self.effects[step] = self.checks.exact.effect(step)
 
     def copy(self, position: Key, records: Mapping[int, Record], gathers: Gathers, stages: Iterable[int]) -> Copy:
         """What a peer needs to be where this worker is."""
-        effects = ((self.at, self.checks.effect(self.at)),) if self.at else ()
+        effects = ((self.at, self.checks.exact.effect(self.at)),) if self.at else ()
         return Copy(position, records, {k: self.stages[k] for k in stages}, effects, gathers)
 
     def install(self, copy: Copy, only: bool = False) -> None:
@@ -83,12 +83,12 @@ class State:
 
     def release(self, step: int, position: Key) -> None:
         """The effects of a step, and of older ones, leave the process."""
-        released = self.checks.released.get(self.me, 0)
+        released = self.checks.effects.released.get(self.me, 0)
         for held in sorted(s for s in self.effects if s <= step):
             effect = self.effects.pop(held)
             if held > released:
-                self.checks.release(self.me, position, held, effect)
+                self.checks.effects.release(self.me, position, held, effect)
 
     def _check(self) -> None:
         for stage, state in self.stages.items():
-            self.checks.state(self.me, self.at, stage, state)
+            self.checks.exact.state(self.me, self.at, stage, state)

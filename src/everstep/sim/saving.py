@@ -1,0 +1,89 @@
+"""Checkpoints on disk and the result at the end, as one simulated worker writes them."""
+
+from __future__ import annotations
+
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
+from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.world import MS
+
+_GRACE_NS = 500 * MS
+
+
+class Saver:
+    """Writes this worker's parts."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+
+    def handlers(self) -> Handlers:
+        """What it carries out."""
+        return {
+            Save: self._save,
+            AbandonSave: nothing,
+            do.SaveLast: self._save_last,
+            do.Linger: self._linger,
+            do.Finish: self._finish,
+            do.Condemn: self._condemn,
+        }
+
+    def _save(self, effect: Save) -> None:
+        """Each stage's leader writes its part; the main hears when the last one is there."""
+        life, number = self.life, effect.step
+        me, disk = life.me.worker_id, life.site.disk
+        if effect.plan.leader(0) == me:
+            disk.ask(number, lambda: life.later(0, life.handle, SaveEnded(number, True, "", "disk")))
+        for stage in effect.plan.stages_of(me):
+            if effect.plan.leader(stage) == me:
+                took = life.world.between(MS, 60 * MS)
+                life.later(took, self._written, effect.plan.generation, stage, number, life.state.stages[stage])
+
+    def _written(self, generation: int, stage: int, number: int, state: int) -> None:
+        """What is not complete when its generation ends, or when it is condemned, is abandoned."""
+        driver = self.life.driver
+        sound = driver.machine.sound
+        if driver.generation == generation and (sound < 0 or number <= sound):
+            self.life.site.disk.write(stage, number, state)
+
+    def _condemn(self, effect: do.Condemn) -> None:
+        self.life.site.checks.taint.condemned(self.life.me, effect.sound)
+        self.life.site.disk.condemn(effect.sound)
+
+    # ---- the end
+
+    def _save_last(self, operation: do.SaveLast) -> None:
+        """The main waits until all parts are there, for as long as it may."""
+        life = self.life
+        if operation.save is not None:
+            self._save(operation.save)
+        if operation.plan.leader(0) == life.me.worker_id:
+            life.later(_GRACE_NS, life.done, operation, "")
+            self._saved(operation)
+        else:
+            life.later(life.world.between(MS, 60 * MS), life.done, operation, "")
+
+    def _saved(self, operation: do.SaveLast) -> None:
+        life, disk = self.life, self.life.site.disk
+        if life.operation is not operation:
+            return
+        if len(disk.parts.get(operation.step, ())) < life.job.stages:
+            life.later(5 * MS, self._saved, operation)
+            return
+        life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
+        life.done(operation, "disk")
+
+    def _linger(self, operation: do.Linger) -> None:
+        self.life.later(self.life.world.between(10 * MS, 2000 * MS), self.life.done, operation)
+
+    def _finish(self, operation: do.Finish) -> None:
+        if operation.save is not None and self.life.job.write_every:
+            self._save(operation.save)
+        self.life.later(self.life.world.between(0, 3 * MS), self._finished, operation)
+
+    def _finished(self, operation: do.Finish) -> None:
+        life = self.life
+        if life.operation is operation:
+            leads = operation.plan.leader(0) == life.me.worker_id
+            if leads:
+                life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
+            life.done(operation, leads)

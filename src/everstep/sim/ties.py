@@ -1,0 +1,118 @@
+"""What ties one simulated worker to the coordinator and to its agent.
+
+What arrives is treated as in production: a message of the coordinator is asked at once whether it interrupts the
+operation under way, and handed in; the driver takes it in when it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everstep.base.cause import Cause
+from everstep.base.plan import Member
+from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.driver import interrupts
+from everstep.sim.client import ControlClient, FindServer
+from everstep.sim.life import Handlers, Life
+from everstep.sim.mesh import Mesh
+from everstep.sim.world import MS, Connection
+
+
+class Ties:
+    """The connection to the coordinator, what is said over it, and what the agent reads."""
+
+    def __init__(self, life: Life, server: FindServer, mesh: Mesh) -> None:
+        self.life = life
+        self.mesh = mesh
+        self.client: ControlClient | None = None
+        self._server = server
+
+    def handlers(self) -> Handlers:
+        """What it carries out."""
+        return {do.Tell: self._tell, do.Outvoted: self._outvoted}
+
+    def connect(self, begin: Callable[[], None]) -> None:
+        """The process is up: find the coordinator, and begin."""
+        self.client = ControlClient(self.life, self._server, "worker", self._hello, self.deliver)
+        begin()
+
+    def _hello(self) -> list[wire.AnyMessage]:
+        """Everything that the coordinator may have missed, anew."""
+        life, standing = self.life, self.life.driver.standing
+        member = Member(life.me.worker_id, life.me.incarnation, life.host, life.pid, life.name)
+        size = life.job.state_bytes
+        hello = wire.WorkerHello(member=member, step=standing.step, plan=standing.plan, state_bytes=size)
+        return [hello, *standing.messages]
+
+    def uses(self, connection: Connection) -> bool:
+        """Whether something may still be sent or expected here."""
+        return self.client is not None and self.client.connection is connection
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        """Tell the coordinator."""
+        if self.client is not None:
+            self.client.send(message)
+
+    def pulse(self) -> wire.WorkerPulse:
+        """What the agent reads of it from shared memory."""
+        life = self.life
+        still = 0 if life.frozen_ns is None else (life.world.now_ns - life.frozen_ns) // MS
+        return wire.WorkerPulse(
+            worker_id=life.me.worker_id,
+            incarnation=life.me.incarnation,
+            step=life.driver.machine.step,
+            phase=str(life.driver.machine.phase),
+            still_ms=still,
+            samples_per_s=100.0 / life.slowness,
+            compute_ms_per_lane=2.0 * life.slowness,
+        )
+
+    def deliver(self, message: wire.AnyMessage) -> None:
+        """A message of the coordinator."""
+        life = self.life
+        if isinstance(message, wire.PlanNow | wire.PlanPrepared):
+            life.site.checks.records.plan(message.plan)
+        life.world.seen["messages", type(message).__name__] += 1
+        newest = interrupts(message)
+        if newest is not None:
+            self._interrupt(newest)
+        life.handle(do.Heard(message, life.world.now_ns))
+        if isinstance(life.operation, do.Watch):
+            life.later(life.world.between(0, MS), life.done, life.operation, ())
+
+    def _interrupt(self, generation: int) -> None:
+        """The transfers of this generation and older ones are over."""
+        life = self.life
+        life.cut(generation)
+        if life.world.rng.random() < 0.5:
+            self.mesh.leave(generation)
+        operation = life.operation
+        if operation is not None and operation.generation <= generation:
+            life.later(life.world.between(0, 2 * MS), life.abort, operation)
+
+    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
+        """End by an exception, with last words."""
+        life = self.life
+        self.tell(
+            wire.WorkerFailed(
+                worker_id=life.me.worker_id,
+                incarnation=life.me.incarnation,
+                cause=cause,
+                step=life.driver.machine.step,
+                reason=reason,
+                signature=reason,
+                fatal=False,
+                generation=life.driver.generation,
+                sound=sound,
+            )
+        )
+        life.end(cause, reason)
+
+    def _tell(self, effect: do.Tell) -> None:
+        if isinstance(effect.message, wire.PeerFault):
+            self.life.world.log(self.life.name, "accuses", effect.message.accused)
+        self.tell(effect.message)
+
+    def _outvoted(self, effect: do.Outvoted) -> None:
+        self.fail(effect.reason, Cause.CORRUPT, effect.sound)
