@@ -210,6 +210,7 @@ def test_a_ledger_that_can_never_be_written_is_not_passed_over(small_task: str, 
     warnings = [event["reason"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "warning"]
     assert sum("wait in memory" in reason for reason in warnings) == 2, warnings
     assert sum("without having written 6 rows" in reason for reason in warnings) == 2, warnings
+    assert warnings[-1] == last["reason"], warnings
     ballast.unlink()
     again, audited = together(command, ["ledger", run_dir, "--json"])
     assert (again.returncode, json.loads(again.stdout)["ledger_complete"]) == (1, False), again.stderr

@@ -324,6 +324,9 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     board = launcher.board
     reached = max(board.read(row).step for row in range(board.rows))
     lacking = _missing_rows(run_dir, reached - 1)  # when a step was applied, the one before it was released
+    if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
+        events.write("warning", cause=Cause.DISK, reason=lacking)
+        events.close()
     return _conclude(invocation, watcher.facts, launcher.outcome, exit_code, lacking)
 
 
