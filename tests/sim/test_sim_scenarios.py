@@ -203,6 +203,81 @@ REPLAYED = {
             True,
         ),
     ),
+    # A host that was away started the next life of a slot that had been given to another host meanwhile; for the newer
+    # number the restarted coordinator gave up the member that held all state, and training began anew.
+    "a newer life on a host that had the slot": (
+        8303,
+        Setup(
+            3,
+            1,
+            3,
+            1,
+            "replace",
+            Job(9, 4, 2, 1, 0, 0, 1),
+            (
+                Fault("coordinator_mid_effects", 58, "", 2, 0, 95, 564, True),
+                Fault("flip", 100, "reducing", 1, 0, 85, 374, True),
+                Fault("kill", 142, "", 2, 529, 83, 223, False),
+                Fault("cut_control", 212, "reducing", 2, 134, 7, 211, True),
+                Fault("coordinator", 212, "updating", 1, 370, 59, 376, True),
+                Fault("scale", 238, "", 1, 0, 64, 3360, False),
+                Fault("kill", 238, "agreeing", 1, 0, 17, 319, True),
+                Fault("cut_control", 365, "settling", 1, 1476, 22, 2749, True),
+                Fault("drain", 371, "", 3, 630, 54, 86, True),
+                Fault("isolate", 371, "agreeing", 1, 785, 30, 395, False),
+                Fault("drain", 398, "", 1, 0, 85, 3663, False),
+                Fault("last_words", 400, "", 2, 0, 44, 3863, False),
+                Fault("kill", 415, "", 1, 348, 23, 270, True),
+            ),
+            verify_every=3,
+        ),
+    ),
+    # The same, before that host's agent had come back: its worker said hello by itself.
+    "a newer life says hello where another takes part": (
+        4978,
+        Setup(
+            4,
+            0,
+            3,
+            2,
+            "shrink",
+            Job(5, 3, 2, 4, 0, 4, -1),
+            (
+                Fault("drain", 43, "", 1, 0, 48, 161, False),
+                Fault("pool", 43, "updating", 1, 0, 12, 0, False),
+                Fault("cut_control", 83, "agreeing", 2, 0, 40, 17, False),
+                Fault("coordinator_freeze", 83, "fetching", 1, 0, 76, 345, False),
+                Fault("pool", 121, "fetching", 1, 747, 10, 5, False),
+                Fault("coordinator", 237, "agreeing", 1, 435, 73, 2139, True),
+            ),
+            disk_hosts=1,
+            rewindable=True,
+        ),
+    ),
+    # One worker held both stages, and so many healed at once that a pool had more members than there are lanes: laying
+    # out the lanes raised in the coordinator.
+    "more members than lanes in a pool": (
+        9775,
+        Setup(
+            6,
+            2,
+            2,
+            1,
+            "replace",
+            Job(7, 3, 2, 2, 3, 2, -1),
+            (
+                Fault("coordinator_mid_effects", 56, "gathering", 1, 4938, 65, 2936, False),
+                Fault("raises", 81, "", 2, 111, 5, 3946, True),
+                Fault("pool", 161, "computing", 1, 0, 90, 5, True),
+                Fault("pool", 313, "fetching", 1, 361, 67, 40, True),
+                Fault("kill", 313, "settling", 2, 0, 7, 15, False),
+                Fault("drain", 369, "", 1, 1973, 49, 365, False),
+                Fault("drop_control", 369, "fetching", 1, 0, 38, 113, True),
+            ),
+            save_ms=300,
+            rewindable=True,
+        ),
+    ),
 }
 
 

@@ -45,7 +45,8 @@ def place(
     as long as others can have them. wish: who is wanted where, and how many of a pool active. anew: stages are kept as
     in a repair, but the lanes are laid out afresh, and who sat in several stages leaves those that others hold too.
 
-    Raises: ConfigError if there is no worker for lanes, or a stage has more active workers than there are lanes.
+    Raises: ConfigError if there is no worker for lanes, or, at a start, a stage has more active workers than there
+    are lanes; later the surplus of a pool is standby.
     """
     given = list(worker_ids)
     ids = sorted(set(given))
@@ -58,7 +59,7 @@ def place(
     seats: list[Seat] = []
     for stage, pool in enumerate(seat_pools(ids, stages, previous, wish, settle=anew)):
         kept = [] if anew else before[stage]
-        active = actives(pool, stage, kept, wish, standby)
+        active = actives(pool, stage, kept, wish, standby, most=lanes if previous else None)
         _check_size(active, lanes, stage, stages)
         known = _speeds(active, speeds)
         held = _held(active, lanes, kept)

@@ -127,32 +127,40 @@ def _cover(pools: Pools, stage: int, standby: Collection[int]) -> None:
 
 
 def _leave_extras(pools: Pools, wish: PoolWish) -> None:
-    """Who sits in several stages leaves those where somebody with fewer stages sits too; one always stays."""
+    """Who sits in several stages leaves those where somebody with fewer stages sits too, the largest pool first; one
+    always stays.
+    """
     while True:
         counts = _seats(pools)
         leaving = [
-            (-counts[i], stage in wish.homes_of(i), i, stage)
+            (-counts[i], stage in wish.homes_of(i), i, -len(pool), stage)
             for stage, pool in enumerate(pools)
             for i in pool
             if counts[i] > 1 and any(j != i and (counts[j], j) < (counts[i], i) for j in pool)
         ]
         if not leaving:
             return
-        _, _, worker_id, stage = min(leaving)
+        _, _, worker_id, _, stage = min(leaving)
         pools[stage].remove(worker_id)
 
 
 def actives(
-    pool: Sequence[int], stage: int, previous: Sequence[Seat], wish: PoolWish, standby: Collection[int]
+    pool: Sequence[int],
+    stage: int,
+    previous: Sequence[Seat],
+    wish: PoolWish,
+    standby: Collection[int],
+    most: int | None = None,
 ) -> list[int]:
-    """Who of a pool may get lanes, ascending: all, or as many as the wish says.
+    """Who of a pool may get lanes, ascending: all, or as many as the wish says, at most `most`.
 
     Those who had lanes before (`previous`: empty for a placement anew) come first, then those whom the wish does not
     name as standby, then the others: so a standby is promoted when an active member is gone. standby: never active,
     unless nobody else is left.
     """
     willing = [i for i in pool if i not in standby] or list(pool)
-    most = wish.active[stage] if stage < len(wish.active) else len(willing)
+    wished = wish.active[stage] if stage < len(wish.active) else len(willing)
+    most = wished if most is None else min(wished, most)
     had = {s.worker_id for s in previous if s.stage == stage and s.lanes}
     willing.sort(key=lambda i: (i not in had, i in wish.standby, i))
     return sorted(willing[: max(1, most)])

@@ -222,7 +222,7 @@ class Coordinator:
                 plans.left_in_order(state, WorkerKey(message.worker_id, message.incarnation))
             health.worker_exited(state, agent, message)
         elif isinstance(message, m.SlotLost):
-            health.slot_lost(state, message)
+            health.slot_lost(state, agent, message)
 
     def _from_worker(self, name: str, key: WorkerKey, message: m.AnyMessage) -> None:
         state = self._state
@@ -252,6 +252,10 @@ class Coordinator:
             state.send(name, m.Dismissed(cause=cause, reason=text, drained=False))
             return
         if known is not None and known.key != key:
+            if health.runs_elsewhere(state, known, hello.member.host):
+                text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
+                state.send(name, m.Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
+                return
             why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
             health.evict(state, known, why, kill=True)
             known = None

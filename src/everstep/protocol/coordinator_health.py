@@ -167,6 +167,8 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
     if known is not None and known.key.incarnation > key.incarnation:
         return
     if known is not None and known.key.incarnation < key.incarnation:
+        if runs_elsewhere(state, known, agent.host):
+            return
         why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
         evict(state, known, why, kill=False)
         known = None
@@ -177,6 +179,15 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
     known.agent_id, known.pid = agent.agent_id, life.pid
     known.seen_ns = state.now if known.seen_ns else 0
     state.slot_owner[key.worker_id] = agent.agent_id
+
+
+def runs_elsewhere(state: State, known: Worker, host: str) -> bool:
+    """Whether a slot is another host's, where a life of it takes part or is there.
+
+    A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
+    one is newer, but no sign that the other has ended: that is for its own host to say, or for its silence.
+    """
+    return bool(known.host) and known.host != host and (known.connection is not None or state.in_any_plan(known.key))
 
 
 def worker_started(state: State, agent: Agent, message: WorkerStarted) -> None:
@@ -202,9 +213,9 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
         evict(state, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
 
 
-def slot_lost(state: State, message: SlotLost) -> None:
-    """An agent gave up on a slot."""
-    if message.worker_id in state.lost_slots:
+def slot_lost(state: State, agent: Agent, message: SlotLost) -> None:
+    """An agent gave up on a slot. If it is another's by now, this says nothing."""
+    if message.worker_id in state.lost_slots or state.slot_owner.get(message.worker_id) not in (None, agent.agent_id):
         return
     state.lost_slots[message.worker_id] = message.reason
     state.persist("slot_lost", worker_id=message.worker_id, cause=message.cause, reason=message.reason)

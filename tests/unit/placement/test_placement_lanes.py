@@ -4,6 +4,7 @@ import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
 from everstep.base.plan import Seat
+from everstep.base.pool_wish import PoolWish
 from everstep.placement.lanes import place
 
 
@@ -114,6 +115,24 @@ def test_too_many_workers():
     with pytest.raises(ConfigError, match="got 9 for 8 lanes: use fewer workers, raise 'lanes', or make 1 of them"):
         place(range(9), 8)
     assert len(place(range(9), 8, standby=[8])) == 9
+
+
+def test_later_the_surplus_of_a_pool_stands_by():
+    """A pool that grows beyond its lanes while others heal is no error of the user's."""
+    before = place([0, 1, 2, 3], 3, stages=2)
+    after = place(range(8), 3, stages=2, previous=[s for s in before if s.stage == 1])
+    assert sum(s.role == "active" for s in after if s.stage == 1) <= 3
+    with pytest.raises(ConfigError, match="in stage 0, got 4 for 3 lanes"):
+        place(range(8), 3, stages=2)
+
+
+def test_who_sits_in_several_stages_leaves_the_largest_pool():
+    held = [Seat(6, 0, "active", (0, 1, 2)), Seat(6, 1, "active", (0, 1, 2))]
+    on_the_way = [Seat(i, stage, "standby", ()) for i, stage in ((0, 0), (2, 1), (3, 1), (4, 0))]
+    wish = PoolWish(homes=((0, 1, 2), (3, 4, 5)))
+    seats = place([0, 2, 3, 4, 5, 6], 3, stages=2, previous=[*held, *on_the_way], wish=wish, anew=True)
+    assert [[s.worker_id for s in seats if s.stage == k] for k in (0, 1)] == [[0, 4, 6], [2, 3, 5]]
+    assert all(s.lanes for s in seats)
 
 
 def test_too_few_workers():

@@ -41,8 +41,8 @@ CONFIG = CoordinatorConfig(
 )
 
 
-def member(worker_id: int, incarnation: int = 0) -> Member:
-    return Member(worker_id, incarnation, "h1", 1000 + 10 * worker_id + incarnation, f"h1:{7000 + worker_id}", "")
+def member(worker_id: int, incarnation: int = 0, host: str = "h1") -> Member:
+    return Member(worker_id, incarnation, host, 1000 + 10 * worker_id + incarnation, f"h1:{7000 + worker_id}", "")
 
 
 class World:
@@ -91,10 +91,12 @@ class World:
         self.connect(name, "agent")
         self.say(name, m.AgentHello(agent_id=name, host=host, workers=listed, slots=slots or len(lives)))
 
-    def hello(self, worker: int, incarnation: int = 0, *, plan: Plan | None = None, step: int = 0) -> str:
+    def hello(
+        self, worker: int, incarnation: int = 0, *, plan: Plan | None = None, step: int = 0, host: str = "h1"
+    ) -> str:
         name = f"w{worker}.{incarnation}"
         self.connect(name, "worker")
-        self.say(name, m.WorkerHello(member=member(worker, incarnation), step=step, plan=plan))
+        self.say(name, m.WorkerHello(member=member(worker, incarnation, host), step=step, plan=plan))
         return name
 
     def started(self, worker: int, incarnation: int, agent: str = "a1") -> None:

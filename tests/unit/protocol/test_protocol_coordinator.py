@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import MS, S, World, drop, member, running
 
+from everstep.base.cause import Cause
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator_links import smallest_cover
 from everstep.protocol.coordinator_recovery import noticed
@@ -433,7 +434,7 @@ def two_hosts() -> World:
     world.agent(0, name="a1", host="h1")
     world.agent(1, name="a2", host="h2")
     world.hello(0)
-    world.hello(1)
+    world.hello(1, host="h2")
     world.wait(3 * S)
     world.clear()
     return world
@@ -464,6 +465,48 @@ def test_silence_of_all_who_hold_the_state_is_waited_out():
     drop(world, "a1")
     world.wait(62 * S)
     assert world.coordinator.status()["state"] == "waiting" and world.report("worker_evicted")["worker_id"] == 0
+
+
+@pytest.mark.parametrize("first", ["agent", "worker"])
+def test_a_slot_that_another_host_runs_is_not_taken_over_by_a_newer_life(first):
+    """A host that was away while its slot was given to another starts the slot's next life when it can."""
+    world = two_hosts()
+    if first == "agent":
+        world.agent((1, 3), name="a3", host="h3")
+    newer = world.hello(1, 3, host="h3")
+    said = world.last(m.Dismissed, newer)
+    assert said.reason == "slot 1 runs on host h2, as incarnation 0" and said.cause is Cause.REPLACED
+    assert world.plan.generation == 1 and "worker_evicted" not in world.kinds()
+    world.exited(1, agent="a2")
+    assert world.plan.worker_ids == (0,)
+    world.entered(0, world.plan.generation, 1)
+    world.hello(1, 4, host="h3")  # nothing speaks against it any more
+    assert world.last(m.Heal, "w1.4") is not None
+
+
+def test_after_a_restart_a_slot_is_the_host_s_that_ran_it():
+    """The other host's agent comes back first."""
+    world = two_hosts()
+    again = World(journal=world.journal, now=world.now, workers=2, quorum_wait_ns=60 * S)
+    again.agent((1, 1), name="a3", host="h3")
+    assert again.last(m.Dismissed, again.hello(1, 1, host="h3")) is not None
+    again.agent(0, name="a1", host="h1")
+    again.agent(1, name="a2", host="h2")
+    again.hello(0, plan=world.plan)
+    again.hello(1, plan=world.plan, host="h2")
+    again.wait(3 * S)
+    assert "worker_evicted" not in again.kinds() and again.plan.generation == 1
+
+
+def test_only_the_host_that_has_a_slot_can_give_it_up():
+    world = two_hosts()
+    world.connect("a3", "agent")
+    world.say("a3", m.AgentHello(agent_id="a3", host="h3", workers=[], slots=1))
+    lost = {"worker_id": 1, "reason": "it ends at once", "cause": Cause.EXITED}
+    world.say("a3", m.SlotLost(agent_id="a3", **lost))
+    assert "warning" not in world.kinds()
+    world.say("a2", m.SlotLost(agent_id="a2", **lost))
+    assert world.report("warning")["reason"] == "its slot was given up: it ends at once"
 
 
 def test_a_returning_agent_names_the_lives_that_are_left():
