@@ -278,6 +278,43 @@ REPLAYED = {
             rewindable=True,
         ),
     ),
+    # A joiner switched with the members to a plan that was given up for another one, without it; when the last member
+    # of its stage died, a fresh worker was taken in, not the one that held the state.
+    "a joiner that was left behind": (
+        10178,
+        Setup(
+            7,
+            1,
+            2,
+            2,
+            "replace",
+            Job(9, 3, 5, 4, 0, 0, -1),
+            (Fault("last_words", 169, "", 1, 0, 17, 321, False), Fault("pool", 478, "computing", 1, 0, 36, 5, True)),
+            rewindable=True,
+        ),
+    ),
+    # One stage was left as a copy of the newest step, another as a state that was one decision short of it.
+    "a copy, and one that rolls forward": (
+        19155,
+        Setup(
+            3,
+            1,
+            2,
+            1,
+            "wait",
+            Job(8, 3, 4, 3, 3, 2, 1),
+            (
+                Fault("cut_control", 73, "agreeing", 1, 238, 73, 186, False),
+                Fault("drain", 211, "updating", 2, 5, 70, 2248, True),
+                Fault("pool", 238, "computing", 1, 722, 81, 0, True),
+                Fault("kill", 396, "gathering", 1, 747, 3, 1032, True),
+            ),
+            active=1,
+            lasting_ms=0,
+            rewindable=True,
+            verify_every=1,
+        ),
+    ),
 }
 
 

@@ -106,6 +106,7 @@ def _send_heal(state: State, join: Join) -> None:
     join.stages = _stages_for(state, join)
     join.ticket, join.retry_ns, join.healed_ns = state.ticket, None, None
     worker.ordered_ns = state.now
+    state.left_behind.pop(worker.key, None)  # it begins anew
     by_stage = [donors(state, state.ticket, stage) for stage in join.stages]
     everybody = list({m.worker_id: m for found in by_stage for m in found}.values())
     holders = [[m.worker_id for m in found] for found in by_stage]

@@ -148,7 +148,9 @@ def _followed(state: State, worker: Worker) -> set[int]:
         return set()
     if join is not None and join.key == worker.key and join.healed_ns is not None:
         return set(join.stages)
-    return set(prepared.stages_of(worker.key.worker_id)) if prepared is not None and prepared.has(worker.key) else set()
+    if prepared is not None and prepared.has(worker.key):
+        return set(prepared.stages_of(worker.key.worker_id))
+    return set(state.left_behind.get(worker.key, ()))
 
 
 def _fall_back(state: State) -> None:
@@ -220,6 +222,8 @@ def _make_now(state: State, members: Sequence[Worker], why: Why, *, fresh: bool)
         cause=why.cause,
         sound=state.sound,
     )
+    left_behind = {w.key: _followed(state, w) for w in candidates(state) if not plan.has(w.key)}
+    state.left_behind = {key: stages for key, stages in left_behind.items() if stages}
     _issue(state, plan)
     state.plan, state.prepared = plan, None
     state.entered = set()

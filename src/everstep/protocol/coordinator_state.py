@@ -233,6 +233,7 @@ class State:
         self.lost_slots: dict[int, str] = {}
         # What is going on.
         self.joins: dict[int, Join] = {}
+        self.left_behind: dict[WorkerKey, set[int]] = {}  # stages of those that followed when a plan came without them
         self.greeted: set[int] = set()  # who has said hello to this life of the coordinator, living or not
         self.idle: tuple[int, bool] = (0, False)  # generation, and whether its members have lanes to share out anew
         self.ticket = 0

@@ -5,9 +5,10 @@ from whom. There is one target for all stages, so no stage can end up a step apa
 
 - *The top*: the newest position that a member is at, if every stage of the plan is held there by a member that is at
   it or takes the one missing decision. Whoever lacks a stage of its seats there copies it from one that holds it.
-- *A step R* for which every stage is in somebody's memory (as live state or as a kept snapshot), or can be read from
-  disk by all its members; step 0 can always be built anew. The newest such R is the target if the top is not held in
-  all stages, or if R is beyond it (a job that starts from a checkpoint). Everybody goes to the beginning of R.
+- *A step R* for which every stage is in somebody's memory (as live state, as one that takes the missing decision, or as
+  a kept snapshot), or can be read from disk by all its members; step 0 can always be built anew. The newest such R is
+  the target if the top is not held in all stages, or if R is beyond it (a job that starts from a checkpoint). Everybody
+  goes to the beginning of R.
 
 The holdings say all of this; nobody decides it. Interrupted settles, with some members gone back and others not, are
 settled by the same rule in the next generation: who has gone back holds R as live state.
@@ -51,16 +52,17 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     """The settlement of a generation; `holdings` are those of all members."""
     limit = sound_limit(holdings)
     if limit is not None:
-        return _go_to(plan, holdings, _newest(plan, holdings, limit))
+        return _go_to(plan, holdings, _newest(plan, holdings, limit=limit))
     top = max(h.position for h in holdings.values())
     records = next((h.records for _, h in sorted(holdings.items()) if h.position == top and h.records), {})
     # Nobody rolls forward without the records of the decision; a snapshot may not have them.
     far = {i: _distance(top, h, bool(records)) for i, h in sorted(holdings.items())}
     held = {i: _held_at(top, holdings[i]) if far[i] is not None else frozenset() for i in far}
     by_stage = {stage: _same_start(top.step, stage, held, holdings) for stage in range(plan.stages)}
-    newest = _newest(plan, holdings)
+    rolls = _Rolls(top, records, {i: held[i] for i, decisions in far.items() if decisions == 1})
+    newest = _newest(plan, holdings, rolls)
     if not all(by_stage.values()) or newest > top.step:
-        return _go_to(plan, holdings, newest)
+        return _go_to(plan, holdings, newest, rolls)
     wants: dict[int, Sources] = {}
     for i in held:
         lacking = {k: _donors(top, by_stage[k], holdings) for k in plan.stages_of(i) if i not in by_stage[k]}
@@ -70,11 +72,27 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
         target=top,
         back=False,
         records=records,
-        rolls=frozenset(i for i, decisions in far.items() if decisions == 1),
+        rolls=frozenset(rolls.held),
         wants=wants,
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, top, back=False),
     )
+
+
+@dataclass(frozen=True)
+class _Rolls:
+    """Who takes the one decision that is missing to the top, with these records; `held`: the stages they have then."""
+
+    top: Key
+    records: Mapping[int, Record]
+    held: Mapping[int, frozenset[int]]
+
+    def holders(self, step: int, stage: int) -> list[int]:
+        """Who has the stage at the beginning of this step then."""
+        return [i for i, stages in self.held.items() if stage in stages] if self.top == Key(step, 0) else []
+
+
+_NOBODY = _Rolls(Key(0, 0), {}, {})
 
 
 def sound_limit(holdings: Mapping[int, Holding]) -> int | None:
@@ -138,46 +156,46 @@ def _rerun(
 # ---- going to a step that all stages have
 
 
-def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int) -> tuple[int, ...]:
-    """Who has the stage's state of the step, live or as a snapshot, ascending."""
+def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int, rolls: _Rolls) -> tuple[int, ...]:
+    """Who has the stage's state of the step, live (perhaps once it has rolled forward) or as a snapshot, ascending."""
     live = {i: h.stages if h.position.step == step else () for i, h in holdings.items()}
     kept = {i for i, h in holdings.items() if (stage, step) in h.snapshots}
-    return tuple(sorted(kept.union(_same_start(step, stage, live, holdings))))
+    return tuple(sorted(kept.union(_same_start(step, stage, live, holdings), rolls.holders(step, stage))))
 
 
-def _available(plan: Plan, holdings: Mapping[int, Holding], step: int) -> bool:
+def _available(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls) -> bool:
     return step == 0 or all(
-        _in_memory(step, holdings, stage)
+        _in_memory(step, holdings, stage, rolls)
         or all(step in holdings[s.worker_id].disk for s in plan.pool(stage) if s.worker_id in holdings)
         for stage in range(plan.stages)
     )
 
 
-def _newest(plan: Plan, holdings: Mapping[int, Holding], limit: int | None = None) -> int:
+def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY, *, limit: int | None = None) -> int:
     """The newest step that every stage has; up to the limit, if there is one."""
     steps = {0}
     for holding in holdings.values():
         steps |= {holding.position.step, *(step for _, step in holding.snapshots), *holding.disk}
     steps = steps if limit is None else {step for step in steps if step <= limit}
-    return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step))
+    return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step, rolls))
 
 
-def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int) -> Settlement:
+def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls = _NOBODY) -> Settlement:
     target = Key(step, 0)
-    sources = {stage: _in_memory(step, holdings, stage) for stage in range(plan.stages)}
+    sources = {stage: _in_memory(step, holdings, stage, rolls) for stage in range(plan.stages)}
+    rolling = frozenset(rolls.held) if rolls.top == target else frozenset()
     wants: dict[int, Sources] = {}
     for i, holding in sorted(holdings.items()):
         seats = plan.stages_of(i)
-        stands = holding.position == target and all(
-            k in holding.stages and (step > 0 or i in sources[k]) for k in seats
-        )
+        here = rolls.held[i] if i in rolling else holding.stages if holding.position == target else ()
+        stands = all(k in here and (step > 0 or i in sources[k]) for k in seats)
         if not stands:
             wants[i] = {k: _first(i, sources[k]) for k in seats}
     return Settlement(
         target=target,
         back=True,
-        records={},
-        rolls=frozenset(),
+        records=rolls.records if rolling else {},
+        rolls=rolling,
         wants=wants,
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, target, back=True),

@@ -101,7 +101,7 @@ class Checks:
         limit = sound_limit(said)
 
         def there(at: int, stage: int) -> bool:
-            top = any(h.position.step == at for h in said.values())
+            top = limit is None and any(h.position == Key(at, 0) and h.records for h in said.values())
             live = any(
                 stage in h.stages
                 and (h.position.step == at or (top and stage in h.gradient_stages and h.gradient_step == at))

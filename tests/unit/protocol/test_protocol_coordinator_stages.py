@@ -46,6 +46,22 @@ def test_a_death_is_repaired_inside_its_pool():
     assert world.kinds().count("leader_changed") == 1
 
 
+def test_a_follower_that_a_plan_went_on_without_comes_first_when_its_stage_is_lost():
+    """It may have switched with the others, and then holds what nobody else holds any more."""
+    world = staged(workers=4, stages=2)
+    world.agent(*range(4), 8, 9)
+    world.exited(0)
+    world.entered(1, world.plan.generation, 1)
+    hello(world, 9)
+    world.healed(9)
+    assert pools(world.prepared) == [(1, 9), (2, 3)]
+    hello(world, 8)
+    world.exited(3)
+    assert pools(world.plan) == [(1,), (2,)] and world.prepared is None
+    world.exited(1)
+    assert pools(world.plan) == [(9,), (2,)]
+
+
 def test_a_standby_is_promoted_and_the_reason_names_it():
     world = staged(redundancy=1)
     assert [s.role for s in world.plan.seats] == ["active", "standby"] * 3

@@ -49,6 +49,17 @@ def test_a_stage_rolls_forward_only_with_its_own_gradient():
     assert (settled.target, settled.back) == (Key(4, 0), True)
 
 
+def test_who_rolls_forward_counts_where_another_stage_comes_from_a_snapshot():
+    """Stage 0 died with its pool; its copy is of the top, which worker 2 is one decision short of."""
+    holdings = {0: at(0), 1: at(3, 1, snapshots=((0, 3),)), 2: at(2, 2, gradient=3, disk=(2,))}
+    settled = settle(plan((0,), (1,), (2,)), holdings)
+    assert (settled.target, settled.back, settled.rolls) == (Key(3, 0), True, {2})
+    assert settled.records == RECORDS and settled.wants == {0: {0: (1,)}}
+    assert settled.rerun == {0, 1}
+    without = {**holdings, 1: replace(holdings[1], records={})}
+    assert settle(plan((0,), (1,), (2,)), without).target == Key(0, 0)
+
+
 def test_without_a_stage_at_the_top_all_go_to_the_newest_step_of_all():
     kept = at(9, 0, snapshots=((0, 6), (1, 6), (0, 8), (1, 4), (0, 4)))
     settled = settle(plan((0,), (1,)), {0: kept, 1: at(0)})
