@@ -35,7 +35,10 @@ class Job:
     def __init__(self, run_dir: Path, what: str, pid: int) -> None:
         self.run_dir = run_dir
         self.what = what
-        self._pidfd = os.pidfd_open(pid) if pid else -1
+        self._pidfd = -1
+        if pid:
+            with contextlib.suppress(ProcessLookupError):  # bad input ends a job before this is reached
+                self._pidfd = os.pidfd_open(pid)
 
     @property
     def events(self) -> list[Event]:
@@ -116,7 +119,8 @@ class Job:
                     signal.pidfd_send_signal(self._pidfd, number)
                 if self.over(5.0):
                     break
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
         self._pidfd = -1
 
 
