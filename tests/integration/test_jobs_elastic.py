@@ -16,7 +16,9 @@ from job_harness import Jobs, healed, same
 
 SCRIPT = """
 import os
+import random
 import sys
+import numpy
 import torch
 from torch import nn
 
@@ -27,13 +29,16 @@ from job_tasks import PACE, Glyphs, Pace
 
 class Seen:
     def __init__(self):
-        self.losses = 0.0
+        self.losses = self.drawn = 0.0
+
+    def draw(self):
+        self.drawn += torch.rand(()).item() + random.random() + numpy.random.rand()
 
     def state_dict(self):
-        return {{"losses": self.losses}}
+        return {{"losses": self.losses, "drawn": self.drawn}}
 
     def load_state_dict(self, state):
-        self.losses = state["losses"]
+        self.losses, self.drawn = state["losses"], state["drawn"]
 
 
 pace = Pace(os.environ.get(PACE, ""))
@@ -46,11 +51,18 @@ run = everstep.join(
     model, optimizer, Glyphs(augmented=True), micro_batch=4, scheduler=scheduler, clip_norm=1.0, state={{"seen": seen}},
     steps=int(sys.argv[1]), run_dir=sys.argv[2] if len(sys.argv) > 2 else None,
 )
+glyphs = Glyphs(augmented=False)
 for step in run:
+    before = torch.rand(()).item()
     for picture, label in step:
         pace.lane()
         step.backward(nn.functional.cross_entropy(model(picture), label))
     seen.losses += step.loss
+    seen.drawn += before
+    seen.draw()
+    if step.number % 4 == 0:
+        run.evaluate(lambda batch: {{"loss": nn.functional.cross_entropy(model(batch[0]), batch[1])}}, glyphs)
+        seen.draw()
 """
 
 
@@ -118,12 +130,38 @@ def _check_profile(told: dict[str, Any]) -> None:
     assert all(begin - 1e6 < e["ts"] < end + 1e6 for e in computed), "one clock"
 
 
-def test_a_script(jobs: Jobs, script: str) -> None:
-    """The same by itself, on one launched worker, and on three with kills."""
-    plain = jobs.plainly(script, "25")
-    assert plain.end() == 0, plain.account()
+@pytest.fixture(scope="module")
+def plain(jobs: Jobs, script: str) -> Path:
+    """The directory of the script's run by itself."""
+    job = jobs.plainly(script, "25")
+    assert job.end() == 0, job.account()
+    return job.run_dir
+
+
+def test_a_script_heals(jobs: Jobs, script: str, plain: Path) -> None:
+    """On three workers, two of which are killed and replaced: what its loop draws and counts is the same as well."""
     chaos = "kill:target=worker:1,at=4; kill:target=leader:0,at=9"
     job = jobs.start(script, "--", "25", chaos=chaos, pace=[healed(1), healed(0)])
     assert job.end() == 0, job.account()
-    same(plain.run_dir, job)
+    same(plain, job)
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}
+
+
+def test_a_script_whose_spares_take_part_at_once(jobs: Jobs, script: str, plain: Path) -> None:
+    """They enter the loop's body right after an update, with what the loop knew then, not what the others know now."""
+    chaos = "kill:target=worker:1,at=9; kill:target=leader:0,at=15; kill:target=worker:2,at=20,phase=agree"
+    job = jobs.start(script, "--spares", "2", "--", "25", chaos=chaos)
+    assert job.end() == 0, job.account()
+    same(plain, job)
+    assert "takes part from here" in job.of_kind("generation_started")[1]["reason"]
+
+
+def test_a_script_that_is_resumed(jobs: Jobs, script: str, plain: Path) -> None:
+    """Stopped while or after its loop gathers at the end of a step, on more workers then."""
+    stopped = jobs.start(script, "--", "25", workers=2, pace=[{"kind": "never"}])
+    stopped.wait_for("step_committed", step=7)
+    os.kill(stopped.launcher_pid(), signal.SIGTERM)
+    assert stopped.end() == 143, stopped.account()
+    resumed = jobs.start(script, "--", "25", workers=4, run_dir=stopped.run_dir)
+    assert resumed.end() == 0, resumed.account()
+    same(plain, resumed)

@@ -37,7 +37,6 @@ class Loop:
             do.Released: self._released,
             do.JobOver: self._over,
             do.Skipped: nothing,
-            do.RememberLoop: nothing,
         }
 
     def begin(self) -> None:

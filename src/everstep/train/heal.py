@@ -15,6 +15,7 @@ import select
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,7 @@ from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepE
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
+from everstep.exact.image import Image
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place
 from everstep.protocol.driver.records import decode_records, encode_records
@@ -53,7 +55,8 @@ class Readable(Protocol):
 class Offer:
     """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
 
-    application: the state of the user's loop right after the update, where the snapshots have a later one; else empty.
+    application: the state of the user's loop right after the update, where the snapshots may have a later one; empty if
+    the loop has none.
     """
 
     position: Key
@@ -377,6 +380,35 @@ def pack_state(state: ModelState) -> bytes:
     manifest = state.manifest()
     blocks = [bytes(state.read_block(i)) for i in range(state.n_blocks)]
     return msgspec.msgpack.encode((json.dumps(manifest), blocks))
+
+
+class StateCopy:
+    """A copy of a small state, where its tensors are; its memory is used again for the next one."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._image: Callable[[], Image] | None = None
+
+    def take(self, state: ModelState) -> None:
+        """The state as it is now."""
+        entries, tensors, values, _ = state.live_tensors()
+        alike = [(t.dtype, t.shape, t.device) for t in tensors] == [(t.dtype, t.shape, t.device) for t in self._tensors]
+        with torch.no_grad():
+            if alike:
+                for copy, tensor in zip(self._tensors, tensors, strict=True):
+                    copy.copy_(tensor)
+            else:
+                self._tensors = [tensor.detach().clone() for tensor in tensors]
+        self._image = partial(Image.of_tensors, entries, self._tensors, values, state.outline)
+
+    def packed(self) -> bytes:
+        """As `pack_state`; empty if nothing was taken."""
+        if self._image is None:
+            return b""
+        image = self._image()
+        return msgspec.msgpack.encode(
+            (json.dumps(image.manifest), [bytes(image.read_block(i)) for i in range(image.n_blocks)])
+        )
 
 
 def unpack_state(state: ModelState, data: bytes) -> None:

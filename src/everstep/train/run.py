@@ -19,6 +19,7 @@ from torch import nn
 from everstep.base.cause import Cause
 from everstep.base.errors import TaskError
 from everstep.data.loader import to_device
+from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import (
     Compute,
@@ -35,6 +36,7 @@ from everstep.train.executor import WentBack
 from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
 
+_LOOP_SEED = 1 << 34
 _NOT_EXACT = (
     "batch is per_worker: the global batch follows the number of workers, so the result depends on who came and went "
     "when, and is not bitwise that of an undisturbed run; use batch: constant for exactness"
@@ -50,10 +52,12 @@ class Step:
         self._count = 0
         self.number = number
         self.done = done
+        self._seed_loop(past=0)
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches: one per lane; more of them after a failure."""
         if self.done:
+            self._seed_loop(past=1)
             return
         session = self._session
         turn = session.executor.ask(StepAsked(self.number))
@@ -64,6 +68,12 @@ class Step:
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
         self.done = True
+        self._seed_loop(past=1)
+
+    def _seed_loop(self, past: int) -> None:
+        """What the loop draws around its batches (0: before them, 1: past them) depends on the step alone: not on who
+        computed which lane last, nor on whether this life has computed any."""
+        seed_all(derive(self._session.view.config.seed, self.number, _LOOP_SEED, past))
 
     def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
         lanes = self._lanes
@@ -230,7 +240,7 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), preserve_rng():  # who evaluates what must not be seen by what the loop draws next
                 found = evaluate(
                     fn,
                     chunks,
@@ -262,7 +272,8 @@ class Run:
             session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
         )
         session.executor.install({Evaluate: waves.pass_on})
-        found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
+        with preserve_rng():
+            found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))
         self._judge(found)
         return found
 

@@ -33,7 +33,7 @@ from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAs
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train.elastic_order import Order
-from everstep.train.heal import pack_state, unpack_state
+from everstep.train.heal import StateCopy, pack_state, unpack_state
 from everstep.train.link import Link
 from everstep.train.stages import Stages
 from everstep.train.view import WorkerView
@@ -66,32 +66,32 @@ class Whole:
 
 
 class LoopState:
-    """The small state of the user's loop, as it was at moments to which somebody may have to go back."""
+    """What the user's loop changes (`state=` of join), as it was right after the newest update: from there whoever gets
+    this step's state enters the loop's body, which has gone on here by then."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._initial = b"" if stages.split else pack_state(stages.only.application)
-        self._after = (-1, b"")
+        self._step = -1
+        self._copy = StateCopy()
 
-    def handlers(self) -> dict[type, Callable[[Any], Any]]:
-        """What it does for the driver."""
-        return {do.RememberLoop: self.remember}
-
-    def remember(self, effect: do.RememberLoop) -> None:
-        """The loop is about to learn something: whoever goes back to this step must not know it yet."""
-        if self._after[0] != effect.step:
-            self._after = (effect.step, pack_state(self._stages.any.application))
+    def remember(self, number: int) -> None:
+        """The state is that of this step, and the loop does not know it yet."""
+        application = self._stages.any.application
+        self._step = number
+        if application.extras:
+            self._copy.take(application)
 
     def after(self, number: int) -> bytes:
-        """As it was right after this step's update, if it may have gone on since; else empty."""
-        return self._after[1] if self._after[0] == number else b""
+        """Right after this step's update; empty if the loop has no state, or the update is not the newest."""
+        return self._copy.packed() if self._step == number else b""
 
     def went_back(self, number: int) -> None:
         """The state is that of this step: the loop goes on from there."""
         state = self.after(number) if number else self._initial
         if state:
             unpack_state(self._stages.any.application, state)
-        self._after = (-1, b"")
+        self._step = -1
 
 
 def saving_of(link: Link, split: bool, order: Order, whole: Whole | None) -> Saving:

@@ -75,7 +75,7 @@ class Session:
         keeper, finisher = Keeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others)
-        updates = Updates(view, transport, donor, keeper, saver)
+        updates = Updates(view, transport, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         lanes = Lanes(view, transport, restorer, dataset, collate, device, executor.lane_done)
         membership = Membership(view, executor, transport, rendezvous, donor.handle)
@@ -89,7 +89,7 @@ class Session:
             return finisher.write(operation)
 
         executor.install({do.Finish: finish})
-        for part in (membership, lanes, updates, transfers, saver, last, keeper, loop):
+        for part in (membership, lanes, updates, transfers, saver, last, keeper):
             executor.install(part.handlers())
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
         self.transport, self.lanes, self.updates, self.transfers = transport, lanes, updates, transfers

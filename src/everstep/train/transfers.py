@@ -67,8 +67,6 @@ class Transfers:
         offer = Offer(position, effect.records, {}, {})
         if effect.live:
             offer = self._live(position, effect.records, effect.gathers, effect.stages)
-            if effect.at_update:
-                offer = replace(offer, application=self._loop.after(position.step))
         snapshots = {**self._keeper.at(position.step), **offer.snapshots}
         self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots))
 
@@ -91,7 +89,7 @@ class Transfers:
         gathers: Mapping[Key, Mapping[int, Record]],
         stages: Sequence[int],
     ) -> Offer:
-        """Of the state as it is."""
+        """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
         snapshots: dict[int, heal.Readable] = {}
         for stage in stages:
             replica = self._view.stages[stage]
@@ -99,7 +97,7 @@ class Transfers:
             snapshot = replica.state.clone_snapshot()
             snapshot.start()
             snapshots[stage] = snapshot
-        return Offer(position, records, dict(gathers), snapshots)
+        return Offer(position, records, dict(gathers), snapshots, self._loop.after(position.step))
 
     # ---- taking, when a generation settles
 

@@ -13,7 +13,7 @@ from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.heal import Donor, Gradient, pack_state
 from everstep.train.keeping import Keeper
-from everstep.train.saving import Saver
+from everstep.train.saving import LoopState, Saver
 from everstep.train.ties import exchange_ties
 from everstep.train.view import WorkerView
 
@@ -24,7 +24,13 @@ class Updates:
     """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known."""
 
     def __init__(
-        self, view: WorkerView, transport: StagedTransport, donor: Donor, keeper: Keeper, saver: Saver
+        self,
+        view: WorkerView,
+        transport: StagedTransport,
+        donor: Donor,
+        keeper: Keeper,
+        saver: Saver,
+        loop: LoopState,
     ) -> None:
         self.outcome: Outcome | None = None
         self._view = view
@@ -32,6 +38,7 @@ class Updates:
         self._donor = donor
         self._keeper = keeper
         self._saver = saver
+        self._loop = loop
         self._gradients: dict[int, dict[int, Gradient]] = {}
         self._generations: dict[int, int] = {}
         self._released = 0
@@ -126,6 +133,7 @@ class Updates:
     def arrive(self, outcome: Outcome | None, number: int) -> None:
         """The state is that of step `number`."""
         self.outcome = outcome
+        self._loop.remember(number)
         self._view.link.log.at(number)
 
     def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:

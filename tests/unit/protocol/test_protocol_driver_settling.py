@@ -157,7 +157,7 @@ def test_how_far_the_others_had_been_is_told_when_steps_are_done_again() -> None
 def test_what_others_lack_is_shelved_until_the_next_decision() -> None:
     w = behind()
     w.settle(w1=at(0))
-    shelf = do.Shelve(2, Key(2, 0), w.driver.machine.records, w.driver.gathered, (0,), True, False)
+    shelf = do.Shelve(2, Key(2, 0), w.driver.machine.records, w.driver.gathered, (0,), True)
     assert w.out[0] == shelf
     assert set(shelf.gathers) == {Key(2, 0)} and shelf.records
     w.lanes()
@@ -199,7 +199,7 @@ def test_a_kept_state_is_shelved_without_what_belongs_to_the_present_one() -> No
     shelf = w.last(do.Shelve)
     assert (shelf.generation, shelf.position, shelf.stages) == (2, Key(2, 0), ())
     assert shelf.records == KEPT and shelf.gathers == {}
-    assert (shelf.live, shelf.at_update) == (False, False)
+    assert shelf.live is False
 
 
 def test_who_goes_back_to_an_update_gets_it_as_it_was_before_the_loop_learnt_more() -> None:
@@ -213,7 +213,7 @@ def test_who_goes_back_to_an_update_gets_it_as_it_was_before_the_loop_learnt_mor
     w.keeps(((1, 1),))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     shelf = w.last(do.Shelve)
-    assert (shelf.position, shelf.live, shelf.at_update) == (Key(1, 0), True, True)
+    assert (shelf.position, shelf.live) == (Key(1, 0), True)
     assert (shelf.records, shelf.gathers, shelf.stages) == (of_update, {Key(1, 0): of_update}, (0,))
     assert isinstance(w.op, do.Restore) and (w.op.own, w.op.stands) == (of_update, (0,))
 
@@ -225,7 +225,7 @@ def test_gathers_belong_to_what_is_served_after_them() -> None:
     w.ask(do.GatherAsked(b""))
     w.enter(plan(2, (0, 1)), w1=at(0))
     shelf = w.last(do.Shelve)
-    assert (shelf.position, shelf.live, shelf.at_update) == (Key(1, 1), True, False)
+    assert (shelf.position, shelf.live) == (Key(1, 1), True)
     assert set(shelf.gathers) == {Key(1, 0), Key(1, 1)} and shelf.records == w.driver.machine.records
 
 
@@ -273,7 +273,7 @@ def test_records_that_nobody_knows_are_not_given_as_some() -> None:
     w.ask(do.StepAsked(9))
     w.enter(plan(2, (0,), (1,)), w1=at(0, stages=(1,)))
     shelf = w.last(do.Shelve)
-    assert (shelf.position, shelf.at_update, shelf.records, shelf.gathers) == (Key(8, 0), True, {}, {})
+    assert (shelf.position, shelf.records, shelf.gathers) == (Key(8, 0), {}, {})
 
 
 # ---- copying

@@ -120,11 +120,10 @@ def test_likewise_in_a_split_job() -> None:
 # ---- gathers
 
 
-def test_a_gather_is_one_exchange_and_remembers_the_loop_as_it_was() -> None:
+def test_a_gather_is_one_exchange() -> None:
     w = member_worker(0, 1)
     w.step(1)
     w.ask(do.GatherAsked(b"mine"))
-    assert w.out[0] == do.RememberLoop(1)
     assert w.op.tag == Tag("decide", 1, 1)
     assert w.sent() == Record(0, encode_payload(GatherPayload(b"mine", 1001)))
     found = gather_records(w.plan, w1=b"theirs") | {0: w.sent()}

@@ -99,7 +99,6 @@ class Application:
         self._gather = Key(at, before.seq + 1 if before.step == at else 1)
         if self._gather in self._gathers.known or self.ended:
             return None
-        self._out.put(do.RememberLoop(at))
         return data
 
     def _offer_feeds(self) -> None:

@@ -250,8 +250,9 @@ class Decided:
 @dataclass(frozen=True)
 class Shelve:
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one. at_update:
-    the application's state is given as it was right after the update, for it has learnt something since."""
+    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept
+    one; of the present one the application's part is given as it was right after the update, be the position a later
+    one: whoever takes it does again what comes between."""
 
     generation: int
     position: Key
@@ -259,7 +260,6 @@ class Shelve:
     gathers: Gathers
     stages: tuple[int, ...]
     live: bool
-    at_update: bool
 
 
 @dataclass(frozen=True)
@@ -292,13 +292,6 @@ class EnteredPlan:
     """All have settled: a generation goes on from here."""
 
     plan: Plan
-    step: int
-
-
-@dataclass(frozen=True)
-class RememberLoop:
-    """The application is about to learn something that belongs after this step's update: keep its state as it is."""
-
     step: int
 
 
@@ -433,7 +426,6 @@ Effect = (
     | CutFeeds
     | CloseFeeds
     | EnteredPlan
-    | RememberLoop
     | Condemn
     | Keep
     | RetireKept

@@ -145,17 +145,16 @@ class Settler:
         """Members may have what is held here of a position."""
         machine, position = self._machine, effect.position
         live = position.step == machine.step
-        at_update = live and position.seq == 0 and machine.position.seq > 0
         records: Mapping[int, Record] = self._keeper.records_of(position.step)
         gathers: do.Gathers = {}
         if live:
             records, gathers = machine.records, self._gathers.up_to(machine.position, machine.records)
-        if at_update:  # whoever goes back to it has learnt nothing yet
+        if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
         stages = machine.stages if live else ()
         self._shelved = True
-        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live, at_update))
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live))
 
     def unshelve(self) -> None:
         """Whoever had to copy the state has done so."""

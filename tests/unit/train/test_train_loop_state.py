@@ -1,0 +1,70 @@
+"""The state of the user's loop, as it was right after an update, whatever the loop has made of it since."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.exact.state import ModelState
+from everstep.train.heal import unpack_state
+from everstep.train.saving import LoopState
+
+
+class Average:
+    """A tensor that is changed in place, and a count."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = torch.zeros(3), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean.copy_(state["mean"])
+        self.count = state["count"]
+
+    def go_on(self) -> None:
+        self.mean += 1.0
+        self.count += 1
+
+
+def loop_state(extras: dict[str, Any]) -> LoopState:
+    application = ModelState(nn.Module(), extras=extras)
+    whole: Any = SimpleNamespace(split=False, only=SimpleNamespace(application=application))
+    whole.any = whole.only
+    return LoopState(whole)
+
+
+def test_what_is_given_is_of_the_update_though_the_loop_has_gone_on() -> None:
+    average = Average()
+    loop = loop_state({"average": average})
+    average.go_on()
+    loop.remember(4)
+    average.go_on()
+    other = Average()
+    unpack_state(ModelState(nn.Module(), extras={"average": other}), loop.after(4))
+    assert other.count == 1 and torch.equal(other.mean, torch.ones(3))
+    assert loop.after(3) == loop.after(5) == b""
+
+
+def test_whoever_goes_back_to_its_own_step_forgets_what_it_learnt() -> None:
+    average = Average()
+    loop = loop_state({"average": average})
+    average.go_on()
+    loop.remember(4)
+    average.go_on()
+    loop.went_back(4)
+    assert average.count == 1 and torch.equal(average.mean, torch.ones(3))
+    assert loop.after(4) == b"", "until the state is said to be that of a step"
+    average.go_on()
+    loop.went_back(0)
+    assert average.count == 0 and torch.equal(average.mean, torch.zeros(3))
+
+
+def test_a_loop_without_state_gives_none() -> None:
+    loop = loop_state({})
+    loop.remember(2)
+    assert loop.after(2) == b""
