@@ -41,10 +41,26 @@ class Seen:
         self.losses, self.drawn = state["losses"], state["drawn"]
 
 
+class Lookahead(torch.optim.AdamW):
+    # Keeps what it knows in attributes of its own.
+
+    def __init__(self, params, **more):
+        super().__init__(params, **more)
+        self.calls, self.slow = 0, [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.calls += 1
+        if self.calls % 5 == 0:
+            for fast, slow in zip(self.param_groups[0]["params"], self.slow):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+
 pace = Pace(os.environ.get(PACE, ""))
 torch.manual_seed(7)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = Lookahead(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
 seen = Seen()
 run = everstep.join(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everstep.exact.attributes import plain
 from everstep.exact.image import VALUES, Outline, StateEntry
 from everstep.exact.jsonable import encode
 
@@ -64,6 +65,8 @@ class Recollection:
         values = dict(old)
         if self._optimizer is not None:
             values["groups"] = self._values_of_groups(old["groups"], pulled)
+            if "attributes" in old:
+                values["attributes"] = encode(plain(self._optimizer), "attributes", pulled)
         if self._scheduler is not None:
             values["scheduler"] = encode(self._scheduler.state_dict(), "scheduler", pulled)
         for key, extra in sorted(self._extras.items()):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.exact.attributes import assign, plain
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.image import (
     FOREIGN,
@@ -225,7 +226,9 @@ class ModelState:
             members = [names[id(p)] for p in group["params"]]
             groups.append({"dict": [["params", members], ["values", encode(scalars, f"groups/{k}", pulled)]]})
         ordered = [[name, states[name]] for name in names.values() if name in states]
-        return {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
+        values = {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
+        own = plain(optimizer)  # type: ignore[arg-type]
+        return {**values, "attributes": encode(own, "attributes", pulled)} if own else values
 
     # ---- names
 
@@ -397,6 +400,7 @@ class ModelState:
         for name, state in states.items():
             optimizer.state[parameters[name]] = state
         optimizer.state.update(decode(values["other"], tensors))
+        assign(optimizer, decode(values.get("attributes", {"dict": []}), tensors))
 
 
 def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.base.errors import DeterminismError
+from everstep.base.errors import ConfigError, DeterminismError
+from everstep.exact.attributes import Watched
 from everstep.exact.digest import tensor_digest
 from everstep.exact.seeding import seed_all
 
@@ -30,6 +31,7 @@ class UpdateProbe:
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self._optimizer = optimizer
+        self._watched = Watched(optimizer)
         self._expected: list[str] | None = None
         try:
             twin = _twin(optimizer)
@@ -41,7 +43,17 @@ class UpdateProbe:
         self._expected = _facts(twin)
 
     def compare(self, step: int) -> None:
-        """Raises: DeterminismError if the real update has given other bits than the copy's."""
+        """Raises: DeterminismError if the real update has given other bits than the copy's. ConfigError if the
+        optimizer keeps what changes where it cannot be carried."""
+        changed = self._watched.changed()
+        if changed:
+            kind, name = type(self._optimizer).__name__, changed[0]
+            value = getattr(self._optimizer, name, None)
+            raise ConfigError(
+                f"the optimizer {kind} keeps in self.{name} ({type(value).__name__}) what its updates change: that is "
+                "not carried to workers that are healed or resumed; keep it in self.state or self.param_groups, or as "
+                "plain values (numbers, strings, tensors, lists and dicts of them)"
+            )
         if self._expected is None or self._expected == _facts(self._optimizer):
             return
         raise DeterminismError(

@@ -1,0 +1,118 @@
+"""What an optimizer of the user's own keeps beside `state` and `param_groups`: plain values are carried with the state,
+anything else that an update changes is refused by name.
+
+Apart from `state` because it is about one kind of hole: a counter in `self.k` that begins anew in a worker that was
+healed or resumed. Optimizers of torch keep nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from everstep.base.errors import ConfigError
+from everstep.exact.digest import tensor_digest
+from everstep.exact.jsonable import encode
+
+_MAX_DEPTH = 8
+_OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+_OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count", "_with_counter"})
+
+
+def plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that can be carried, by name: those that `jsonable.encode` takes and that share no memory with
+    parameters or state."""
+    known = _storages(optimizer)
+    found: dict[str, Any] = {}
+    for name, value in _own(optimizer):
+        tensors: dict[str, Tensor] = {}
+        try:
+            encode(value, name, tensors)
+        except ConfigError:
+            continue
+        if not any(_storage(tensor) in known for tensor in tensors.values()):
+            found[name] = value
+    return found
+
+
+def assign(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    """Take on carried attributes; a tensor that is there is written in place, for others may hold on to it."""
+    for name, value in values.items():
+        present = getattr(optimizer, name, None)
+        if isinstance(value, Tensor) and isinstance(present, Tensor) and present.shape == value.shape:
+            with torch.no_grad():
+                present.copy_(value)
+        else:
+            setattr(optimizer, name, value)
+
+
+class Watched:
+    """The attributes that cannot be carried, before an update; `changed` names those that are another afterwards."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = self._look()
+
+    def changed(self) -> list[str]:
+        """Names, in order."""
+        now = self._look()
+        return [name for name in sorted(now.keys() | self._before.keys()) if now.get(name) != self._before.get(name)]
+
+    def _look(self) -> dict[str, str]:
+        optimizer = self._optimizer
+        carried = plain(optimizer)
+        seen = {id(optimizer), id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)}
+        known = _storages(optimizer)
+        return {
+            name: repr(_facts(value, known, set(seen), _MAX_DEPTH))
+            for name, value in _own(optimizer)
+            if name not in carried
+        }
+
+
+def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What the class of the user's own has added."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for name, value in sorted(vars(optimizer).items()):
+        if name not in _OF_TORCH and name not in _OF_SCHEDULERS and not name.endswith("_hooks"):
+            yield name, value
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _storages(optimizer: Optimizer) -> set[int]:
+    """Of the parameters, their gradients, and the state kept for them."""
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.add(_storage(parameter))
+            if parameter.grad is not None:
+                found.add(_storage(parameter.grad))
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping):
+            found.update(_storage(v) for v in state.values() if isinstance(v, Tensor))
+    return found
+
+
+def _facts(value: Any, known: set[int], seen: set[int], depth: int) -> Any:
+    """A picture of the value in which every number counts, but for what belongs to the parameters."""
+    if isinstance(value, Tensor):
+        return None if _storage(value) in known else tensor_digest(value)
+    if value is None or isinstance(value, bool | int | float | str | bytes | complex):
+        return value
+    if id(value) in seen or depth == 0 or callable(value):
+        return type(value).__name__
+    seen = seen | {id(value)}
+    if isinstance(value, Mapping):
+        return [(str(key)[:80], _facts(v, known, seen, depth - 1)) for key, v in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_facts(v, known, seen, depth - 1) for v in value]
+    fields = getattr(value, "__dict__", None)
+    return repr(value) if fields is None else _facts(fields, known, seen, depth - 1)
