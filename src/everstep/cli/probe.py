@@ -89,6 +89,7 @@ def look(task_text: str, request: Request, units: bool) -> Probe:
     try:
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
         check_metric(task)
+        _check_parts(task)
     except ConfigError as error:
         return Probe(error=str(error))
     except Exception:
@@ -166,6 +167,15 @@ def _build(task: Task) -> Any:
         return model
     except Exception:
         return task.build_model()
+
+
+def _check_parts(task: Task) -> None:
+    """Raises: ConfigError if its model, optimizer or scheduler is of a kind that no job can have."""
+    from everstep.train.unsupported import refuse_unsupported
+
+    model = _build(task)
+    optimizer = task.build_optimizer(list(model.parameters()))
+    refuse_unsupported(model, optimizer, task.build_scheduler(optimizer))
 
 
 def check_metric(task: Task) -> None:

@@ -20,7 +20,7 @@ from everstep.exact.jsonable import encode
 
 _MAX_DEPTH = 8
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
-_OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count", "_with_counter"})
+_OF_OTHERS = frozenset({"step", "zero_grad", "_opt_called", "_step_count", "_with_counter"})
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     if type(optimizer).__module__.startswith("torch.optim"):
         return
     for name, value in sorted(vars(optimizer).items()):
-        if name not in _OF_TORCH and name not in _OF_SCHEDULERS and not name.endswith("_hooks"):
+        if name not in _OF_TORCH and name not in _OF_OTHERS and not name.endswith("_hooks"):
             yield name, value
 
 

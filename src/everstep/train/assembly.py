@@ -29,6 +29,7 @@ from everstep.train.stage import build_model, build_stages
 from everstep.train.stages import Stages
 from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
+from everstep.train.unsupported import refuse_unsupported
 
 
 def prepare_torch(config: Config, worker_id: int = 0) -> torch.device:
@@ -131,6 +132,7 @@ class _Built:
             self.dataset = calling(task, "build_dataset", "train")
         optimizer = calling(task, "build_optimizer", list(model.parameters()))
         scheduler = calling(task, "build_scheduler", optimizer)
+        refuse_unsupported(model, optimizer, scheduler)
         return Parts(model, optimizer, scheduler, units, dict(self._extras))
 
 

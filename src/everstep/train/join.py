@@ -25,6 +25,7 @@ from everstep.train.assembly import assemble, prepare_torch
 from everstep.train.link import LaunchedLink, Link, LoneLink
 from everstep.train.parts import Parts
 from everstep.train.run import Run
+from everstep.train.unsupported import refuse_unsupported
 
 _launched: LaunchedLink | None = None
 _called = False
@@ -104,6 +105,7 @@ def join(
             write_privately()
             with contextlib.suppress(OSError):  # there is none yet
                 close_run_dir(link.run_dir)
+    refuse_unsupported(model, optimizer, scheduler)
     device = prepare_torch(link.config, link.me.worker_id)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)

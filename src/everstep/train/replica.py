@@ -24,6 +24,7 @@ from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
 from everstep.exact.ties import Place, stage_terms, tied_out
 from everstep.protocol.driver.records import Outcome, StageSection
+from everstep.train.loop_guard import refused
 from everstep.train.loop_lane import LoopLane
 from everstep.train.lr_policy import LrPolicy
 from everstep.train.model_call import Loss
@@ -40,8 +41,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class StageReplica:
     """Model, optimizer and the rest of one stage's state, and what a step does to it. An unsplit job has one stage.
 
-    lanes: those of the step under way. `update_proven`: the optimizer is known to be deterministic (its first update is
-    made twice), or the state comes from somebody who knows.
+    lanes: those of the step under way. `updating`: the optimizer is being stepped. `update_proven`: it is known to be
+    deterministic (its first update is made twice), or the state comes from somebody who knows.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class StageReplica:
         align_parameters(parts.model)
         self.layout = GradientLayout.build(parts.model, parts.units)
         self.update_proven = False
+        self.updating = False
+        self._scheduled: int | None = None
         self._config = config
         self._scaler = scaler = LossScaler(config.precision == "fp16")
         self.lanes = StageLanes(parts, config, device, spec, self.layout, scaler, loss, lambda: not self.update_proven)
@@ -165,7 +168,9 @@ class StageReplica:
         seed = derive(self._config.seed, step, _UPDATE_SEED)
         probe = None if self.update_proven else UpdateProbe(optimizer, seed)
         seed_all(seed)
+        self.updating = True
         optimizer.step()
+        self.updating = False
         if probe is not None:
             probe.compare(step)
             self.update_proven = True
@@ -173,9 +178,18 @@ class StageReplica:
             for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
                 if lr is not None:
                     group["lr"] = lr
-        if self.parts.scheduler is not None:
-            self.parts.scheduler.step()
+        self._step_scheduler()
         return used
+
+    def _step_scheduler(self) -> None:
+        """Raises: TaskError if somebody else has stepped it."""
+        scheduler = self.parts.scheduler
+        if scheduler is None:
+            return
+        if self._scheduled is not None and getattr(scheduler, "_step_count", None) != self._scheduled:
+            raise refused("scheduler.step()")
+        scheduler.step()
+        self._scheduled = getattr(scheduler, "_step_count", None)
 
     def discard(self) -> None:
         """The step is over: its lane results are of no more use."""
@@ -188,6 +202,7 @@ class StageReplica:
     def abandon(self) -> None:
         """The state is about to be replaced: nothing of the step that was under way counts."""
         self.lanes.abandon()
+        self._scheduled = None
 
     def prove_update(self) -> None:
         """The state was trained elsewhere: that an update can be done twice alike was seen there."""

@@ -33,6 +33,7 @@ from everstep.protocol.driver.operations import (
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import WentBack
+from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
 
@@ -122,6 +123,10 @@ class Run:
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
+        self._guard: LoopGuard | None = None
+        if not session.view.stages.split:
+            replica = session.view.stages.only
+            self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
 
     def __iter__(self) -> Iterator[Step]:
         """One iteration per update that is applied here, up to the last; ends when the job has ended."""
@@ -134,6 +139,8 @@ class Run:
         session = self._session
         try:
             self._join()
+            if self._guard is not None:
+                self._guard.begin()
             while True:
                 if session.executor.arrived():
                     self._stopped = False
@@ -150,6 +157,8 @@ class Run:
                         session.executor.ask(EndAsked())
                         return
         finally:
+            if self._guard is not None:
+                self._guard.end()
             session.close()
 
     def _join(self) -> None:

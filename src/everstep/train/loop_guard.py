@@ -1,0 +1,87 @@
+"""Calls that belong to a plain training loop and not to this one: each is named where it is made, with what to write.
+
+Apart from `run` because it reaches into torch: while the loop runs, `Tensor.backward`, gradient clipping, `zero_grad`
+and the optimizer's `step` ask here first. Otherwise they would do nothing, or spoil a sum of gradients that waits in
+`.grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from everstep.base.errors import TaskError
+
+_CLIPPING = ("_get_total_norm", "clip_grad_value_")
+_REMEDIES = {
+    "loss.backward()": "write step.backward(loss) instead, once for every batch",
+    "optimizer.step()": "remove it: the update is made when the step's batches are used up (with a GradScaler: remove "
+    "that, and set precision='fp16')",
+    "scheduler.step()": "remove it: a scheduler that join was given is stepped once per update; if it is yours, do not "
+    "pass it to join but as state={'scheduler': scheduler}",
+    "zero_grad()": "remove it: gradients are cleared by themselves",
+    "gradient clipping": "remove it, and give join(clip_norm=...): what is in .grad is one lane's, not the batch's",
+}
+
+
+def refused(what: str) -> TaskError:
+    """The error for a call that must not be made in the loop."""
+    return TaskError(f"{what} was called in the loop: {_REMEDIES[what]}")
+
+
+class LoopGuard:
+    """Of one model and its optimizer. Nothing is guarded before `begin` and after `end`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
+        """updating: whether the optimizer is being stepped for the loop."""
+        self._model = model
+        self._optimizer = optimizer
+        self._updating = updating
+        self._undo = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """The loop begins."""
+        hook = self._optimizer.register_step_pre_hook(self._before_step)
+        self._undo.callback(hook.remove)
+        for thing in (self._optimizer, self._model):
+            self._replace(vars(thing), "zero_grad", _refusing("zero_grad()"))
+        backward: Callable[..., Any] = torch.Tensor.backward
+
+        def guarded(tensor: torch.Tensor, *args: Any, **more: Any) -> None:
+            if more.get("inputs") is None:
+                raise refused("loss.backward()")
+            backward(tensor, *args, **more)
+
+        setattr(torch.Tensor, "backward", guarded)  # noqa: B010
+        self._undo.callback(setattr, torch.Tensor, "backward", backward)
+        for name in _CLIPPING:
+            if name in vars(clip_grad):
+                self._replace(vars(clip_grad), name, _refusing("gradient clipping"))
+        self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing("gradient clipping"))
+
+    def end(self) -> None:
+        """The loop is over."""
+        self._undo.close()
+
+    def _before_step(self, *_: Any) -> None:
+        if not self._updating():
+            raise refused("optimizer.step()")
+
+    def _replace(self, names: dict[str, Any], name: str, value: Any) -> None:
+        missing = object()
+        before = names.get(name, missing)
+        names[name] = value
+        self._undo.callback(lambda: names.pop(name) if before is missing else names.update({name: before}))
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise refused(what)
+
+    return refuse

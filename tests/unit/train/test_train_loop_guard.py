@@ -1,0 +1,112 @@
+"""Calls of a plain training loop are named where they are made; before and after the loop they are what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import everstep
+from everstep.base.errors import ConfigError, TaskError
+
+DATA = [(torch.full((4,), float(i % 5)), torch.tensor(i % 2)) for i in range(64)]
+Act = Callable[[nn.Module, torch.optim.Optimizer, Any], object]
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(inside: Act | None = None, after: Act | None = None, backward: Any = None) -> tuple[nn.Module, Any]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in everstep.join(model, optimizer, DATA, micro_batch=2, steps=4, scheduler=scheduler):
+        for batch in step:
+            (backward or step.backward)(loss_of(model, batch))
+            if inside is not None:
+                inside(model, optimizer, scheduler)
+        if after is not None:
+            after(model, optimizer, scheduler)
+    return model, optimizer
+
+
+BESIDE: list[tuple[str, Act]] = [
+    ("zero_grad.. was called in the loop: remove it", lambda m, o, s: o.zero_grad()),
+    ("zero_grad.. was called in the loop: remove it", lambda m, o, s: m.zero_grad()),
+    ("optimizer.step.. was called in the loop: remove it", lambda m, o, s: o.step()),
+    ("gradient clipping was called in the loop: .*clip_norm", lambda m, o, s: clip_grad_norm_(m.parameters(), 1.0)),
+    (
+        "gradient clipping was called in the loop: .*clip_norm",
+        lambda m, o, s: torch.nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "act"), BESIDE)
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_what_belongs_to_another_loop_is_named(text: str, act: Act, where: str) -> None:
+    with pytest.raises(TaskError, match=text):
+        train(**{where: act})
+
+
+def test_a_scheduler_of_the_job_is_stepped_by_the_job_alone() -> None:
+    with pytest.raises(TaskError, match=r"scheduler.step\(\) was called in the loop: remove it"):
+        train(after=lambda m, o, s: s.step())
+
+
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)])
+def test_the_loss_goes_through_the_step(backward: Any) -> None:
+    with pytest.raises(TaskError, match=r"step\.backward\(loss\)"):
+        train(backward=backward)
+
+
+def test_gradients_of_other_things_are_the_users_own() -> None:
+    def of_an_input(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        given = torch.ones(4, requires_grad=True)
+        model(given).sum().backward(inputs=[given])
+        assert given.grad is not None
+
+    train(after=of_an_input)
+
+
+def test_outside_the_loop_everything_is_as_it_was() -> None:
+    before = torch.Tensor.backward, vars(torch.nn.utils.clip_grad).copy(), torch.nn.utils.clip_grad_value_
+    model, optimizer = train()
+    after = torch.Tensor.backward, vars(torch.nn.utils.clip_grad).copy(), torch.nn.utils.clip_grad_value_
+    assert before == after and "zero_grad" not in vars(model) and "zero_grad" not in vars(optimizer)
+    optimizer.zero_grad()
+    loss_of(model, DATA[0]).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+MODEL = nn.Linear(4, 2)
+SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+WRONG: list[tuple[Any, Any, Any, str]] = [
+    (3, SGD, None, "expected a torch.nn.Module as the model, got int"),
+    (MODEL, [SGD, SGD], None, "expected one optimizer, got list: give one optimizer with several parameter groups"),
+    (MODEL, None, None, "expected one optimizer, got nothing"),
+    (MODEL, SGD, torch.optim.lr_scheduler.ReduceLROnPlateau(SGD), "ReduceLROnPlateau needs a metric"),
+    (MODEL, SGD, 3, "expected a scheduler with step"),
+    (nn.Embedding(4, 2, sparse=True), SGD, None, "the model .Embedding. has sparse gradients.*sparse=False"),
+    (
+        nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0)),
+        SGD,
+        None,
+        "0 .EmbeddingBag. has max_norm=1: .*leave",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "scheduler", "text"), WRONG)
+def test_what_cannot_be_trained_is_refused_before_the_start(
+    model: Any, optimizer: Any, scheduler: Any, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        everstep.join(model, optimizer, DATA, scheduler=scheduler, steps=1)
