@@ -58,7 +58,7 @@ class LoopGuard:
                 raise refused("loss.backward()")
             backward(tensor, *args, **more)
 
-        setattr(torch.Tensor, "backward", guarded)  # noqa: B010
+        torch.Tensor.backward = guarded  # type: ignore[method-assign,assignment]
         self._undo.callback(setattr, torch.Tensor, "backward", backward)
         for name in _CLIPPING:
             if name in vars(clip_grad):
