@@ -19,7 +19,7 @@ def _die(slot: Slot, now_s: float, policy: RestartPolicy = POLICY, **how: object
 
 def _live(slot: Slot, now_s: float) -> None:
     slot.begin(now_s)
-    slot.started(pid=100 + slot.incarnation)
+    slot.started(100 + slot.incarnation)
 
 
 def test_each_life_has_its_incarnation() -> None:
