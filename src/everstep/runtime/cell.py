@@ -96,7 +96,7 @@ class Head:
 
     def _hear(self) -> list[bytes]:
         heard: dict[int, bytes] = {}
-        waiting = {limb.fileno(): (cell_rank, limb) for cell_rank, limb in enumerate(self._limbs, 1)}
+        waiting = {limb.fileno(): cell_rank for cell_rank, limb in enumerate(self._limbs, 1)}
         poller = select.poll()
         for fd in waiting:
             poller.register(fd, select.POLLIN)
@@ -105,8 +105,8 @@ class Head:
             self._tick()
             for fd, _ in ready:
                 poller.unregister(fd)
-                cell_rank, limb = waiting.pop(fd)
-                heard[cell_rank] = _received(limb) or self._await_end(cell_rank)
+                cell_rank = waiting.pop(fd)
+                heard[cell_rank] = _received(fd) or self._await_end(cell_rank)
         return [heard[cell_rank] for cell_rank in sorted(heard)]
 
     def _await_end(self, cell_rank: int) -> bytes:
@@ -116,13 +116,16 @@ class Head:
 
 
 class Limb:
-    """A limb's end of its channel, and its row of the board."""
+    """A limb's end of its channel, and its row of the board.
+
+    Nothing closes its end but the end of the process, from which a head learns that a limb has left.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         check(context.cell_rank > 0, f"worker {context.key} asks its head for commands, but is one itself")
         check(len(context.cell_fds) == 1, f"expected one socket to the head, got {context.cell_fds}")
         self._me: WorkerKey = context.key
-        self._head = socket.socket(fileno=context.cell_fds[0])
+        self._head = context.cell_fds[0]
         self._poller = select.poll()
         self._poller.register(self._head, select.POLLIN)
         self.row = Board.attach(context.board_fd).row(context.board_row, context.cell_rank)
@@ -145,7 +148,7 @@ class Limb:
     def _say(self, said: Any) -> bool:
         """Whether the head is there to hear it."""
         try:
-            self._head.sendall(_packed(said))
+            os.write(self._head, _packed(said))
         except OSError:
             return False
         return True
@@ -163,9 +166,9 @@ def _packed(said: Any) -> bytes:
     return data
 
 
-def _received(channel: socket.socket) -> bytes:
+def _received(fd: int) -> bytes:
     """One message; nothing once the other side has gone."""
     try:
-        return channel.recv(MOST_BYTES)
+        return os.read(fd, MOST_BYTES)
     except ConnectionError:
         return b""

@@ -191,7 +191,7 @@ class Pair:
             except Exception as error:
                 self.ended.append(error)
             finally:
-                self.limbs[k]._head.close()
+                os.close(self.limbs[k]._head)
 
         self.threads.append(threading.Thread(target=run))
         self.threads[-1].start()
