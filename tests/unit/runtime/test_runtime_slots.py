@@ -32,6 +32,15 @@ def test_each_life_has_its_incarnation() -> None:
     assert slot.incarnation == 1
 
 
+def test_a_life_may_be_several_processes_and_restarts_are_all_of_theirs() -> None:
+    slot = Slot(2)
+    slot.begin(0.0)
+    slot.started(100, 101, 102)
+    assert (slot.pid, slot.pids, slot.live) == (100, (100, 101, 102), True)
+    assert _die(slot, 1.0) == Restart(1.0)
+    assert (slot.pid, slot.pids, slot.state) == (0, (), "resting")
+
+
 def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
     slot = Slot(0)
     delays = []
