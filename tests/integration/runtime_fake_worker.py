@@ -2,7 +2,7 @@
 
 Files in the run directory steer it: `finish` (the leader says that the job is done), `crash-<id>` (raise at start),
 `stubborn` (do not leave when told to). As a cell its head has its limbs count the steps, and says what they have
-counted; `bad-limb` (they raise).
+counted; `bad-limb-<id>` (they raise).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def in_cells(context: WorkerContext) -> int:
     def count() -> int:
         nonlocal counted
         counted += 1
-        if (run_dir / "bad-limb").exists():
+        if (run_dir / f"bad-limb-{context.worker_id}").exists():
             raise ValueError("this limb is bad")
         return counted
 

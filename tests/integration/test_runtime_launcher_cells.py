@@ -77,11 +77,11 @@ def test_a_rank_that_is_stopped_is_a_worker_that_hangs(start: Callable[..., Job]
 def test_a_limb_that_raises_says_what(start: Callable[..., Job]) -> None:
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
-    (job.run_dir / "bad-limb").touch()
+    (job.run_dir / "bad-limb-1").touch()
     first = until(lambda: job.kinds("worker_exited"), "a death")[0]
-    (job.run_dir / "bad-limb").unlink()
+    (job.run_dir / "bad-limb-1").unlink()
     assert first["reason"] == "its rank 1 ended with exit code 1: ValueError: this limb is bad"
-    assert first["cause"] == "exception"
+    assert (first["worker_id"], first["cause"]) == (1, "exception")
     assert job.finish() == 0
 
 
