@@ -6,6 +6,7 @@ carry it out, and each answers. Who dies is not reported here: the fork server s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -64,7 +65,7 @@ class Head:
         return (os.getpid(), *(rank.pid for rank in self._ranks or ()))
 
     def meet(self) -> tuple[Rank, ...]:
-        """The limbs, as they have introduced themselves; waits for the last of them."""
+        """The limbs, by rank, as they have introduced themselves; waits for the last of them."""
         if self._ranks is None:
             self._ranks = tuple(msgspec.msgpack.decode(said, type=Rank) for said in self._hear())
         return self._ranks
@@ -84,14 +85,13 @@ class Head:
         """Let go of the limbs, and wait for a while until they have left."""
         until_s = time.monotonic() + _END_S
         for limb in self._limbs:
-            with limb:
-                try:
-                    limb.shutdown(socket.SHUT_WR)
-                    limb.settimeout(max(0.0, until_s - time.monotonic()))
-                    while limb.recv(MOST_BYTES):
-                        pass
-                except OSError:
-                    pass  # it has gone, or takes too long: the fork server ends it
+            with contextlib.suppress(OSError):  # it has gone
+                limb.shutdown(socket.SHUT_WR)
+        for limb in self._limbs:
+            with limb, contextlib.suppress(OSError):  # it takes too long: the fork server ends it
+                limb.settimeout(max(0.0, until_s - time.monotonic()))
+                while limb.recv(MOST_BYTES):
+                    pass
         self._limbs = []
 
     def _hear(self) -> list[bytes]:
