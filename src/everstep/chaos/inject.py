@@ -199,7 +199,7 @@ class Injector:
         pids = self.pids()
         if rank < len(pids):
             return pids[rank]
-        text = f"chaos: cannot strike rank {rank} of worker {self._worker}, which has {len(pids)}: count from 0"
+        text = f"chaos: cannot strike rank {rank} of worker {self._worker}, it has {len(pids)}, counted from 0"
         self._report("warning", cause=Cause.INJECTED, reason=text)
         return None
 

@@ -181,7 +181,7 @@ def test_a_rank_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     chaos, reports = injector("kill:target=worker:1/1,at=2", tmp_path, 1)
     chaos.at(2, "load", plan_of(0, 1))
     assert [event["kind"] for event in reports.events] == ["warning"]
-    assert "rank 1 of worker 1.0, which has 1" in reports.events[0]["reason"]
+    assert "rank 1 of worker 1.0, it has 1" in reports.events[0]["reason"]
 
 
 def test_a_missing_coordinator_is_a_warning(tmp_path: Path) -> None:
