@@ -1,12 +1,14 @@
 """Runs many small jobs quickly: a process that has imported torch once and forks an `everstep run` per request.
 
-A job is the real command with real processes; only what would import torch anew (the fork server, and the look at the
-task before the start) is forked from here instead. Requests come as JSON lines on stdin; the end of stdin ends it all.
+A job is the real command with real processes (several per worker, if EVERSTEP_TEST_RANKS says so); only what would
+import torch anew (the fork server, and the look at the task before the start) is forked from here instead. Requests
+come as JSON lines on stdin; the end of stdin ends it all.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import runpy
@@ -17,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cell_worker
 from everstep.runtime import launcher, zygote
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 from everstep.runtime.zygote_client import ZygoteClient
@@ -160,6 +163,10 @@ def run_job(request: dict[str, Any]) -> None:
         WarmZygote.egg = Egg()
         launcher.ZygoteClient = WarmZygote  # type: ignore[misc]
         run.probe_task = probe_in_fork
+        ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
+        if ranks > 1:
+            run.ENTRY = cell_worker.ENTRY
+            launcher.Launcher = functools.partial(launcher.Launcher, ranks=ranks)  # type: ignore
         code = main.run_command(request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

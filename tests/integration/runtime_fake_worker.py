@@ -1,7 +1,8 @@
 """A worker without torch: follows plans and counts steps, so that the launcher can be tested on its own.
 
 Files in the run directory steer it: `finish` (the leader says that the job is done), `crash-<id>` (raise at start),
-`stubborn` (do not leave when told to).
+`stubborn` (do not leave when told to). As a cell its head has its limbs count the steps, and says what they have
+counted; `bad-limb-<id>` (they raise).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from everstep.base.plan import Member, Plan
 from everstep.observe.logs import set_up_worker_log
 from everstep.protocol import messages as m
 from everstep.runtime.board import Board
+from everstep.runtime.cell import Head, Limb
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
 
@@ -27,8 +29,10 @@ class FakeWorker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.run_dir = Path(context.run_dir)
-        self.member = Member(context.worker_id, context.incarnation, context.host, os.getpid(), "127.0.0.1:1", "")
         self.row = Board.attach(context.board_fd).row(context.board_row)
+        self.cell = Head(context, self.row.tick)
+        who = context.worker_id, context.incarnation, context.host, os.getpid()
+        self.member = Member(*who, "127.0.0.1:1", "", self.cell.meet())
         self.plan: Plan | None = None
         self.step = 0
         self.inbox: queue.Queue[m.AnyMessage] = queue.Queue()
@@ -51,6 +55,7 @@ class FakeWorker:
                 code = self.work()
             if code is not None and not (self.run_dir / "stubborn").exists():
                 self.client.close()
+                self.cell.close()
                 return code
 
     def handle(self, message: m.AnyMessage) -> int | None:
@@ -75,6 +80,8 @@ class FakeWorker:
             return None
         self.step += 1
         self.row.set(step=self.step, phase="forward", samples=self.step)
+        if self.cell.command("count") != [self.step] * len(self.member.limbs):
+            raise RuntimeError("a limb has miscounted")
         if plan.leader(0) == self.context.worker_id:
             message = m.Progress(**self.who(), generation=plan.generation, step=self.step, step_ms=10.0)
             self.client.send(message)
@@ -97,6 +104,27 @@ def main(context: WorkerContext) -> int:
     fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
     (Path(context.run_dir) / f"fds-{context.key}").write_text(" ".join(map(str, fds)))
     return FakeWorker(context).run()
+
+
+def in_cells(context: WorkerContext) -> int:
+    """An entry point for heads and limbs."""
+    if context.cell_rank == 0:
+        return main(context)
+    run_dir = Path(context.run_dir)
+    (run_dir / f"pid-{context.key}-{context.cell_rank}").write_text(str(os.getpid()))
+    print(f"limb {context.cell_rank} of {context.key} of {context.cell_size} starts", flush=True)
+    counted = 0
+
+    def count() -> int:
+        nonlocal counted
+        counted += 1
+        if (run_dir / f"bad-limb-{context.worker_id}").exists():
+            raise ValueError("this limb is bad")
+        return counted
+
+    Limb(context).serve({"count": count})
+    (run_dir / f"left-{context.key}-{context.cell_rank}").touch()
+    return 0
 
 
 def quick(context: WorkerContext) -> int:

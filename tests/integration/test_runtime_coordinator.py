@@ -137,7 +137,7 @@ def test_the_fork_server_imports_torch_without_starting_threads(
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
         context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, 1, {}, "task")
         log = tmp_path / "worker.log"
-        zygote.start("runtime_fake_worker:trains", context, (os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2)))
+        zygote.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
         seen = []
         while not seen or seen[-1]["op"] != "exited":
             seen += zygote.receive()

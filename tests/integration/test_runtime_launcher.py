@@ -69,13 +69,14 @@ def processes_of(run_dir: Path) -> list[int]:
 class Job:
     """A launcher in a thread, with what tests ask about it."""
 
-    def __init__(self, run_dir: Path, *, argv: list[str] | None = None, entry: str = ENTRY, **config: Any) -> None:
+    def __init__(
+        self, run_dir: Path, *, argv: list[str] | None = None, entry: str = ENTRY, ranks: int = 1, **config: Any
+    ) -> None:
         self.run_dir = run_dir
         self.seen: list[dict[str, Any]] = []
         settings = {"workers": 2, "heartbeat.interval_s": 0.2, "checkpoint.enabled": False, **config}
-        self.launcher = Launcher(
-            run_dir, load_config([("test", settings)]), "task", argv or [], entry, self.seen.append, preload=()
-        )
+        told = load_config([("test", settings)]), "task", argv or [], entry, self.seen.append
+        self.launcher = Launcher(run_dir, *told, preload=(), ranks=ranks)
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

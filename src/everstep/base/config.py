@@ -183,9 +183,11 @@ def pool_wish(config: Config) -> PoolWish:
     return make_wish(config.workers, config.stages, config.redundancy, parse_map(config.map, config.stages))
 
 
-def device_of(config: Config, worker_id: int) -> str:
-    """The device of a worker: as the map says, else the job's."""
-    return devices_of(parse_map(config.map, config.stages)).get(worker_id, config.device)
+def device_of(config: Config, worker_id: int, cell_rank: int = 0) -> str:
+    """The device of a rank of a worker: its head's as the map says, else the job's, and the next ones of its limbs."""
+    device = devices_of(parse_map(config.map, config.stages)).get(worker_id, config.device)
+    kind, _, index = device.partition(":")
+    return f"{kind}:{int(index) + cell_rank}" if cell_rank and index.isdecimal() else device
 
 
 def parse_set(text: str) -> tuple[str, str]:

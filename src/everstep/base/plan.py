@@ -1,17 +1,18 @@
 """What the coordinator decides and everybody obeys: members, seats and the plan of one generation. Pure data.
 
-A *member* is a process; a *seat* is its place in one stage's pool, with the lanes that placement gave it. They are
-apart because one process may hold seats in several stages.
+A *member* is a worker: a process, or a *cell* of several, of which the first, the *head*, alone decides and talks; the
+others are its *limbs*. A *seat* is a member's place in one stage's pool, with the lanes that placement gave it. They
+are apart because one worker may hold seats in several stages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from everstep.base.cause import Cause
-from everstep.base.errors import check
+from everstep.base.errors import MembershipError, check
 
 Role = Literal["active", "standby"]
 
@@ -28,11 +29,21 @@ class WorkerKey:
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One process of a cell, and how those at its place in other cells reach it; as in `Member`."""
+
+    pid: int = 0
+    address: str = ""
+    segment: str = ""
+
+
+@dataclass(frozen=True)
 class Member:
-    """A process that takes part in a generation, and how its peers reach it.
+    """A worker that takes part in a generation, and how its peers reach it.
 
     `address` is "host:port" of the worker's peer server (healing); `segment` is an opaque string with which the
-    members of the same host attach to its shared memory ("" if it has none).
+    members of the same host attach to its shared memory ("" if it has none). Both are the head's, as is `pid`; `limbs`
+    are the other ranks of its cell, from rank 1 on.
     """
 
     worker_id: int
@@ -41,10 +52,31 @@ class Member:
     pid: int = 0
     address: str = ""
     segment: str = ""
+    limbs: tuple[Rank, ...] = ()
 
     @property
     def key(self) -> WorkerKey:
         return WorkerKey(self.worker_id, self.incarnation)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all its ranks."""
+        return (self.pid, *(rank.pid for rank in self.limbs))
+
+    @property
+    def cell(self) -> tuple[Rank, ...]:
+        """All its ranks, the head first."""
+        return (Rank(self.pid, self.address, self.segment), *self.limbs)
+
+    def at_rank(self, cell_rank: int) -> Member:
+        """As those at the same place in other cells see it. Raises: MembershipError if it has nobody there."""
+        if cell_rank == 0:
+            return self
+        if cell_rank > len(self.limbs):
+            ranks = 1 + len(self.limbs)
+            raise MembershipError(f"expected a rank {cell_rank} of worker {self.key}, it has {ranks}: cells differ")
+        rank = self.limbs[cell_rank - 1]
+        return replace(self, pid=rank.pid, address=rank.address, segment=rank.segment, limbs=())
 
 
 @dataclass(frozen=True)
@@ -123,6 +155,12 @@ class Plan:
     def member(self, worker_id: int) -> Member:
         """Raises: KeyError if the worker is not a member."""
         return self._by_id[worker_id]
+
+    def at_rank(self, cell_rank: int) -> Plan:
+        """The plan of those at this place in the members' cells. Raises: MembershipError if a cell has none."""
+        if cell_rank == 0:
+            return self
+        return replace(self, members=tuple(m.at_rank(cell_rank) for m in self.members))
 
     def has(self, key: WorkerKey) -> bool:
         member = self._by_id.get(key.worker_id)

@@ -53,7 +53,8 @@ class Injector:
     `report(kind, **fields)` writes an event; it must have reached the file when it returns. With no faults `at`
     returns at once. `cut_off` is set by whoever makes the worker's link: called with the seconds for which it is to be
     cut, whether the connection is to break (else it is only mute), and whether the other workers are cut off too; it
-    returns when the worker may go on. `flip`, likewise: flips a bit of the worker's state.
+    returns when the worker may go on. `flip`, likewise: flips a bit of the worker's state. `pids`, likewise: of all
+    processes of the worker, the one that strikes first.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Injector:
         self._idle = not faults
         self.cut_off: Cut = _cannot
         self.flip: Callable[[], None] = lambda: None
+        self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         for fault in faults:
             if isinstance(fault, Fault):
                 self._expect(fault)
@@ -140,7 +142,7 @@ class Injector:
         return fault.target.victims(plan, lambda n: choose(n, self._seed, fault.index, fault.at))
 
     def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> None:
-        pid = self._coordinator_pid() if fault.target.kind == "coordinator" else os.getpid()
+        pid = self._coordinator_pid() if fault.target.kind == "coordinator" else self._pid_of(fault.target.rank)
         if pid is None:
             return
         self._tell(fault, step, phase, plan, pid)
@@ -163,7 +165,8 @@ class Injector:
             pass  # a coordinator that is dead already cannot die again
 
     def _tell(self, fault: Fault, step: int, phase: str, plan: Plan, pid: int) -> None:
-        victim = "coordinator" if fault.target.kind == "coordinator" else f"worker {self._worker}"
+        rank = f"rank {fault.target.rank} of " if fault.target.rank else ""
+        victim = "coordinator" if fault.target.kind == "coordinator" else f"{rank}worker {self._worker}"
         self._report(
             "fault_injected",
             generation=plan.generation,
@@ -191,6 +194,14 @@ class Injector:
         meant = victims if first else json.loads((folder / name).read_text())
         me = self._worker.worker_id
         return me in meant and _create(folder / f"{name}.{me}", f"{self._worker}\n")
+
+    def _pid_of(self, rank: int) -> int | None:
+        pids = self.pids()
+        if rank < len(pids):
+            return pids[rank]
+        text = f"chaos: cannot strike rank {rank} of worker {self._worker}, it has {len(pids)}, counted from 0"
+        self._report("warning", cause=Cause.INJECTED, reason=text)
+        return None
 
     def _coordinator_pid(self) -> int | None:
         try:

@@ -178,6 +178,8 @@ def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
         raise _error(text, str(error)) from None
     if target.kind == "coordinator" and kind not in ("kill", "stop"):
         raise _error(text, f"the coordinator can be killed or stopped; {kind} is for workers only")
+    if target.rank and kind not in ("kill", "stop"):
+        raise _error(text, f"one rank of a worker can be killed or stopped; {kind} is for whole workers")
     for_s, peers = _lasting(text, kind, values)
     by_s, until = _slow(text, kind, values)
     at = _integer(text, values, "at", low=1) if "at" in values else 0

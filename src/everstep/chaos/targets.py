@@ -5,6 +5,7 @@ Apart from the faults because every worker answers it for itself, from the plan 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from everstep.base.plan import Plan
 
 TARGETS = ("worker:N", "leader:STAGE", "backups:STAGE", "stage:STAGE", "coordinator", "random")
 _ALONE = ("coordinator", "random")
+_RANKED = re.compile(r"worker:([0-9]{1,9})/([0-9]{1,9})")
 _NUMBERED = ("worker", "leader", "backups", "stage")
 
 
@@ -20,15 +22,18 @@ _NUMBERED = ("worker", "leader", "backups", "stage")
 class Target:
     """Whom a fault strikes. kind: worker, leader, backups, stage, coordinator or random.
 
-    `number`: worker id or stage, None for the last two. `also`: further ones, of the kinds that have a number.
+    `number`: worker id or stage, None for the last two. `also`: further ones, of the kinds that have a number. `rank`:
+    which process of the worker, where its cell has several.
     """
 
     kind: str
     number: int | None = None
     also: tuple[Target, ...] = ()
+    rank: int = 0
 
     def __str__(self) -> str:
         own = self.kind if self.number is None else f"{self.kind}:{self.number}"
+        own += f"/{self.rank}" if self.rank else ""
         return "+".join([own, *(str(one) for one in self.also)])
 
     @property
@@ -66,13 +71,17 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`, or `coordinator`, or `random`.
+    """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`, `random` or
+    `worker:2/1`, rank 1 of its cell.
 
     Raises: ConfigError, one line that says what is known.
     """
     parts = [part.strip() for part in text.split("+")]
     if len(parts) == 1 and text in _ALONE:
         return Target(text)
+    ranked = _RANKED.fullmatch(text)
+    if ranked is not None:
+        return Target("worker", int(ranked[1]), rank=int(ranked[2]))
     found: list[Target] = []
     for part in parts:
         kind, _, number = part.partition(":")

@@ -169,6 +169,7 @@ class Checkpointer:
             self._config.memory.limit_mb * _MB,
             metadata,
             time.monotonic() - began,
+            0 if plan.member(self.worker_id).limbs else None,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)

@@ -16,7 +16,9 @@ PART_EXAMPLE = "step-0000000010/part-s0-w0-g1.safetensors"
 
 _STEP = re.compile(r"step-([0-9]{10})")
 _NUMBER = "(?:0|[1-9][0-9]{0,9})"
-_PART = re.compile(rf"step-[0-9]{{10}}/part-s{_NUMBER}-w{_NUMBER}-g{_NUMBER}(?:-[1-9][0-9]{{0,3}})?\.safetensors")
+_PART = re.compile(
+    rf"step-[0-9]{{10}}/part-s{_NUMBER}-w{_NUMBER}(?:-r{_NUMBER})?-g{_NUMBER}(?:-[1-9][0-9]{{0,3}})?\.safetensors"
+)
 _WORDS = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 
 
@@ -51,8 +53,12 @@ def manifest_name(step: int) -> str:
     return f"{step_name(step)}/{MANIFEST}"
 
 
-def part_name(step: int, stage: int, worker_id: int, generation: int, attempt: int = 0) -> str:
-    """Where a worker's part is. Of an older generation it has another name: nothing is written over. attempt: for a
-    name that is still free where that is taken (the step is done again in the same generation)."""
+def part_name(
+    step: int, stage: int, worker_id: int, generation: int, attempt: int = 0, cell_rank: int | None = None
+) -> str:
+    """Where a worker's part is, or that of a rank of it, where its cell has several. Of an older generation it has
+    another name: nothing is written over. attempt: for a name that is still free where that is taken (the step is done
+    again in the same generation)."""
     again = f"-{attempt}" if attempt else ""
-    return f"{step_name(step)}/part-s{stage}-w{worker_id}-g{generation}{again}.safetensors"
+    rank = "" if cell_rank is None else f"-r{cell_rank}"
+    return f"{step_name(step)}/part-s{stage}-w{worker_id}{rank}-g{generation}{again}.safetensors"

@@ -94,7 +94,7 @@ class Base:
 class PartJob:
     """What a part is of. first, last: blocks. metadata: text for the safetensors header. with_state: whether the report
     has the stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. stall_s:
-    how long training stood still already."""
+    how long training stood still already. cell_rank: of a worker whose cell has several."""
 
     step: int
     generation: int
@@ -106,6 +106,11 @@ class PartJob:
     limit_bytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     stall_s: float = 0.0
+    cell_rank: int | None = None
+
+    def name(self, attempt: int = 0) -> str:
+        """Of its file; attempt: as for `part_name`."""
+        return part_name(self.step, self.stage, self.worker_id, self.generation, attempt, self.cell_rank)
 
 
 class Runner:
@@ -230,7 +235,7 @@ class PartWriter:
         report = None
         try:
             base = self._find_base()
-            with self._store.draft(part_name(job.step, job.stage, job.worker_id, job.generation)) as draft:
+            with self._store.draft(job.name()) as draft:
                 report = self._write(draft.fd, base)
                 if report.file is not None:
                     report = self._publish(draft, report)
@@ -349,7 +354,7 @@ class PartWriter:
         check(report.file is not None, "only a part with a file is published")
         file: Any = report.file
         for attempt in range(_ATTEMPTS):
-            name = part_name(job.step, job.stage, job.worker_id, job.generation, attempt)
+            name = job.name(attempt)
             try:
                 draft.publish(name, if_absent=True)
             except FileExistsError:

@@ -83,6 +83,7 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
             "worker_id": i,
             "incarnation": worker.incarnation,
             "pid": worker.pid,
+            "pids": list(worker.pids),
             "host": worker.host or "unknown",
             "stage": worker.stages[0] if worker.stages else None,
             "stages": list(worker.stages),

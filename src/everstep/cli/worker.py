@@ -38,6 +38,7 @@ def main(context: WorkerContext) -> int:
         injector.cut_off = link.cut_off
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
+        injector.pids = lambda: link.cell.pids
 
     def load(effective: Config) -> Task:
         return load_task(context.task, effective)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Plan, WorkerKey
@@ -38,7 +38,8 @@ class StagedTransport:
 
     kind: 'shm' (members of one host), 'gloo' or 'nccl' (any hosts; with nccl gradients stay on the CUDA device, and
     records and single messages go through host memory). store: for gloo and nccl, as `GroupTransport` wants it. device:
-    where gradients and received tensors are. bind_host: as for `GroupTransport`.
+    where gradients and received tensors are. bind_host: as for `GroupTransport`. cell_rank: of this process in its
+    worker's cell; it meets those of the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -57,6 +58,7 @@ class StagedTransport:
         store: Store | None = None,
         device: torch.device | str = "cpu",
         bind_host: str | None = None,
+        cell_rank: int = 0,
     ) -> None:
         if kind not in ("shm", "gloo", "nccl"):
             raise ConfigError(f"expected transport shm, gloo or nccl, got {kind!r}")
@@ -66,9 +68,10 @@ class StagedTransport:
         self._n_lanes = n_lanes
         self._tick = tick
         self._kind = kind
-        self._store = store
+        self._store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
         self._device = torch.device(device)
         self._bind_host = bind_host
+        self._cell_rank = cell_rank
         self._fence = Fence()
         self._lock = threading.Lock()
         self._reaper = Reaper()
@@ -105,8 +108,9 @@ class StagedTransport:
         before keeps its memory: lane sums and results stay. Waits for the other members.
 
         Raises: CollectiveAborted if members are dead, or the generation ends before all are there; MembershipError if
-        a segment is not that of a member, or a stage has another layout there.
+        a segment is not that of a member, a stage has another layout there, or a member has no such rank.
         """
+        plan = plan.at_rank(self._cell_rank)
         check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
         seats = {s.stage for s in plan.seats if s.worker_id == self._me.worker_id}
         check(seats == set(layouts), f"expected layouts of the stages {sorted(seats)}, got {sorted(layouts)}")

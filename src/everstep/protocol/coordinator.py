@@ -265,7 +265,8 @@ class Coordinator:
             state.close(worker.connection, "replaced by a newer connection of the same worker")
         first = not worker.greeted and not state.in_any_plan(key)
         worker.member, worker.connection, worker.gone_ns, worker.greeted = hello.member, name, None, True
-        worker.pid, worker.host, worker.wants_spare = hello.member.pid, hello.member.host, hello.wants_spare
+        worker.pid, *limbs = hello.member.pids
+        worker.limbs, worker.host, worker.wants_spare = tuple(limbs), hello.member.host, hello.wants_spare
         worker.step = max(worker.step, hello.step)
         worker.state_bytes = hello.state_bytes
         state.greeted.add(key.worker_id)
@@ -283,6 +284,7 @@ class Coordinator:
             worker_id=worker.key.worker_id,
             incarnation=worker.key.incarnation,
             pid=worker.pid,
+            **({"pids": list(worker.pids)} if worker.limbs else {}),
             host=worker.host,
             step=worker.step,
             generation=self._state.generation,

@@ -241,6 +241,7 @@ def _worker_status(state: State, worker: Worker) -> dict[str, Any]:
         "worker_id": worker.key.worker_id,
         "incarnation": worker.key.incarnation,
         "pid": worker.pid,
+        "pids": list(worker.pids),
         "host": worker.host,
         "stage": stages[0] if stages else None,
         "stages": list(stages),

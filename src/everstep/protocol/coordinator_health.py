@@ -176,7 +176,7 @@ def saw_life(state: State, agent: Agent, life: WorkerLife) -> None:
         known = state.workers[key.worker_id] = Worker(key, host=agent.host)
         state.lost_slots.pop(key.worker_id, None)
         state.dirty = True
-    known.agent_id, known.pid = agent.agent_id, life.pid
+    known.agent_id, known.pid, known.limbs = agent.agent_id, life.pid, life.limbs
     known.seen_ns = state.now if known.seen_ns else 0
     state.slot_owner[key.worker_id] = agent.agent_id
 
@@ -321,7 +321,8 @@ def _check_hang(state: State, worker: Worker, pulse: WorkerPulse) -> None:
         worker.suspected = False
         return
     limit = hang_limit_ns(state, worker)
-    what = f"no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
+    who = "" if pulse.slowest is None else f"its rank {pulse.slowest}: "
+    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
     why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s)")
     if still_ns >= limit:
         evict(state, worker, why, kill=True, notice_ns=still_ns)

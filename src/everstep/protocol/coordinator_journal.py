@@ -108,7 +108,7 @@ def restore_member(state: State, member: Member, agent_id: str | None) -> None:
     if known is None or known.key != member.key:
         known = state.workers[member.worker_id] = Worker(member.key)
     known.member = known.member or member
-    known.pid, known.host = member.pid, member.host
+    known.pid, known.limbs, known.host = member.pid, member.pids[1:], member.host
     known.agent_id = known.agent_id or agent_id
 
 

@@ -84,15 +84,16 @@ class Agent:
 class Worker:
     """The newest life of a slot.
 
-    member: as it said in its hello (or as the journal says), None before; greeted: it said hello to this coordinator.
-    gone_ns: when its connection ended, None while connected or before the first hello. ordered_ns: when it was last
-    given a plan or a ticket. state_bytes: how large the state is that it would have to copy, -1 unknown. ms_per_lane:
-    as it last said, 0 unknown; lane_times_ms: at the last looks at the speeds. seen_ns: when its agent last saw it,
-    0 if never.
+    pid, limbs: of its cell's head, and of the others. member: as it said in its hello (or as the journal says),
+    None before; greeted: it said hello to this coordinator. gone_ns: when its connection ended, None while
+    connected or before the first hello. ordered_ns: when it was last given a plan or a ticket. state_bytes: how
+    large the state is that it would have to copy, -1 unknown. ms_per_lane: as it last said, 0 unknown;
+    lane_times_ms: at the last looks at the speeds. seen_ns: when its agent last saw it, 0 if never.
     """
 
     key: WorkerKey
     pid: int = 0
+    limbs: tuple[int, ...] = ()
     host: str = ""
     agent_id: str | None = None
     member: Member | None = None
@@ -110,6 +111,10 @@ class Worker:
     ms_per_lane: float = 0.0
     seen_ns: int = 0
     lane_times_ms: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (self.pid, *self.limbs)
 
     @property
     def ready(self) -> bool:

@@ -26,17 +26,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class WorkerLife(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live worker process, as its agent knows it."""
+    """One live worker, as its agent knows it. `pid`: of the head of its cell; `limbs`: of the others, if it has any."""
 
     worker_id: int
     incarnation: int
     pid: int
+    limbs: tuple[int, ...] = ()
 
 
 class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's progress, read by its agent from shared memory. `still_ms`: how long the counter has not moved.
 
     compute_ms_per_lane: what a lane's forward and backward passes took of late, waiting excluded; 0 if not known.
+    slowest: of a cell of several, the rank whose counter that is.
     """
 
     worker_id: int
@@ -46,6 +48,7 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     still_ms: int
     samples_per_s: float
     compute_ms_per_lane: float = 0.0
+    slowest: int | None = None
 
 
 class AgentHello(Message, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ class Worker:
     stages: tuple[int, ...] = ()
     lanes: tuple[int, ...] = ()
     pid: int | None = None
+    pids: tuple[int, ...] = ()
     host: str = ""
     since_ns: int = 0
     cause: Cause | None = None
@@ -406,7 +407,10 @@ class Facts:
             worker = Worker(i, incarnation, role=self._outside(members), stage=known.stage if known else None)
             self.workers[i] = worker
             self._be(worker, worker.role, time_ns)
-        self.workers[i].pid = event.get("pid") if isinstance(event.get("pid"), int) else None
+        pid, pids = event.get("pid"), event.get("pids")
+        self.workers[i].pid = pid if isinstance(pid, int) else None
+        listed = pids if isinstance(pids, list) else [pid]
+        self.workers[i].pids = tuple(one for one in listed[:_MOST_LISTED] if isinstance(one, int))
         self.workers[i].host = one_line(event.get("host"), 80)
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:

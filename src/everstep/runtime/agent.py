@@ -170,6 +170,7 @@ class Agent:
                 still_ms=pulse.still_ms(now_ns),
                 samples_per_s=rate.update(now_s, life.incarnation, pulse.samples),
                 compute_ms_per_lane=lane_time.update(now_s, life.incarnation, pulse.compute_ns, pulse.lanes),
+                slowest=pulse.slowest,
             )
 
     # ---- births and deaths

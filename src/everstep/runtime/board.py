@@ -1,7 +1,9 @@
-"""The progress board: one fixed row of shared memory per worker slot, written by workers, read by their agent.
+"""The progress board: a fixed row of shared memory per process of a worker, written by workers, read by their agent.
 
 It lies in a memfd that the launcher makes and every worker inherits. A worker that holds the interpreter lock for long,
 or is stopped, or is killed, can therefore be told apart by its agent without asking it anything.
+
+The rows of all heads come first, then those of all ranks 1, and so on: what nobody writes takes no memory.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.base.errors import ConfigError, check
 
 ROW_BYTES = 512
 MAX_ROWS = 4096
+MAX_RANKS = 32
+"""Of one worker."""
 PHASES = (
     "idle",
     "starting",
@@ -39,6 +43,7 @@ ROLES = ("", "leader", "active", "standby")
 _COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
     12
 )
+_RANKS = 12
 _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
@@ -54,7 +59,8 @@ class Pulse:
 
     stage (the first of several), role: of a member's seat; None and "" of others. Of this life in all: lanes: forward
     phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
-    sent_bytes: given to others, in the order of `OPERATIONS`.
+    sent_bytes: given to others, in the order of `OPERATIONS`. ranks: processes of the worker, 0 or 1: this one alone;
+    slowest: of several, the one that has stood still for the longest, whose `counter` and `beat_ns` these are.
     """
 
     counter: int
@@ -70,6 +76,8 @@ class Pulse:
     sent_bytes: tuple[int, ...] = (0,) * len(OPERATIONS)
     stage: int | None = None
     role: str = ""
+    ranks: int = 0
+    slowest: int | None = None
 
     @property
     def compute_ns(self) -> int:
@@ -82,7 +90,7 @@ class Pulse:
 
 
 class Row:
-    """A worker's own row. Only its worker writes it, apart from `reset` by the launcher between two lives."""
+    """A process's own row. Only that writes it, apart from `reset` by the launcher between two lives."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -130,13 +138,14 @@ class Row:
         """So many bytes more were given to others. Raises: ValueError for an unknown operation."""
         self._words[_SENT_BYTES + OPERATIONS.index(operation)] += n_bytes
 
-    def reset(self, incarnation: int, pid: int) -> None:
-        """Begin a new life: everything zero, phase 'starting'."""
+    def reset(self, incarnation: int, pid: int, ranks: int = 1) -> None:
+        """Begin a new life: everything zero, phase 'starting'. ranks: of the worker's cell."""
         words = self._words
         for i in range(_WORDS):
             words[i] = 0
         words[_INCARNATION] = incarnation
         words[_PID] = pid
+        words[_RANKS] = ranks
         self.set(phase="starting")
 
     def set_pid(self, pid: int) -> None:
@@ -170,6 +179,7 @@ class Row:
             tuple(w[_SENT_BYTES : _SENT_BYTES + len(OPERATIONS)]),
             w[_STAGE] - 1 if w[_STAGE] else None,
             ROLES[w[_ROLE]] if 0 <= w[_ROLE] < len(ROLES) else "",
+            w[_RANKS],
         )
 
 
@@ -201,11 +211,14 @@ class MarkedRow(Row):
 
 
 class Board:
-    """All rows. Made once by the launcher (`create`), attached by workers through the inherited descriptor."""
+    """All rows. Made once by the launcher (`create`), attached by workers through the inherited descriptor.
+
+    rows: workers that it has room for.
+    """
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self.fd = fd
-        self.rows = len(memory) // ROW_BYTES
+        self.rows = len(memory) // ROW_BYTES // MAX_RANKS
         self._memory = memory
         self._words = memoryview(memory).cast("q")
 
@@ -215,24 +228,43 @@ class Board:
         if not 1 <= rows <= MAX_ROWS:
             raise ConfigError(f"a host has room for 1 to {MAX_ROWS} workers, got {rows}: use fewer workers")
         fd = os.memfd_create("everstep-board", os.MFD_CLOEXEC)
-        os.ftruncate(fd, rows * ROW_BYTES)
-        return cls(fd, mmap.mmap(fd, rows * ROW_BYTES))
+        size = rows * MAX_RANKS * ROW_BYTES
+        os.ftruncate(fd, size)
+        return cls(fd, mmap.mmap(fd, size))
 
     @classmethod
     def attach(cls, fd: int) -> Board:
         """The board behind an inherited descriptor."""
         size = os.fstat(fd).st_size
-        check(size > 0 and size % ROW_BYTES == 0, f"descriptor {fd} is no progress board: {size} bytes")
+        check(size > 0 and size % (ROW_BYTES * MAX_RANKS) == 0, f"descriptor {fd} is no progress board: {size} bytes")
         return cls(fd, mmap.mmap(fd, size))
 
-    def row(self, worker_id: int) -> Row:
-        """Raises: InvariantViolation if the board has no such row."""
+    def row(self, worker_id: int, cell_rank: int = 0) -> Row:
+        """Of one process. Raises: InvariantViolation if the board has no such row."""
         check(0 <= worker_id < self.rows, f"the board has rows 0 to {self.rows - 1}, asked for {worker_id}")
-        return Row(self._words[worker_id * _WORDS : (worker_id + 1) * _WORDS])
+        check(0 <= cell_rank < MAX_RANKS, f"a worker has ranks 0 to {MAX_RANKS - 1}, asked for {cell_rank}")
+        at = cell_rank * self.rows + worker_id
+        return Row(self._words[at * _WORDS : (at + 1) * _WORDS])
+
+    def begin(self, worker_id: int, incarnation: int, ranks: int) -> None:
+        """A new life of a worker, of so many processes."""
+        for cell_rank in range(ranks):
+            self.row(worker_id, cell_rank).reset(incarnation, 0, ranks)
 
     def read(self, worker_id: int) -> Pulse:
-        """What a worker's row says now."""
-        return self.row(worker_id).read()
+        """What a worker's head says now, with the progress of the slowest of its ranks."""
+        head = self.row(worker_id).read()
+        if not 1 < head.ranks <= MAX_RANKS:
+            return head
+        cell = [head, *(self.row(worker_id, cell_rank).read() for cell_rank in range(1, head.ranks))]
+        slowest = min(range(len(cell)), key=lambda cell_rank: cell[cell_rank].beat_ns)
+        return replace(
+            head,
+            counter=cell[slowest].counter,
+            beat_ns=cell[slowest].beat_ns,
+            sent_bytes=tuple(map(sum, zip(*(pulse.sent_bytes for pulse in cell), strict=True))),
+            slowest=slowest,
+        )
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives on while rows are in use."""

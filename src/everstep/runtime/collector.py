@@ -83,9 +83,10 @@ class LineFile:
 
 @dataclass
 class _Pipe:
-    """One of the two of a life. rest: of a line whose end has not come."""
+    """One of the two of a process. rest: of a line whose end has not come."""
 
     source: str
+    cell_rank: int
     context: WorkerLog
     file: LineFile
     rest: bytes = b""
@@ -108,8 +109,9 @@ class Collector:
         self._thread = threading.Thread(target=self._run, name="everstep-collector", daemon=True)
         self._thread.start()
 
-    def open(self, worker_id: int, incarnation: int) -> tuple[int, int]:
-        """What a new life of a worker is to have as stdout and stderr; the caller gives them away and closes them."""
+    def open(self, worker_id: int, incarnation: int, cell_rank: int = 0) -> tuple[int, int]:
+        """What a process of a new life of a worker is to have as stdout and stderr; the caller gives them away and
+        closes them."""
         file = self._files.get(worker_id)
         if file is None:
             path = self._folder / f"worker-{worker_id}.jsonl"
@@ -120,7 +122,7 @@ class Collector:
         for source in ("stdout", "stderr"):
             ours, theirs = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(ours, False)
-            self._pipes[ours] = _Pipe(source, context, file)
+            self._pipes[ours] = _Pipe(source, cell_rank, context, file)
             self._epoll.register(ours, select.EPOLLIN)
             ends.append(theirs)
         return ends[0], ends[1]
@@ -160,7 +162,7 @@ class Collector:
         if not data:
             self._end(fd)
             return
-        self._look(pipe.context)
+        self._look(pipe.context, pipe.cell_rank)
         *lines, rest = (pipe.rest + data).split(b"\n")
         longest = _MOST_RECORD_BYTES if RECORD in rest else _MOST_LINE_BYTES
         if len(rest) > longest:
@@ -193,11 +195,12 @@ class Collector:
             return
         file.write(found)
 
-    def _look(self, context: WorkerLog) -> None:
+    def _look(self, context: WorkerLog, cell_rank: int) -> None:
         """Where the worker is now, as its row says; of a life that has been followed by another, what it said last."""
-        pulse = self._board.read(context.worker_id)
+        pulse = self._board.row(context.worker_id).read()
         if pulse.incarnation == context.incarnation:
-            context.pid, context.generation, context.step = pulse.pid, pulse.generation, pulse.step
+            own = pulse if cell_rank == 0 else self._board.row(context.worker_id, cell_rank).read()
+            context.pid, context.generation, context.step = own.pid, pulse.generation, pulse.step
             context.stage, context.role = pulse.stage, pulse.role
 
 

@@ -1,4 +1,4 @@
-"""What a worker process is given when it starts: everything it needs to find its job, as plain data."""
+"""What a process of a worker is given when it starts: everything it needs to find its job, as plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class WorkerContext:
     `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
     coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
     `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: the launcher counts this slot beyond
-    the wanted workers. `agent_pid` is the launcher's.
+    the wanted workers. `agent_pid` is the launcher's. `cell_rank`, `cell_size`: which of the worker's processes this
+    is, 0 for the head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's
+    from rank 1 on.
     """
 
     run_dir: str
@@ -36,6 +38,9 @@ class WorkerContext:
     argv: list[str] = field(default_factory=list)
     spare: bool = False
     agent_pid: int = 0
+    cell_rank: int = 0
+    cell_size: int = 1
+    cell_fds: list[int] = field(default_factory=list)
 
     @property
     def key(self) -> WorkerKey:

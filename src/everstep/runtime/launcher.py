@@ -68,7 +68,7 @@ class Launcher:
     worker_exited, worker_killed, worker_restarting, slot_lost, coordinator_started, coordinator_died, zygote_ready,
     warning, job_ended).
     preload: modules that the fork server imports. early: a fork server that may be running already. resume: keep the
-    coordinator's journal of an earlier launcher here.
+    coordinator's journal of an earlier launcher here. ranks: processes of each worker.
 
     The directory must be locked by the caller (`commands.run_lock`). In the main thread `run` takes SIGINT and SIGTERM;
     elsewhere the caller passes them on with `interrupt`.
@@ -87,6 +87,7 @@ class Launcher:
         early: EarlyZygote | None = None,
         host: str = "127.0.0.1",
         resume: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.run_dir = run_dir
         self.config = config
@@ -120,7 +121,7 @@ class Launcher:
         self._zygote: ZygoteClient | None = None
         logs = config.logs
         self._collector = Collector(run_dir / LOGS_FOLDER, self.board, int(logs.max_mb * (1 << 20)), logs.keep)
-        self._workers = Workers(self.board, entry, policy, self._context, self._notify, self._collector)
+        self._workers = Workers(self.board, entry, policy, self._context, self._notify, self._collector, ranks)
         self._agent: Agent | None = None
         self._sampler: Sampler | None = None
 

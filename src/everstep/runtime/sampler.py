@@ -55,6 +55,7 @@ class Sampler:
     def _row(self, life: WorkerLife) -> dict[str, Any] | None:
         pulse = self._board.read(life.worker_id)
         usage = process_usage(life.pid)
+        limbs = [found for pid in life.limbs if (found := process_usage(pid)) is not None]
         if pulse.incarnation != life.incarnation or usage is None:
             return None
         seconds: dict[str, float] = {}
@@ -65,13 +66,14 @@ class Sampler:
             "worker_id": life.worker_id,
             "incarnation": life.incarnation,
             "pid": life.pid,
+            **({"pids": [life.pid, *life.limbs]} if life.limbs else {}),
             "step": pulse.step,
             "generation": pulse.generation,
             "phase": pulse.phase,
             "samples": pulse.samples,
             "passes": pulse.lanes,
-            "rss_bytes": usage[1],
-            "cpu_s": usage[0],
+            "rss_bytes": usage[1] + sum(rss_bytes for _, rss_bytes in limbs),
+            "cpu_s": usage[0] + sum(cpu_s for cpu_s, _ in limbs),
             "seconds": {group: round(spent, 6) for group, spent in seconds.items() if spent},
             "bytes": {name: sent for name, sent in zip(OPERATIONS, pulse.sent_bytes, strict=True) if sent},
         }

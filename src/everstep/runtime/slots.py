@@ -45,14 +45,14 @@ class Slot:
     """One worker slot of this host and its lives.
 
     state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
-    in order), 'lost' (given up).
+    in order), 'lost' (given up). pids: of the present life's processes, the head's first.
     """
 
     worker_id: int
     wanted: bool = True
     state: SlotState = "empty"
     incarnation: int = -1
-    pid: int = 0
+    pids: tuple[int, ...] = ()
     restart_at_s: float = 0.0
     started_s: float = 0.0
     attempt: int = 0
@@ -64,15 +64,20 @@ class Slot:
     def live(self) -> bool:
         return self.state == "running"
 
+    @property
+    def pid(self) -> int:
+        """Of the head of the present life, 0 if there is none."""
+        return self.pids[0] if self.pids else 0
+
     def begin(self, now_s: float) -> int:
         """A new life is asked for. Returns its incarnation."""
         self.incarnation += 1
-        self.state, self.pid, self.started_s = "starting", 0, now_s
+        self.state, self.pids, self.started_s = "starting", (), now_s
         return self.incarnation
 
-    def started(self, pid: int) -> None:
-        """The process of the present life exists."""
-        self.state, self.pid = "running", pid
+    def started(self, *pids: int) -> None:
+        """The processes of the present life exist."""
+        self.state, self.pids = "running", pids
 
     def exited(
         self,
@@ -89,7 +94,7 @@ class Slot:
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
         """
-        self.pid = 0
+        self.pids = ()
         if in_order or not self.wanted:
             self.state = "left"
             return None

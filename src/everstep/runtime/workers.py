@@ -1,4 +1,4 @@
-"""The launcher's workers: slots, their processes, and the fork server that makes them."""
+"""The launcher's workers: slots, their lives, each of one or more processes, and the fork server that makes them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.errors import check
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.agent import Agent
-from everstep.runtime.board import Board
+from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.memory_kills import MemoryKills
@@ -31,7 +33,7 @@ class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
     make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
-    collector: takes what the workers print and log.
+    collector: takes what the workers print and log. ranks: processes of each worker.
     `hopeless`: why no restart can help, None while there is no such reason.
     """
 
@@ -43,15 +45,18 @@ class Workers:
         make_context: Callable[[int, int], WorkerContext],
         notify: Callable[..., None],
         collector: Collector,
+        ranks: int = 1,
     ) -> None:
+        check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
         self._board = board
         self._entry = entry
         self._policy = policy
         self._make_context = make_context
         self._notify = notify
         self._collector = collector
+        self._ranks = ranks
         self._slots: dict[int, Slot] = {}
-        self._pidfds: dict[int, int] = {}
+        self._pidfds: dict[int, list[int]] = {}
         self._lives: tuple[WorkerLife, ...] = ()
         self._jitter = random.Random()
         self.zygote: ZygoteClient | None = None
@@ -64,7 +69,7 @@ class Workers:
     # ---- what others ask
 
     def lives(self) -> list[WorkerLife]:
-        """The processes that run now. Thread-safe."""
+        """The workers that run now. Thread-safe."""
         return list(self._lives)
 
     def wanted_slots(self) -> int:
@@ -117,43 +122,47 @@ class Workers:
         for slot in self.slots:
             if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
                 incarnation = slot.begin(now_s)
-                context = self._make_context(slot.worker_id, incarnation)
+                context = replace(self._make_context(slot.worker_id, incarnation), cell_size=self._ranks)
                 with contextlib.suppress(OSError):
                     context.last_words_path.unlink(missing_ok=True)
-                self._board.row(slot.worker_id).reset(incarnation, 0)
-                self.zygote.start(self._entry, context, self._collector.open(slot.worker_id, incarnation))
+                self._board.begin(slot.worker_id, incarnation, self._ranks)
+                ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(self._ranks)]
+                self.zygote.start(self._entry, context, ends)
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
-        """SIGKILL this life. Returns False if it does not run."""
+        """SIGKILL this life, all of it. Returns False if it does not run."""
         slot = self._slots.get(worker_id)
-        pidfd = self._pidfds.get(worker_id)
-        if slot is None or slot.incarnation != incarnation or pidfd is None:
+        if slot is None or slot.incarnation != incarnation:
             return False
-        return _send_signal(pidfd, signal.SIGKILL)
+        reached = [_kill(pidfd) for pidfd in self._pidfds.get(worker_id, ())]
+        return any(reached)
 
     def kill_all(self) -> None:
         """SIGKILL everyone."""
-        for pidfd in self._pidfds.values():
-            _send_signal(pidfd, signal.SIGKILL)
+        for pidfd in [pidfd for pidfds in self._pidfds.values() for pidfd in pidfds]:
+            _kill(pidfd)
 
     # ---- what the fork server says
 
     def heard(self, message: dict[str, Any]) -> None:
         """A message of the fork server."""
         if message["op"] == "started":
-            self._started(message["worker_id"], message["incarnation"], message["pid"])
+            self._started(message["worker_id"], message["incarnation"], message["pids"])
         elif message["op"] == "exited":
             status = message["status"]
-            self._exited(message["worker_id"], message["incarnation"], status, self._death(status), message["unix_ns"])
+            why = self._death(status)
+            if self._ranks > 1:
+                how = "was" if os.WIFSIGNALED(status) else "ended with"
+                why = Why(why.cause, f"its rank {message['cell_rank']} {how} {why.reason}")
+            self._exited(message["worker_id"], message["incarnation"], status, why, message["unix_ns"])
 
     def zygote_died(self) -> None:
         """The fork server is dead, and its children with it."""
         for slot in self.slots:
             if slot.state not in ("starting", "running"):
                 continue
-            pidfd = self._pidfds.get(slot.worker_id)
-            if pidfd is not None:
-                _send_signal(pidfd, signal.SIGKILL)
+            for pidfd in self._pidfds.get(slot.worker_id, ()):
+                _kill(pidfd)
                 _wait_dead(pidfd)
             why = Why(Cause.KILLED, "killed by SIGKILL, because its fork server died")
             self._exited(slot.worker_id, slot.incarnation, int(signal.SIGKILL), why, time.time_ns())
@@ -166,18 +175,22 @@ class Workers:
             return Why(Cause.OOM, f"{reason}: the kernel ran out of memory")
         return Why(cause, reason)
 
-    def _started(self, worker_id: int, incarnation: int, pid: int) -> None:
+    def _started(self, worker_id: int, incarnation: int, pids: list[int]) -> None:
         slot = self._slots[worker_id]
-        slot.started(pid)
-        self._board.row(worker_id).set_pid(pid)
-        with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the next message says so
-            self._pidfds[worker_id] = os.pidfd_open(pid)
+        slot.started(*pids)
+        pidfds = self._pidfds[worker_id] = []
+        for cell_rank, pid in enumerate(pids):
+            self._board.row(worker_id, cell_rank).set_pid(pid)
+            with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
+                pidfds.append(os.pidfd_open(pid))
         self._lives = self._list_lives()
         if self.agent is not None:
-            self.agent.worker_started(WorkerLife(worker_id=worker_id, incarnation=incarnation, pid=pid))
-        self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=pid)
-        if self.stopping and worker_id in self._pidfds:
-            _send_signal(self._pidfds[worker_id], signal.SIGKILL)
+            self.agent.worker_started(_life(slot))
+        cell = {"pids": pids} if len(pids) > 1 else {}
+        self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=slot.pid, **cell)
+        if self.stopping:
+            for pidfd in pidfds:
+                _kill(pidfd)
 
     def _exited(self, worker_id: int, incarnation: int, status: int, why: Why, unix_ns: int) -> None:
         slot = self._slots[worker_id]
@@ -199,8 +212,7 @@ class Workers:
         self._lives = self._list_lives()
         if self.agent is not None:
             self.agent.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
-        pidfd = self._pidfds.pop(worker_id, None)
-        if pidfd is not None:
+        for pidfd in self._pidfds.pop(worker_id, ()):
             os.close(pidfd)
         about = {"worker_id": worker_id, "incarnation": incarnation, "pid": pid, "in_order": status == 0}
         self._notify("worker_exited", why, **about)
@@ -238,14 +250,16 @@ class Workers:
         return self._make_context(worker_id, incarnation).read_last_words()
 
     def _list_lives(self) -> tuple[WorkerLife, ...]:
-        return tuple(
-            WorkerLife(worker_id=s.worker_id, incarnation=s.incarnation, pid=s.pid) for s in self.slots if s.live
-        )
+        return tuple(_life(slot) for slot in self.slots if slot.live)
 
 
-def _send_signal(pidfd: int, number: signal.Signals) -> bool:
+def _life(slot: Slot) -> WorkerLife:
+    return WorkerLife(worker_id=slot.worker_id, incarnation=slot.incarnation, pid=slot.pid, limbs=slot.pids[1:])
+
+
+def _kill(pidfd: int) -> bool:
     try:
-        signal.pidfd_send_signal(pidfd, number)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:
         return False
     return True

@@ -1,19 +1,22 @@
-"""The fork server: a process that has imported torch once and forks a worker per request in milliseconds.
+"""The fork server: a process that has imported torch once and forks a worker per request in milliseconds, as a cell of
+one process or more.
 
 `python -m everstep.runtime.zygote --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor work,
 so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its launcher:
 
     <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "context": {...}}
-                                              with two descriptors, which become the worker's stdout and stderr
+                                              with two descriptors per rank, which become its stdout and stderr
     <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
     <- {"op": "log", "path"}                                           where its own output goes from now on
     -> {"op": "ready", "seconds", "threads", "skipped": [...]}
     -> {"op": "answer", "answer": ...}                                 from the fork that was called
     -> {"op": "called", "status": wait status}                         that fork has ended
-    -> {"op": "started", "worker_id", "incarnation", "pid"}
-    -> {"op": "exited", "worker_id", "incarnation", "pid", "status": wait status, "unix_ns"}
+    -> {"op": "started", "worker_id", "incarnation", "pids": the head's first}
+    -> {"op": "exited", "worker_id", "incarnation", "cell_rank", "status": wait status, "unix_ns"}
+                                              once per worker, when none of its ranks is left; whose death ended it
 
-The end of the socket ends it, and its children with it (PR_SET_PDEATHSIG); what dead workers leave running, it ends.
+The death of one rank ends the others of its cell. The end of the socket ends the server, and its children with it
+(PR_SET_PDEATHSIG); what dead workers leave running, it ends.
 """
 
 from __future__ import annotations
@@ -33,13 +36,15 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.errors import cause_of
+from everstep.runtime.board import MAX_RANKS
+from everstep.runtime.cell_end import ForkedCell
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import (
     adopt_orphans,
@@ -63,12 +68,6 @@ DEFAULT_PRELOAD = (
 )
 
 
-@dataclass(frozen=True)
-class _Child:
-    worker_id: int
-    incarnation: int
-
-
 def preload(names: list[str], between: Callable[[], None] = lambda: None) -> list[str]:
     """Import what workers will need, and call `between` after each. Returns, with the reason, what has failed."""
     skipped = []
@@ -87,7 +86,7 @@ class Zygote:
     def __init__(self, sock: socket.socket, board_fd: int) -> None:
         self._sock = sock
         self._board_fd = board_fd
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, ForkedCell] = {}
         self._called: set[int] = set()
         self._over = False
         self._buffer = b""
@@ -129,14 +128,12 @@ class Zygote:
     def end_children(self) -> None:
         """SIGKILL whatever still runs, and wait for it."""
         while pids := children():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill_all(pids)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
 
     def _requests(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 64, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 2 * MAX_RANKS, socket.MSG_CMSG_CLOEXEC)
         self._outputs.extend(fds)
         if not data:
             return False
@@ -158,17 +155,28 @@ class Zygote:
         self._called.add(pid)
 
     def _start(self, request: dict[str, Any]) -> None:
-        outputs = self._outputs.popleft(), self._outputs.popleft()
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(request, outputs)
-        for fd in outputs:
+        context = WorkerContext(**request["context"])
+        size = context.cell_size
+        outputs = [(self._outputs.popleft(), self._outputs.popleft()) for _ in range(size)]
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(size - 1)]
+        ends = [[ours.fileno() for ours, _ in pairs], *([theirs.fileno()] for _, theirs in pairs)]
+        ranks: dict[int, int] = {}
+        for cell_rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                own = replace(context, cell_rank=cell_rank, cell_fds=ends[cell_rank])
+                self._become_worker(request["entry"], own, outputs[cell_rank])
+            ranks[pid] = cell_rank
+        for end in (end for pair in pairs for end in pair):
+            end.close()
+        for fd in (fd for pair in outputs for fd in pair):
             os.close(fd)
-        self._children[pid] = _Child(request["worker_id"], request["incarnation"])
-        self.tell(op="started", worker_id=request["worker_id"], incarnation=request["incarnation"], pid=pid)
+        cell = ForkedCell(context.worker_id, context.incarnation, ranks)
+        self._children.update(dict.fromkeys(ranks, cell))
+        self.tell(op="started", worker_id=context.worker_id, incarnation=context.incarnation, pids=list(ranks))
 
     def _reap(self) -> None:
-        gone = False
+        dead: dict[int, dict[int, int]] = {}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -176,30 +184,34 @@ class Zygote:
                 break
             if pid == 0:
                 break
-            child = self._children.pop(pid, None)
             if pid in self._called:
                 self._called.remove(pid)
                 self.tell(op="called", status=status)
-                continue
-            if child is None:
-                continue  # an orphan that was adopted
-            gone = True
-            self.tell(
-                op="exited",
-                worker_id=child.worker_id,
-                incarnation=child.incarnation,
-                pid=pid,
-                status=status,
-                unix_ns=time.time_ns(),
-            )
-        if gone:
+            elif pid in self._children:  # else an orphan that was adopted
+                dead.setdefault(id(self._children[pid]), {})[pid] = status
+        for statuses in dead.values():
+            self._bury(statuses)
+        if dead:
             self._end_orphans()
 
+    def _bury(self, statuses: dict[int, int]) -> None:
+        """Of one cell: end what is left of it, or say that nothing is."""
+        cells = [self._children.pop(pid) for pid in statuses]
+        cell = cells[0]
+        _kill_all(cell.died(statuses, time.time_ns()))
+        if not cell.ranks:
+            self.tell(
+                op="exited",
+                worker_id=cell.worker_id,
+                incarnation=cell.incarnation,
+                cell_rank=cell.cell_rank,
+                status=cell.status,
+                unix_ns=cell.unix_ns,
+            )
+
     def _end_orphans(self) -> None:
-        for pid in children():
-            if pid not in self._children and pid not in self._called and not outlives_workers(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        known = self._children.keys() | self._called
+        _kill_all(pid for pid in children() if pid not in known and not outlives_workers(pid))
 
     def _answer(self, request: dict[str, Any]) -> None:
         """In a child: call the entry point with the question, send back what it returns, and never return."""
@@ -214,7 +226,7 @@ class Zygote:
         finally:
             os._exit(code)
 
-    def _become_worker(self, request: dict[str, Any], outputs: tuple[int, int]) -> None:
+    def _become_worker(self, entry: str, context: WorkerContext, outputs: tuple[int, int]) -> None:
         """In the child: leave everything of the server behind, run the entry point, and never return."""
         code = 1
         try:
@@ -223,13 +235,18 @@ class Zygote:
                 os.dup2(fd, number)
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a print is one write
-            close_descriptors({self._board_fd})
-            context = WorkerContext(**request["context"])
-            code = run_entry(request["entry"], context)
+            close_descriptors({self._board_fd, *context.cell_fds})
+            code = run_entry(entry, context)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
+
+
+def _kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 _SERVER_PID = os.getpid()

@@ -55,11 +55,12 @@ class ZygoteClient:
     def fd(self) -> int:
         return self._sock.fileno()
 
-    def start(self, entry: str, context: WorkerContext, outputs: tuple[int, int]) -> None:
-        """Ask for a worker. A fork server that is dead is noticed elsewhere.
+    def start(self, entry: str, context: WorkerContext, outputs: Sequence[tuple[int, int]]) -> None:
+        """Ask for a worker, of as many processes as its context says. A fork server that is dead is noticed elsewhere.
 
-        outputs: descriptors that become its stdout and stderr; they are closed here.
+        outputs: for each of them the descriptors that become its stdout and stderr; they are closed here.
         """
+        fds = [fd for pair in outputs for fd in pair]
         request = {
             "op": "start",
             "worker_id": context.worker_id,
@@ -68,8 +69,8 @@ class ZygoteClient:
             "context": asdict(context),
         }
         with contextlib.suppress(OSError):
-            socket.send_fds(self._sock, [json.dumps(request).encode() + b"\n"], outputs)
-        for fd in outputs:
+            socket.send_fds(self._sock, [json.dumps(request).encode() + b"\n"], fds)
+        for fd in fds:
             os.close(fd)
 
     def receive(self) -> list[dict[str, Any]]:

@@ -32,8 +32,8 @@ from everstep.train.trainer import EarlyStop, make_early_stop
 from everstep.train.unsupported import refuse_unsupported
 
 
-def prepare_torch(config: Config, worker_id: int = 0) -> torch.device:
-    """Threads and determinism of this process; returns the device of this worker.
+def prepare_torch(config: Config, worker_id: int = 0, cell_rank: int = 0) -> torch.device:
+    """Threads and determinism of this process; returns the device of this rank of a worker.
 
     Raises: ConfigError if it is not there.
     """
@@ -41,7 +41,7 @@ def prepare_torch(config: Config, worker_id: int = 0) -> torch.device:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    device = resolve_device(device_of(config, worker_id))
+    device = resolve_device(device_of(config, worker_id, cell_rank))
     if device.index is not None:
         torch.cuda.set_device(device)
     return device

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from everstep.base.cause import Cause
 from everstep.base.config import Config
-from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
 from everstep.runtime.address import JOB_FILE
 from everstep.runtime.board import Board, Row
+from everstep.runtime.cell import Head
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
 from everstep.runtime.peer import PeerConnection, PeerServer
@@ -70,6 +71,10 @@ class Link(Protocol):
         """Whoever has the state says how a bit of it is flipped."""
         ...
 
+    def limbs(self) -> tuple[Rank, ...]:
+        """The other processes of this worker; waits until they have introduced themselves."""
+        ...
+
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
         ...
@@ -100,7 +105,7 @@ def _job_facts(context: WorkerContext) -> dict[str, Any]:
 
 
 class LaunchedLink:
-    """A worker that a launcher started."""
+    """A worker that a launcher started, as the head of its cell."""
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         self.me = context.key
@@ -114,19 +119,19 @@ class LaunchedLink:
         self.log = set_up_worker_log(2, context.worker_id, context.incarnation)
         self.token = context.token_bytes()
         self.flip: Callable[[], None] = lambda: None
-        self._facts = _job_facts(context)
-        self._coordinator = context.coordinator_file
+        self.cell = Head(context, lambda: self.row.tick())
+        self._context = context
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
 
     @property
     def explicit(self) -> frozenset[str]:
         """Keys of the config that the user has set: a script's own values give way to them."""
-        return frozenset(self._facts.get("explicit", ()))
+        return frozenset(_job_facts(self._context).get("explicit", ()))
 
     @property
     def split_checked(self) -> bool:
-        return bool(self._facts.get("split_checked"))
+        return bool(_job_facts(self._context).get("split_checked"))
 
     def fill_up(self, config: Config) -> None:
         """A script has said what the job's config left open: this is all of it."""
@@ -138,13 +143,16 @@ class LaunchedLink:
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip
 
+    def limbs(self) -> tuple[Rank, ...]:
+        return self.cell.meet()
+
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         self._peers = PeerServer("127.0.0.1", self.token, handler)
         return self._peers.address
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._control = ControlClient(
-            self._coordinator,
+            self._context.coordinator_file,
             self.token,
             "worker",
             str(self.me),
@@ -179,7 +187,12 @@ class LaunchedLink:
             self._control.flush(_LAST_WORDS_S)
         else:
             last = ControlClient(
-                self._coordinator, self.token, "worker", str(self.me), hello=words, on_message=lambda message: None
+                self._context.coordinator_file,
+                self.token,
+                "worker",
+                str(self.me),
+                hello=words,
+                on_message=lambda message: None,
             )
             last.wait_connected(_LAST_WORDS_S)
             last.close()
@@ -189,6 +202,7 @@ class LaunchedLink:
             self._control.close()
         if self._peers is not None:
             self._peers.close()
+        self.cell.close()
 
 
 class LoneLink:
@@ -214,6 +228,9 @@ class LoneLink:
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip
+
+    def limbs(self) -> tuple[Rank, ...]:
+        return ()
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         return ""

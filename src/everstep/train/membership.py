@@ -66,7 +66,8 @@ class Membership:
         address = link.serve_peers(self._serve_peer)
         link.on_flip(lambda: self._view.stages.any.flip_bit())
         segment = self._transport.segment
-        self._member = Member(me.worker_id, me.incarnation, link.host, os.getpid(), address, segment)
+        head = me.worker_id, me.incarnation, link.host, os.getpid(), address, segment
+        self._member = Member(*head, limbs=link.limbs())
         link.row.set(phase="idle")
         link.connect(self._hello, self._deliver, self._reconnected)
 

@@ -122,6 +122,8 @@ def test_all_workers_have_one_kind_of_device():
         load_config([("x", {"map": [{"workers": [0, 1], "devices": ["cpu", "cuda:0"]}]})])
     config = load_config([("x", {"device": "cuda", "map": [{"workers": [0, 1], "devices": ["cuda:0", "cuda:1"]}]})])
     assert [device_of(config, i) for i in range(3)] == ["cuda:0", "cuda:1", "cuda"]
+    assert [device_of(config, 1, cell_rank) for cell_rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert device_of(config, 2, 1) == "cuda"
 
 
 def test_where_to_cut():

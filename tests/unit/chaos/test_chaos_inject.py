@@ -160,6 +160,30 @@ def test_coordinator_is_struck_by_the_leader_alone(tmp_path: Path) -> None:
         victim.communicate()
 
 
+def test_one_rank_is_struck_by_its_head(tmp_path: Path) -> None:
+    limb = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        chaos, reports = injector("kill:target=worker:1/1,at=2", tmp_path, 1)
+        chaos.pids = lambda: (os.getpid(), limb.pid)
+        chaos.at(1, "load", plan_of(0, 1))
+        assert limb.poll() is None
+        chaos.at(2, "load", plan_of(0, 1))
+        assert limb.wait(30) == -signal.SIGKILL
+    finally:
+        limb.kill()
+        limb.communicate()
+    (event,) = reports.events
+    assert (event["pid"], event["worker_id"], event["target"]) == (limb.pid, 1, "worker:1/1")
+    assert "rank 1 of worker 1.0" in event["reason"]
+
+
+def test_a_rank_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    chaos, reports = injector("kill:target=worker:1/1,at=2", tmp_path, 1)
+    chaos.at(2, "load", plan_of(0, 1))
+    assert [event["kind"] for event in reports.events] == ["warning"]
+    assert "rank 1 of worker 1.0, it has 1" in reports.events[0]["reason"]
+
+
 def test_a_missing_coordinator_is_a_warning(tmp_path: Path) -> None:
     chaos, reports = injector("kill:target=coordinator,at=1", tmp_path)
     chaos.at(1, "load", plan_of(0))

@@ -39,6 +39,18 @@ def test_links_are_cut_and_stages_are_struck() -> None:
     assert "; ".join(str(f) for f in faults) == text
 
 
+def test_one_rank_of_a_worker_is_struck() -> None:
+    text = "kill:target=worker:2/1,at=3; stop:target=worker:0/12,at=4,for=2"
+    faults = parse(text)
+    assert faults == (
+        Fault("kill", Target("worker", 2, rank=1), 3),
+        Fault("stop", Target("worker", 0, rank=12), 4, None, 2.0, 1),
+    )
+    assert "; ".join(str(f) for f in faults) == text
+    assert parse("kill:target=worker:2/0,at=3") == parse("kill:target=worker:2,at=3"), "its head"
+    assert isinstance(faults[0], Fault) and faults[0].request()["workers"] == [2]
+
+
 def test_random_faults_and_empty_parts() -> None:
     assert parse("random:p=0.02,seed=7,after_step=30") == (RandomFaults(0.02, 7, 30, 0),)
     assert parse(" ; kill:at=3 ;") == (Fault("kill", Target("random"), 3, None, None, 0),)
@@ -83,6 +95,10 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("kill:target=worker:1+coordinator,at=1", ["'coordinator'", "alone"]),
         ("kill:target=worker:1+worker:1,at=1", ["one twice"]),
         ("kill:target=stage:all,at=1", ["'stage:all'"]),
+        ("kill:target=worker:1/,at=1", ["'worker:1/'"]),
+        ("kill:target=leader:0/1,at=1", ["'leader:0/1'"]),
+        ("kill:target=worker:1/1+worker:2,at=1", ["'worker:1/1'"]),
+        ("raise:target=worker:1/1,at=1", ["one rank", "killed or stopped", "raise is for whole workers"]),
         ("random:seed=1", ["p=PROBABILITY"]),
         ("random:p=2", ["from 0 to 1"]),
         ("random:p=0.1,at=3", ["'at'", "p, seed, after_step"]),

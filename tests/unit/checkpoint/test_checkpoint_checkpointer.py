@@ -18,7 +18,7 @@ from checkpoint_saving import advance, identity_of, make_state
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.base.plan import Member, Plan, Seat
+from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest_writer import Outcome
@@ -106,6 +106,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield make
     for job in jobs:
         job.close()
+
+
+def test_the_parts_of_a_cell_name_its_rank(start: Callable[..., Job]) -> None:
+    job = start(2)
+    plan = plan_of(2)
+    head, other = plan.members
+    job.plan = replace(plan, members=(head, replace(other, limbs=(Rank(7),))))
+    job.save(1)
+    assert job.wait_told(1)[-1][0] == "checkpoint_completed"
+    store = job.workers[0].store
+    names = [file.name for file in open_checkpoint(store, 1).manifest.files]
+    assert sorted(names) == [f"step-0000000001/part-s0-w{who}-g1.safetensors" for who in ("0", "1-r0")]
+    later = start(1)
+    later.workers[0].load(1, {0: later.states[0]})
+    assert later.states[0].manifest() == job.states[0].manifest()
 
 
 def test_saved_while_the_state_changes_and_loaded_by_others(start: Callable[..., Job]) -> None:

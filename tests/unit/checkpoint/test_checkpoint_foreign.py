@@ -44,6 +44,8 @@ NAMES = [
     f"{STEP}/part-s0-w00-g1.safetensors",
     f"{STEP}/part-s0-w0-g1.safetensors.py",
     f"{STEP}/part-s0-w0-g1-0.safetensors",
+    f"{STEP}/part-s0-w0-r-g1.safetensors",
+    f"{STEP}/part-s0-w0-r01-g1.safetensors",
     "step-1/part-s0-w0-g1.safetensors",
     f"{STEP}/manifest.json",
     "latest.json",
@@ -79,7 +81,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_names_of_parts_are_those_that_are_written(good: Path) -> None:
     for numbers in [(1, 0, 0, 1), (10**10 - 1, 3, 12, 10**9, 999), (0, 0, 0, 0, 1)]:
-        assert is_part(part_name(*numbers))
+        assert is_part(part_name(*numbers)) and is_part(part_name(*numbers, cell_rank=2))
+    assert part_name(10, 0, 3, 5, 1, cell_rank=0) == "step-0000000010/part-s0-w3-r0-g5-1.safetensors"
     for name in NAMES:
         assert not is_part(name)
         assert ascii(name) in refused(good, renamed(name)), name

@@ -19,7 +19,7 @@ def _die(slot: Slot, now_s: float, policy: RestartPolicy = POLICY, **how: object
 
 def _live(slot: Slot, now_s: float) -> None:
     slot.begin(now_s)
-    slot.started(pid=100 + slot.incarnation)
+    slot.started(100 + slot.incarnation)
 
 
 def test_each_life_has_its_incarnation() -> None:
@@ -30,6 +30,15 @@ def test_each_life_has_its_incarnation() -> None:
     assert not slot.live and slot.pid == 0
     _live(slot, 1.0)
     assert slot.incarnation == 1
+
+
+def test_a_life_may_be_several_processes_and_restarts_are_all_of_theirs() -> None:
+    slot = Slot(2)
+    slot.begin(0.0)
+    slot.started(100, 101, 102)
+    assert (slot.pid, slot.pids, slot.live) == (100, (100, 101, 102), True)
+    assert _die(slot, 1.0) == Restart(1.0)
+    assert (slot.pid, slot.pids, slot.state) == (0, (), "resting")
 
 
 def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
