@@ -1,7 +1,7 @@
 """Checkpoints of format 1 that are kept in `tests/format1`: written by jobs of the version that wrote this format.
 
 `unsplit`: Adam, by two workers. `stages`: SGD with momentum, by two stages. `deltas`: the same unsplit, three steps
-that continue each other. `digests.json`: what that version said of them, of what it exported, and of how the jobs ended.
+that continue each other. `digests.json`: what that version said of them, what it exported, and how the jobs ended.
 """
 
 from __future__ import annotations
