@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config
+from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest_writer import Facts, ManifestWriter
+from everstep.checkpoint.part import Base, PartJob, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.verify import verify_store
 from everstep.exact.digest import named_digest
-from everstep.exact.topology import merge, model_digest, state_digest
+from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.topology import merge, model_digest, same_state, state_digest
 from everstep.train.assembly import make_early_stop
 from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
@@ -54,6 +62,30 @@ def test_they_are_what_they_were(tmp_path: Path, name: str, step: int) -> None:
     states = {f"{n}/{key}": t for n, state in weights.optimizer["state"].items() for key, t in state.items()}
     assert named_digest(weights.model.items()) == kept["exported_model"]
     assert named_digest(states.items()) == kept["exported_optimizer"]
+
+
+def test_the_next_ones_continue_them(tmp_path: Path) -> None:
+    """What is the same in both formats is not written again, and stays for as long as it is needed."""
+    store = DirectoryStore(unpack("deltas", tmp_path))
+    replica = replicas("deltas", ((0, 4),))[0]
+    old = open_checkpoint(store, 3)
+    old.load_into({0: replica.state})
+    identity = Identity(**{key: old.manifest.identity[key] for key in ("task", "numerics", "job")})
+    done = threading.Event()
+    rule, why = DiskTierConfig(keep_last=1), Why(Cause.REQUESTED, "")
+    writer = ManifestWriter(store, identity, rule, lambda outcome: done.set())
+    live, base = LiveState.of(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
+    writer.expect(Facts(4, 1, why=why))
+    part = PartWriter(store, PartJob(4, 1, 0, 0, 0, live.n_blocks, True, 0), live, lambda: base, writer.add)
+    part.start()
+    assert done.wait(60.0)
+    writer.close()
+    assert steps_in(store) == [4] and verify_store(store) == []
+    found = open_checkpoint(store, 4).manifest
+    assert (found.state["format"], found.base, found.depth) == (2, 3, 3)
+    shared = set(old.manifest.state["blocks"]) & set(found.state["blocks"])
+    assert shared and found.written_bytes == (found.n_blocks - len(shared)) * BLOCK_BYTES
+    assert same_state(found.state, old.manifest.state) and not same_state(found.state, {**found.state, "digest": ""})
 
 
 @pytest.mark.parametrize("cut", [((0, 4),), ((0, 2), (2, 4)), ((0, 1), (1, 3), (3, 4))], ids=str)
