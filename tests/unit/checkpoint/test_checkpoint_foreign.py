@@ -180,9 +180,7 @@ def test_text_that_cannot_be_held_or_shown(body: bytes, words: str) -> None:
 
 
 def test_the_file_bears_the_format_of_the_state(good: Path) -> None:
-    with pytest.raises(
-        CheckpointCorrupt, match=r"^m is not as .* the state is of format 2.* file, 1$"
-    ):
+    with pytest.raises(CheckpointCorrupt, match=r"^m is not as .* the state is of format 2.* file, 1$"):
         decode(text_of(body_of(good), 1), "m")
 
 
