@@ -42,7 +42,9 @@ class _Identity(msgspec.Struct, forbid_unknown_fields=True):
     job: str
 
 
-class _State(msgspec.Struct, forbid_unknown_fields=True):
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The manifest of a state, as JSON has it."""
+
     format: int
     block_bytes: int
     entries: list[EntryRow]
@@ -72,7 +74,7 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     runs: list[RunRow]
     records: str
     application: dict[str, str]
-    state: _State
+    state: State
 
 
 def check_form(body: Mapping[str, Any], version: int) -> Form:
@@ -125,7 +127,7 @@ def _check_runs(files: Sequence[FileRow], runs: Sequence[RunRow], n_blocks: int)
         raise ValueError(f"{files[min(idle)][0]} holds no block of it: expected only files that do")
 
 
-def _check_state(state: _State) -> None:
+def _check_state(state: State) -> None:
     """Entries follow each other, within the blocks, and are as large as their shapes say."""
     if len(state.digests) != len(state.entries) or sum(count for _, count in state.groups) != len(state.entries):
         raise ValueError(f"{len(state.entries)} tensors, but other numbers of digests or in groups")
@@ -149,7 +151,7 @@ class _Stretch:
     stop: int
 
 
-def _check_planes(state: _State, planes: Sequence[PlaneRow]) -> None:
+def _check_planes(state: State, planes: Sequence[PlaneRow]) -> None:
     """Planes share the blocks among them, and what lies in one belongs there."""
     stretches: list[_Stretch] = []
     before = ""

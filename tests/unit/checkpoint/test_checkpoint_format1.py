@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest_form import Form, State
 from everstep.checkpoint.manifest_writer import Facts, ManifestWriter
 from everstep.checkpoint.part import Base, PartJob, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
@@ -46,6 +48,12 @@ def replicas(name: str, cut: tuple[tuple[int, int], ...]) -> dict[int, StageRepl
 
     stages = len(cut)
     return build_stages(make, cut, stages, range(stages), config=config, device=torch.device("cpu"), loss=task.loss)
+
+
+def test_every_field_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text()
+    fields = [field.name for form in (Form, State) for field in msgspec.structs.fields(form)]
+    assert [name for name in fields if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize(("name", "step"), CASES)
