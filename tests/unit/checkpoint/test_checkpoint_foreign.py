@@ -221,6 +221,7 @@ def test_stores_take_no_name_that_leads_elsewhere(tmp_path: Path, name: str) -> 
         lambda: store.write(name, [b"x"], 1),
         lambda: store.write(name, [b"x"], 1, if_absent=True),
         lambda: store.delete(name),
+        lambda: store.mend(name, 0, memoryview(b"x")),
         lambda: store.move(name, "x"),
         lambda: store.move("x", name),
         lambda: store.draft(name).__enter__(),
@@ -300,13 +301,20 @@ def test_nothing_is_written_or_deleted_behind_a_link(tmp_path: Path) -> None:
     store = DirectoryStore(target)
     with pytest.raises(StoreError, match="symbolic link"):
         transfer(DirectoryStore(tmp_path / "good"), store, 1)
-    for act in (lambda: store.delete(PART), lambda: store.move(PART, "x"), lambda: store.write(PART, [b"x"], 1)):
+    for act in (
+        lambda: store.delete(PART),
+        lambda: store.move(PART, "x"),
+        lambda: store.write(PART, [b"x"], 1),
+        lambda: store.mend(PART, 0, memoryview(b"x")),
+    ):
         with pytest.raises(BlobForeign, match="symbolic link"):
             act()
     store.drop_temporaries(STEP)
     assert store.list() == store.list(f"{STEP}/") == [] and tree_of(outside) == before
     (target / STEP).unlink()
     (target / "latest.json").symlink_to(outside / "manifest.json")
+    with pytest.raises(BlobForeign, match="symbolic link"):
+        store.mend("latest.json", 0, memoryview(b"x"))
     store.write("latest.json", [b"new"], 3)
     assert bytes(store.read("latest.json")) == b"new" and tree_of(outside) == before, "the link itself is replaced"
 
