@@ -43,7 +43,7 @@ def make_state(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] = SHAPES, st
     model = Tensors(shapes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    state = ModelState(model, optimizer, scheduler)
+    state = ModelState(model, optimizer, scheduler, units=[model])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -61,7 +61,13 @@ def write_step(store: DirectoryStore, step: int, seed: int = 1, job: str = "job"
     """A checkpoint of `trained(seed)` as step `step`."""
     model, optimizer = trained(seed)
     identity = Identity("task", {"lanes": 8}, job=job)
-    write_whole(store, ModelState(model, optimizer), identity, step=step, application={NAMES: names_record(model)})
+    write_whole(
+        store,
+        ModelState(model, optimizer, units=[model]),
+        identity,
+        step=step,
+        application={NAMES: names_record(model)},
+    )
     return open_checkpoint(store, step)
 
 
@@ -69,7 +75,11 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, pat
     """A checkpoint of step 5 in a directory."""
     store = DirectoryStore(path)
     write_whole(
-        store, ModelState(model, optimizer), Identity("task", {}), step=5, application={NAMES: names_record(model)}
+        store,
+        ModelState(model, optimizer, units=[model]),
+        Identity("task", {}),
+        step=5,
+        application={NAMES: names_record(model)},
     )
     return open_checkpoint(store, 5)
 

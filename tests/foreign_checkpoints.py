@@ -11,7 +11,7 @@ from checkpoint_saving import make_state, save
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.sealed import seal
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import sealed
+from everstep.exact.image import FORMAT, sealed
 
 Body = dict[str, Any]
 ESCAPE = "../../../uvloop.py"
@@ -24,18 +24,18 @@ def body_of(folder: Path, step: int = 1) -> Body:
     return body
 
 
-def text_of(body: Body) -> bytes:
+def text_of(body: Body, version: int = FORMAT) -> bytes:
     """The manifest that says this, with digests that are right."""
     state = body.get("state")
     if isinstance(state, dict):
         body = {**body, "state": sealed({key: value for key, value in state.items() if key != "digest"})}
-    return seal("checkpoint", body)
+    return seal("checkpoint", body, version)
 
 
 def signed(body: bytes) -> bytes:
     """The manifest whose body is this text, be it what it may."""
-    digest = digest_bytes(b"checkpoint 1\n" + body)
-    return b'{"everstep_checkpoint":1,"digest":"%s","body":\n%s}\n' % (digest.encode(), body)
+    digest = digest_bytes(b"checkpoint %d\n" % FORMAT + body)
+    return b'{"everstep_checkpoint":%d,"digest":"%s","body":\n%s}\n' % (FORMAT, digest.encode(), body)
 
 
 def prepare(folder: Path, change: Callable[[Body], None], step: int = 1) -> None:

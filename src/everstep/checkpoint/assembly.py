@@ -15,6 +15,7 @@ from everstep.checkpoint.manifest import Manifest, PartFile, compact
 from everstep.checkpoint.part import PartReport, entries_within, file_of, split_digests
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, manifest_of
+from everstep.exact.planes import planes_of
 from everstep.exact.topology import merge_with_sources
 
 Place = tuple[PartFile, int]
@@ -69,7 +70,7 @@ class Assembly:
     def stage_manifest(self, stage: int) -> dict[str, Any]:
         """Of one stage, as its own state would describe itself."""
         parts = self._parts(stage)
-        entries, (groups, transient, facts) = _entries(parts), _first(parts).outline or ([], [], None)
+        entries, (groups, planes, transient, facts) = _entries(parts), _first(parts).outline or ([], [], [], None)
         blocks = [""] * _n_blocks(parts)
         digests = [_EMPTY] * len(entries)
         for part in parts:
@@ -77,7 +78,8 @@ class Assembly:
             numbers = entries_within(entries, part.first, part.last)
             for k, digest in zip(numbers, split_digests(part.entry_digests), strict=True):
                 digests[k] = digest
-        outline = Outline(tuple((label, count) for label, count in groups), tuple(transient), facts)
+        rows = tuple((label, count) for label, count in groups)
+        outline = Outline(rows, planes_of({"planes": planes}), tuple(transient), facts)
         return manifest_of(entries, _first(parts).values, outline, blocks, digests)
 
     def written(self, stage: int) -> dict[int, Place]:

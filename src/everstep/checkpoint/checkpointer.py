@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +34,16 @@ from everstep.checkpoint.part import (
 )
 from everstep.checkpoint.reader import (
     Checkpoint,
+    manifests_of,
     newest_complete,
     open_checkpoint,
     set_aside,
     set_aside_after,
     steps_in,
 )
+from everstep.checkpoint.repair import Elsewhere, Repairer, Source
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.checkpoint.upload import Uploader, open_uploader
+from everstep.checkpoint.upload import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
 from everstep.protocol.driver.policy import Due
@@ -49,7 +51,7 @@ from everstep.protocol.driver.policy import Due
 log = logging.getLogger(__name__)
 
 Event = Callable[[str, dict[str, Any]], None]
-"""Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`) and the fields of an event."""
+"""Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`, `warning`) and the fields of an event."""
 
 _DRAIN_S = 10.0
 _MB = 1 << 20
@@ -97,15 +99,18 @@ class Checkpointer:
         collected: Callable[[int], None] = lambda step: None,
         ended: Callable[[Outcome], None] = lambda outcome: None,
         proven: Callable[[int], int] = lambda step: 0,
+        sources: Sequence[Source] = (),
     ) -> None:
         """directory: `DIR/checkpoints`, unless the config names another. send: a report to the main, where this worker
         is not the main; called from a thread, may raise. collected: at the main, told of a step that no part is waited
         for any more; ended: what became of it; both from any thread. proven: after so many steps,
-        the newest one whose state is known to be right; the newest checkpoint up to that is always kept."""
+        the newest one whose state is known to be right; the newest checkpoint up to that is always kept. sources: of
+        damaged blocks, before other checkpoints on disk and in the object store are looked through."""
         self.store = DirectoryStore(config.disk.path or directory)
         self.identity, self.worker_id = identity, worker_id
         self._config, self._send, self._events, self._proven = config, send, events, proven
         self._collected, self._over = collected, ended
+        self._sources = tuple(sources)
         self._is_main = False
         self._parts: list[PartWriter] = []
         self._runner = Runner()
@@ -320,7 +325,12 @@ class Checkpointer:
                     step = candidates[-1]
                 else:
                     checkpoint = newest_complete(
-                        self.store, verify=verify, accept=self._accept, told=self._fell_back, before=before
+                        self.store,
+                        verify=verify,
+                        accept=self._accept,
+                        told=self._fell_back,
+                        before=before,
+                        repair=self._repairer(),
                     )
                     if checkpoint is None:
                         break
@@ -348,7 +358,7 @@ class Checkpointer:
         """
         source = store or self.store
         try:
-            checkpoint = open_checkpoint(source, step)
+            checkpoint = open_checkpoint(source, step, self._repairer(step))
             self._accept(checkpoint)
             checkpoint.check_files()
             if twice:
@@ -372,6 +382,16 @@ class Checkpointer:
     def _accept(self, checkpoint: Checkpoint) -> str | None:
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
         return None
+
+    def _repairer(self, step: int | None = None) -> Repairer:
+        """For one reading of the checkpoint of a step, if it is known which."""
+        objects = Elsewhere(lambda: open_object_tier(self._config), lambda store: manifests_of(store, step))
+        disk = Elsewhere(lambda: self.store, lambda store: manifests_of(store, step))
+        return Repairer([*self._sources, disk, objects], self._mended)
+
+    def _mended(self, step: int, reason: str) -> None:
+        log.warning("%s", reason)
+        self._events("warning", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "block"})
 
     def _fell_back(self, step: int, reason: str) -> None:
         fields = {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"}

@@ -17,9 +17,9 @@ from typing import Any
 from everstep.base.config import Config, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, check
 from everstep.checkpoint.manifest_form import Form, check_form
-from everstep.checkpoint.sealed import seal, unseal
+from everstep.checkpoint.sealed import seal, unseal_one_of
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, StateEntry, entries_of
+from everstep.exact.image import BLOCK_BYTES, FORMATS, StateEntry, entries_of
 
 KIND = "checkpoint"
 _MODEL = "model/"
@@ -150,7 +150,7 @@ class Manifest:
             "application": {name: _text(data) for name, data in self.application.items()},
             "state": dict(self.state),
         }
-        return seal(KIND, body)
+        return seal(KIND, body, self.state["format"])
 
 
 def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
@@ -159,9 +159,9 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
     Raises: CheckpointCorrupt if a byte differs, or it says what Everstep never writes. ConfigError if it is whole, but
     of a format that this version does not read.
     """
-    body = unseal(KIND, data, name)
+    version, body = unseal_one_of(KIND, data, name, FORMATS)
     try:
-        return _build(check_form(body), body)
+        return _build(check_form(body, version), body)
     except (ValueError, OverflowError, RecursionError) as error:
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error}") from None
 

@@ -6,7 +6,10 @@ says leads to files, memory and tensors.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Annotated, Any
 
@@ -15,7 +18,8 @@ import torch
 from msgspec import UNSET, Meta, UnsetType
 
 from everstep.checkpoint.names import MAX_STEP, PART_EXAMPLE, is_part
-from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.image import BLOCK_BYTES, FOREIGN
+from everstep.exact.planes import ITEM_SIZES, MODEL, REST, is_kind, span_of
 
 MAX_HEAD_BYTES = 1 << 30
 _SHOWN = 100
@@ -26,6 +30,9 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileRow = tuple[str, Count, Count, Digest, Digest]
 RunRow = tuple[Count, Count, Count, Count]
 EntryRow = tuple[str, str, list[Count], Count, Count]
+ElementBlock = Annotated[int, Meta(ge=0, le=1 << 47)]
+PlaneRow = tuple[str, Count, list[tuple[ElementBlock, Count, Count]]]
+Label = Annotated[int, Meta(ge=FOREIGN, le=(1 << 63) - 1)]
 
 
 class _Identity(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,16 +42,19 @@ class _Identity(msgspec.Struct, forbid_unknown_fields=True):
     job: str
 
 
-class _State(msgspec.Struct, forbid_unknown_fields=True):
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The manifest of a state, as JSON has it."""
+
     format: int
     block_bytes: int
     entries: list[EntryRow]
     digests: list[Digest]
-    groups: list[tuple[int, Count]]
+    groups: list[tuple[Label, Count]]
     transient: list[str]
     values: dict[str, Any]
     blocks: list[Digest]
     digest: Digest
+    planes: list[PlaneRow] | UnsetType = UNSET
     stage: dict[str, Any] | UnsetType = UNSET
 
 
@@ -64,11 +74,14 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     runs: list[RunRow]
     records: str
     application: dict[str, str]
-    state: _State
+    state: State
 
 
-def check_form(body: Mapping[str, Any]) -> Form:
-    """The body of a manifest, whole and within bounds. Raises: ValueError in one line, saying what was expected."""
+def check_form(body: Mapping[str, Any], version: int) -> Form:
+    """The body of a manifest, whole and within bounds. version: of its file, which is the state's too.
+
+    Raises: ValueError in one line, saying what was expected.
+    """
     try:
         form = msgspec.convert(body, Form)
     except msgspec.ValidationError as error:
@@ -81,6 +94,10 @@ def check_form(body: Mapping[str, Any]) -> Form:
         seen.add(row[0])
     _check_runs(form.files, form.runs, len(form.state.blocks))
     _check_state(form.state)
+    if form.state.format != version or isinstance(form.state.planes, UnsetType) != (version == 1):
+        raise ValueError(f"the state is of format {form.state.format}: expected that of the file, {version}")
+    if not isinstance(form.state.planes, UnsetType):
+        _check_planes(form.state, form.state.planes)
     return form
 
 
@@ -110,7 +127,7 @@ def _check_runs(files: Sequence[FileRow], runs: Sequence[RunRow], n_blocks: int)
         raise ValueError(f"{files[min(idle)][0]} holds no block of it: expected only files that do")
 
 
-def _check_state(state: _State) -> None:
+def _check_state(state: State) -> None:
     """Entries follow each other, within the blocks, and are as large as their shapes say."""
     if len(state.digests) != len(state.entries) or sum(count for _, count in state.groups) != len(state.entries):
         raise ValueError(f"{len(state.entries)} tensors, but other numbers of digests or in groups")
@@ -122,3 +139,63 @@ def _check_state(state: _State) -> None:
         if offset < at or offset + nbytes > end:
             raise ValueError(f"{name[:_SHOWN]!a} lies at bytes {offset} to {offset + nbytes}, outside of its place")
         at = offset + nbytes
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """One run of a plane. dtype: of what lies in it, empty for any."""
+
+    plane: str
+    dtype: str
+    start: int
+    stop: int
+
+
+def _check_planes(state: State, planes: Sequence[PlaneRow]) -> None:
+    """Planes share the blocks among them, and what lies in one belongs there."""
+    stretches: list[_Stretch] = []
+    before = ""
+    for name, itemsize, runs in planes:
+        dtype = _type_of_plane(name, itemsize)
+        if name <= before or not runs:
+            raise ValueError(f"plane {name[:_SHOWN]!a} is empty, or not in the order of names")
+        before, at = name, 0
+        for element, first, count in runs:
+            if count < 1 or element < at or first != (stretches[-1].stop if stretches else 0):
+                raise ValueError(f"plane {name!a} has no blocks {first} to {first + count}: expected those that follow")
+            stretches.append(_Stretch(name, dtype, first, first + count))
+            at = element + (count - 1) * span_of(itemsize) + 1
+    if (stretches[-1].stop if stretches else 0) != len(state.blocks):
+        raise ValueError(f"expected {len(state.blocks)} blocks in planes")
+    starts = [stretch.start for stretch in stretches]
+    entries = iter(state.entries)
+    for _, count in state.groups:
+        group = [entry for entry in islice(entries, count) if entry[4]]
+        found = [_place_in(entry, stretches[bisect_right(starts, entry[3] // BLOCK_BYTES) - 1]) for entry in group]
+        if len(set(found)) > 1:
+            raise ValueError(f"{group[0][0][:_SHOWN]!a} is in a group of several planes")
+
+
+def _type_of_plane(name: str, itemsize: int) -> str:
+    """What all tensors of a plane are; empty for any."""
+    kind, colon, dtype = name.partition(":")
+    if name == REST and itemsize == 1:
+        return ""
+    dtype = dtype if colon else "float32"
+    found = getattr(torch, dtype, None)
+    size = found.itemsize if isinstance(found, torch.dtype) else 0
+    if not is_kind(kind) or name == f"{kind}:float32" or size not in ITEM_SIZES or size != itemsize:
+        raise ValueError(f"{name[:_SHOWN]!a} of {itemsize} bytes per element is no plane: expected {MODEL} of 4, say")
+    return dtype
+
+
+def _place_in(entry: EntryRow, stretch: _Stretch) -> str:
+    """The plane that an entry lies in."""
+    name, dtype, _, offset, nbytes = entry
+    kind = stretch.plane.partition(":")[0]
+    top, _, key = kind.partition("/")
+    belongs = name.startswith(f"{top}/") and (not key or name.endswith(f"/{key}")) and dtype == stretch.dtype
+    inside = offset + nbytes <= stretch.stop * BLOCK_BYTES
+    if not inside or (stretch.dtype and not belongs):
+        raise ValueError(f"{name[:_SHOWN]!a} does not belong in plane {stretch.plane!a}, or is not all there")
+    return stretch.plane

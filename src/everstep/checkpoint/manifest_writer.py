@@ -24,6 +24,7 @@ from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import best_of, kept
 
 
@@ -202,7 +203,7 @@ class ManifestWriter:
             self._shelf = None
             self._store.write(manifest_name(manifest.step), [data], len(data), if_absent=True)
             return manifest
-        if found.manifest.state["digest"] != manifest.state["digest"]:
+        if not same_state(found.manifest.state, manifest.state):
             raise StoreError(f"there is another checkpoint of step {manifest.step}, with other contents")
         self._withdraw(assembly)
         return found.manifest

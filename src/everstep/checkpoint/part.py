@@ -28,6 +28,7 @@ from everstep.checkpoint.names import part_name
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import BLOCK_BYTES, StateEntry
+from everstep.exact.planes import rows_of
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
@@ -41,8 +42,8 @@ class PartReport(msgspec.Struct, frozen=True):
     first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
     newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file:
-    (name, size, data_at, head, tree). entries, values and outline (groups, transient, stage): from the first worker of
-    a pool alone. error and cause: why there is none.
+    (name, size, data_at, head, tree). entries, values and outline (groups, planes, transient, stage): from the first
+    worker of a pool alone. error and cause: why there is none.
     """
 
     step: int
@@ -59,7 +60,7 @@ class PartReport(msgspec.Struct, frozen=True):
     depth: int = 0
     entries: list[tuple[str, str, list[int], int, int]] | None = None
     values: Any = None
-    outline: tuple[list[tuple[int, int]], list[str], Any] | None = None
+    outline: tuple[list[tuple[int, int]], Any, list[str], Any] | None = None
     written_bytes: int = 0
     stall_s: float = 0.0
     duration_s: float = 0.0
@@ -320,14 +321,14 @@ class PartWriter:
 
     def _reported(self, report: PartReport) -> PartReport:
         """With what the state consists of, where this is the one to say so."""
-        live = self._live
+        live, outline = self._live, self._live.outline
         if not self._job.with_state:
             return report
         return msgspec.structs.replace(
             report,
             entries=[(e.name, e.dtype, list(e.shape), e.offset, e.nbytes) for e in live.entries],
             values=dict(live.values),
-            outline=([*live.outline.groups], [*live.outline.transient], live.outline.stage),
+            outline=([*outline.groups], rows_of(outline.planes), [*outline.transient], outline.stage),
         )
 
     def _take(self, index: int, buffer: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, manifest_name, step_name, step_of
 from everstep.checkpoint.pointers import read_pointer
+from everstep.checkpoint.repair import Lost, Repairer
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes, digest_views
 from everstep.exact.image import BLOCK_BYTES, Scatter
@@ -35,8 +37,10 @@ Told = Callable[[int, str], None]
 class Checkpoint:
     """One checkpoint of a store, whose manifest is whole. Thread-safe."""
 
-    def __init__(self, store: BlobStore, manifest: Manifest) -> None:
+    def __init__(self, store: BlobStore, manifest: Manifest, repair: Repairer | None = None) -> None:
+        """repair: of blocks that do not match their digest; without one they are damage at once."""
         self.store, self.manifest = store, manifest
+        self._repair = repair
 
     @property
     def step(self) -> int:
@@ -69,10 +73,12 @@ class Checkpoint:
 
     def read_block(self, index: int) -> memoryview:
         """The bytes of a block of the whole state. Raises: CheckpointCorrupt if it does not match its digest."""
-        return self._read_piece([index])[0]
+        return self._read_piece([index], None)[0]
 
-    def read_blocks(self, indices: Sequence[int], threads: int = THREADS) -> Iterator[memoryview]:
-        """The bytes of blocks, in this order, verified, read ahead by several threads.
+    def read_blocks(
+        self, indices: Sequence[int], threads: int = THREADS, stage: int | None = None
+    ) -> Iterator[memoryview]:
+        """The bytes of blocks, in this order, verified, read ahead by several threads. stage: that needs them.
 
         Raises: CheckpointCorrupt naming file and block.
         """
@@ -81,7 +87,7 @@ class Checkpoint:
             waiting: deque[Future[list[memoryview]]] = deque()
             try:
                 for piece in pieces:
-                    waiting.append(pool.submit(self._read_piece, piece))
+                    waiting.append(pool.submit(self._read_piece, piece, stage))
                     if len(waiting) > threads + _AHEAD:
                         yield from waiting.popleft().result()
                 while waiting:
@@ -95,15 +101,15 @@ class Checkpoint:
 
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """
-        for state in states.values():
+        for stage, state in states.items():
             manifest, blocks = self._selected(state)
-            state.load_with(manifest, lambda scatter, blocks=blocks: self._fill(scatter, blocks, threads))  # type: ignore[misc]
+            state.load_with(manifest, partial(self._fill, blocks=blocks, threads=threads, stage=stage))
 
     def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
         """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
-        for state in states.values():
+        for stage, state in states.items():
             _, blocks = self._selected(state)
-            for _ in self.read_blocks(blocks, threads):
+            for _ in self.read_blocks(blocks, threads, stage):
                 pass
 
     def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -113,7 +119,7 @@ class Checkpoint:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.name} is not as Everstep writes it: {type(error).__name__}") from error
 
-    def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int) -> None:
+    def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int, stage: int) -> None:
         """Reads blocks straight to where they go, and verifies them there."""
 
         def fill(begin: int, piece: list[int]) -> None:
@@ -126,7 +132,7 @@ class Checkpoint:
             for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
                 there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
                 if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                    raise self._mismatch(file, index, there)
+                    _spread(self._repaired(index, there, stage), part)
 
         with ThreadPoolExecutor(threads) as pool:
             waiting, begin = [], 0
@@ -154,17 +160,27 @@ class Checkpoint:
         if piece:
             yield piece
 
-    def _read_piece(self, piece: Sequence[int]) -> list[memoryview]:
+    def _read_piece(self, piece: Sequence[int], stage: int | None) -> list[memoryview]:
         file, at = self.manifest.place(piece[0])
         try:
             data = memoryview(self.store.read(file.name, at, len(piece) * BLOCK_BYTES)).cast("B")
         except BlobMissing:
             raise self._missing(file) from None
         blocks = [data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES] for k in range(len(piece))]
-        for index, block in zip(piece, blocks, strict=True):
+        for k, (index, block) in enumerate(zip(piece, blocks, strict=True)):
             if digest_bytes(block) != self.manifest.state["blocks"][index]:
-                raise self._mismatch(file, index, len(block))
+                blocks[k] = self._repaired(index, len(block), stage)
         return blocks
+
+    def _repaired(self, index: int, n_bytes: int, stage: int | None) -> memoryview:
+        """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none."""
+        file, at = self.manifest.place(index)
+        error = self._mismatch(file, index, n_bytes)
+        lost = Lost(self.step, index, self.manifest.state["blocks"][index], stage, file.name, at)
+        found = self._repair.block(self.store, lost, str(error)) if self._repair is not None else None
+        if found is None:
+            raise error
+        return found
 
     def _missing(self, file: PartFile) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs")
@@ -188,9 +204,19 @@ def steps_in(store: BlobStore) -> list[int]:
     return sorted(step for step, name in found if step is not None and name == manifest_name(step))
 
 
-def open_checkpoint(store: BlobStore, step: int) -> Checkpoint:
-    """The checkpoint of a step, after a check of its manifest alone. Raises: as `read_manifest`."""
-    return Checkpoint(store, read_manifest(store, step)[0])
+def open_checkpoint(store: BlobStore, step: int, repair: Repairer | None = None) -> Checkpoint:
+    """The checkpoint of a step, after a check of its manifest alone. repair: as for `Checkpoint`.
+
+    Raises: as `read_manifest`.
+    """
+    return Checkpoint(store, read_manifest(store, step)[0], repair)
+
+
+def manifests_of(store: BlobStore, first: int | None = None) -> Iterator[Manifest]:
+    """Of a store's checkpoints, as far as they are whole: that of step `first`, then the newest one and so on."""
+    for step in sorted(steps_in(store), key=lambda step: (step == first, step), reverse=True):
+        with suppress(BlobMissing, CheckpointCorrupt, ConfigError):
+            yield read_manifest(store, step)[0]
 
 
 def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
@@ -229,11 +255,13 @@ def newest_complete(
     accept: Callable[[Checkpoint], str | None] = lambda checkpoint: None,
     told: Told = lambda step, reason: None,
     before: int | None = None,
+    repair: Repairer | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if there is none. What is damaged is set aside, and `told`.
 
     verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: says
-    why a whole one is passed over, None if it is not; what it raises ends the search. before: only older ones.
+    why a whole one is passed over, None if it is not; what it raises ends the search. before: only older ones. repair:
+    as for `Checkpoint`.
 
     Raises: StoreError if the store cannot be read. ConfigError for a checkpoint of a newer format.
     """
@@ -241,7 +269,7 @@ def newest_complete(
         if before is not None and step >= before:
             continue
         try:
-            checkpoint = open_checkpoint(store, step)
+            checkpoint = open_checkpoint(store, step, repair)
             refused = accept(checkpoint)
             if refused:
                 told(step, refused)
@@ -294,6 +322,14 @@ def _set_aside(store: BlobStore, step: int) -> str:
         return ""
     except EverstepError as error:
         return f"; it cannot be set aside: {error}"
+
+
+def _spread(data: memoryview, views: Sequence[memoryview]) -> None:
+    """Copies bytes into one view after the other."""
+    at = 0
+    for view in views:
+        view[:] = data[at : at + len(view)]
+        at += len(view)
 
 
 def _reading_order(manifest: Manifest, index: int) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
@@ -22,7 +22,14 @@ def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
 
 
 def unseal(kind: str, data: bytes | bytearray | memoryview, name: str) -> dict[str, Any]:
-    """The body that a file bears. name: of the file, for messages.
+    """The body that a file of the one format there is bears. Raises: as `unseal_one_of`."""
+    return unseal_one_of(kind, data, name, (FORMAT,))[1]
+
+
+def unseal_one_of(
+    kind: str, data: bytes | bytearray | memoryview, name: str, formats: Sequence[int]
+) -> tuple[int, dict[str, Any]]:
+    """The format of a file and the body that it bears. name: of the file, for messages. formats: those that are read.
 
     Raises: CheckpointCorrupt if a byte differs. ConfigError if it is whole, but of a format that is not read here.
     """
@@ -35,8 +42,9 @@ def unseal(kind: str, data: bytes | bytearray | memoryview, name: str) -> dict[s
         raise CheckpointCorrupt(f"{name} does not match its digest: it was altered")
     if found[1] != kind.encode():
         raise CheckpointCorrupt(f"{name} is no {kind} but a {found[1].decode()}")
-    if version != FORMAT:
-        raise ConfigError(f"{name} has format {version}; this version of Everstep reads {FORMAT}: use a newer one")
+    if version not in formats:
+        read = " and ".join(map(str, formats))
+        raise ConfigError(f"{name} has format {version}; this version of Everstep reads {read}: use a newer one")
     try:
         loaded = json.loads(body)
         if b"\\ud" in body.lower():  # halves of characters cannot be written again, nor shown
@@ -46,7 +54,7 @@ def unseal(kind: str, data: bytes | bytearray | memoryview, name: str) -> dict[s
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {said}") from None
     if not isinstance(loaded, dict):
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: expected an object")
-    return loaded
+    return version, loaded
 
 
 def _head(kind: bytes, version: int, body: bytes) -> bytes:

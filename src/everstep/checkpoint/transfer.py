@@ -18,6 +18,7 @@ from everstep.checkpoint.reader import open_checkpoint, read_manifest, steps_in
 from everstep.checkpoint.store import BlobStore, Bytes
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.topology import same_state
 
 _READ_BYTES = 16 * BLOCK_BYTES
 _READ_BYTES_REMOTE = 128 * BLOCK_BYTES
@@ -104,7 +105,7 @@ def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
         other = decode(theirs, f"{target.url}/{name}")
     except CheckpointCorrupt as error:
         raise StoreError(f"{error}; set it aside or choose another place") from None
-    if other.state["digest"] == manifest.state["digest"]:
+    if same_state(other.state, manifest.state):
         return True  # the same step done again, to the same bits, cut into other files
     raise StoreError(
         f"{target.url} already holds step {manifest.step} of another run (task {other.identity.get('task')}): choose "

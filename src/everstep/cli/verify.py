@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
+from everstep.base.digests import DIGEST_VERSION, version_of
 from everstep.base.errors import ConfigError
 from everstep.cli.run_dir import read_digest
 from everstep.cli.weights import StoredTensor, find_weights, read_weights
@@ -20,9 +23,13 @@ _NAMED = 5
 def command(dir_a: Path, dir_b: Path) -> int:
     """Compare the final weights and digests of two finished runs. Exit code 0: bitwise equal; 1: they differ."""
     found = compare(dir_a, dir_b)
+    digest = read_digest(dir_a) or {}
+    note = incomparable(digest, read_digest(dir_b) or {})
+    if note:
+        print(note)
     if not found:
-        digest = read_digest(dir_a) or {}
-        of_what = "weights, buffers and optimizer state" if digest.get("state") else "weights and buffers"
+        with_optimizer = digest.get("state") and not note
+        of_what = "weights, buffers and optimizer state" if with_optimizer else "weights and buffers"
         print(f"bitwise equal: {of_what}, step {digest.get('step', '?')}, digest {digest.get('model', '?')}")
         return 0
     for line in found:
@@ -30,8 +37,20 @@ def command(dir_a: Path, dir_b: Path) -> int:
     return 1
 
 
+def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Why two runs' digests say nothing of each other, in one line; empty if they do."""
+    versions = [version_of(a), version_of(b)]
+    if all(version == DIGEST_VERSION for version in versions):
+        return ""
+    shown = " and ".join(str(version)[:20] for version in versions)
+    return (
+        f"digests are of versions {shown}, this version of Everstep compares {DIGEST_VERSION}: only the tensors of the "
+        "model are compared, not the optimizer's state"
+    )
+
+
 def compare(a: Path, b: Path) -> list[str]:
-    """Lines that say what differs between two runs; none if they are bitwise equal.
+    """Lines that say what differs between two runs; none if they are bitwise equal, as far as they can be compared.
 
     Raises: ConfigError if one of them cannot be read.
     """
@@ -48,7 +67,7 @@ def compare(a: Path, b: Path) -> list[str]:
         if len(differing) > _NAMED:
             lines.append(f"  and {len(differing) - _NAMED} more")
     if digest_a is not None and digest_b is not None:
-        for key in ("step", "model", "state"):
+        for key in ("step",) if incomparable(digest_a, digest_b) else ("step", "model", "state"):
             if digest_a.get(key) != digest_b.get(key):
                 lines.append(f"{key} in digest.json differs: {digest_a.get(key)} and {digest_b.get(key)}")
     return lines

@@ -1,7 +1,7 @@
 """A state as bytes: a manifest, and blocks of 256 KiB that can be hashed, sent, stored and checked one by one. No torch
 model here: an image is made of named tensors and JSON, live or copied.
 
-Entries begin at 64-byte boundaries, groups of them (units) at blocks; padding is zero bytes.
+Where entries lie is said by `planes` and made by `arrange`; what lies between them is zero bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from torch import Tensor
 from everstep.base.errors import CheckpointCorrupt, check
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.jsonable import canonical
-from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
+from everstep.exact.layout import BLOCK_ELEMENTS, round_up
+from everstep.exact.planes import Plane, rows_of
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, FORMAT)
+"""Those that are read. The first one knew no planes: all of it is by unit, and in a unit by parameter."""
 OUTSIDE, VALUES, FOREIGN = -1, -2, -3
 """Groups that are no unit's: what lies outside all units, the tensors in `values`, and (in a stage's manifest alone)
 tied parameters whose first place of use is in another stage."""
@@ -39,29 +42,17 @@ class StateEntry:
     nbytes: int
 
 
-def place(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> tuple[StateEntry, ...]:
-    """Gives every named tensor its place; each group begins at a block."""
-    entries: list[StateEntry] = []
-    offset = 0
-    for group in groups:
-        offset = round_up(offset, BLOCK_BYTES)
-        for name, tensor in group:
-            nbytes = tensor.numel() * tensor.element_size()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(StateEntry(name, dtype, tuple(tensor.shape), offset, nbytes))
-            offset = round_up(offset + nbytes, ALIGN_BYTES)
-    return tuple(entries)
-
-
 @dataclass(frozen=True)
 class Outline:
     """What a manifest tells beyond entries and values.
 
-    groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries), empty ones left out.
-    transient: entries of the model that its `state_dict` leaves out. stage: of a stage's manifest, see `topology`.
+    groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries) of each run of entries in blocks
+    of their own, which lie in one plane. transient: entries of the model that its `state_dict` leaves out. stage: of a
+    stage's manifest, see `topology`.
     """
 
     groups: tuple[tuple[int, int], ...] = ()
+    planes: tuple[Plane, ...] = ()
     transient: tuple[str, ...] = ()
     stage: Mapping[str, Any] | None = None
 
@@ -80,6 +71,7 @@ class Image:
         self._offsets = [e.offset for e in self.entries]
         end = max((e.offset + e.nbytes for e in self.entries), default=0)
         self.n_blocks = round_up(end, BLOCK_BYTES) // BLOCK_BYTES
+        self._digests: dict[int, str] = {}
 
     @staticmethod
     def of_tensors(
@@ -107,10 +99,22 @@ class Image:
                 block[lo - start : hi - start] = self._data[k][lo - entry.offset : hi - entry.offset]
         return block
 
+    def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
+        """The blocks of a plane with something of the element blocks `start` to `stop` - 1; none if there is no such
+        plane. So the owner of a range of the gradient finds its share of the optimizer's state."""
+        found = [p for p in self.outline.planes if p.name == plane]
+        return found[0].blocks(start, stop) if found else []
+
+    def block_digest(self, index: int) -> str:
+        """Of one block; only this one is read, and only the first time."""
+        if index not in self._digests:
+            self._digests[index] = digest_bytes(self.read_block(index))
+        return self._digests[index]
+
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """JSON: format, block_bytes, entries, digests (of each entry), groups, transient, values, stage (of a stage's
-        alone), blocks (the digest of each), and the digest of all the rest."""
+        """JSON: format, block_bytes, entries, digests (of each entry), groups, planes, transient, values, stage (of a
+        stage's alone), blocks (the digest of each), and the digest of all the rest."""
         blocks, digests = self._hashes()
         return manifest_of(self.entries, self.values, self.outline, blocks, digests)
 
@@ -120,7 +124,7 @@ class Image:
         blocks = []
         first = 0
         for index in range(self.n_blocks):
-            blocks.append(digest_bytes(self.read_block(index)))
+            blocks.append(self.block_digest(index))
             start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
             while first < len(self.entries) and self.entries[first].offset + self.entries[first].nbytes <= start:
                 first += 1
@@ -157,6 +161,7 @@ def manifest_of(
         "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries],
         "digests": list(digests),
         "groups": [list(group) for group in outline.groups],
+        "planes": rows_of(outline.planes),
         "transient": list(outline.transient),
         "values": dict(values),
         "blocks": list(blocks),
@@ -172,8 +177,8 @@ def entries_of(manifest: Mapping[str, Any]) -> tuple[StateEntry, ...]:
     Raises: CheckpointCorrupt if it does not match its digest or is of another format.
     """
     body = {key: value for key, value in manifest.items() if key != "digest"}
-    if manifest.get("format") != FORMAT or manifest.get("block_bytes") != BLOCK_BYTES:
-        raise CheckpointCorrupt(f"the manifest has format {manifest.get('format')}; this version reads {FORMAT}")
+    if manifest.get("format") not in FORMATS or manifest.get("block_bytes") != BLOCK_BYTES:
+        raise CheckpointCorrupt(f"the manifest has format {manifest.get('format')}; this version reads 1 to {FORMAT}")
     if manifest.get("digest") != _manifest_digest(body):
         raise CheckpointCorrupt("the manifest does not match its digest")
     return tuple(StateEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in body["entries"])

@@ -86,6 +86,15 @@ class Snapshot:
         self.wait()
         return self._image.read_block(index)
 
+    def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
+        """As `Image.blocks_of`."""
+        return self._image.blocks_of(plane, start, stop)
+
+    def block_digest(self, index: int) -> str:
+        """Of one block, which alone is read; waits until copying has ended."""
+        self.wait()
+        return self._image.block_digest(index)
+
     def state_digest(self, step: int) -> str:
         """As `ModelState.state_digest`, of the copy."""
         self.wait()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
+from everstep.exact.arrange import Arrangement, Spot
 from everstep.exact.attributes import assign, plain
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.image import (
@@ -27,11 +28,11 @@ from everstep.exact.image import (
     Scatter,
     StateEntry,
     entries_of,
-    place,
     write_blocks,
 )
 from everstep.exact.jsonable import decode, encode
-from everstep.exact.layout import aligned_like
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, round_up
+from everstep.exact.planes import MODEL
 from everstep.exact.recollect import Recollection
 from everstep.exact.snapshot import Arena, Snapshot
 
@@ -71,11 +72,14 @@ class ModelState:
         units: Sequence[nn.Module] = (),
         share: Share | None = None,
     ) -> None:
-        """extras: name -> object with state_dict() and load_state_dict(). units: each one's state begins at a block.
+        """extras: name -> object with state_dict() and load_state_dict(). units: as for `GradientLayout.build`, whose
+        grid the planes of the state lie on; all is `rest` without them. Parameters that require a gradient when this is
+        made have a place on it, whatever becomes of them.
 
         share: given where the model is one stage of a larger one.
 
-        Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice.
+        Raises: ConfigError for an optimizer that needs closures, or that holds a foreign parameter or a tied one twice;
+        and for units as the layout does.
         """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.extras = dict(extras or {})
@@ -94,6 +98,8 @@ class ModelState:
         if isinstance(optimizer, LBFGS):
             raise ConfigError("LBFGS evaluates the loss several times per update; use an optimizer without closures")
         self._param_names()
+        self._layout = GradientLayout.build(model, units) if units else None
+        self._spots = self._find_spots()
 
     # ---- reading
 
@@ -168,7 +174,7 @@ class ModelState:
                 yield name, tensor
 
     def _collect(self) -> _Collected:
-        """The entries with their tensors, by unit, the JSON values, and the outline."""
+        """The entries with their tensors, by plane, the JSON values, and the outline."""
         pulled: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         mine: dict[str, dict[str, Tensor]] = {}
@@ -179,30 +185,51 @@ class ModelState:
         for key, extra in sorted(self.extras.items()):
             values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
         unit_of = self._unit_of_names()
-        numbers = self._share.units if self._share is not None else tuple(range(len(self._units)))
-        groups: dict[int, list[tuple[str, Tensor]]] = {n: [] for n in (*numbers, OUTSIDE, VALUES, FOREIGN)}
+        arrangement = Arrangement((*self._unit_numbers(), OUTSIDE, VALUES, FOREIGN))
         for name, parameter in self._unique_params().items():
-            group = groups[FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)]
-            group.append((_MODEL + name, parameter.detach()))
-            group.extend(mine.get(name, {}).items())
+            label = FOREIGN if name in self._foreign else unit_of.get(name, OUTSIDE)
+            spot, prefix = self._spots.get(name), f"{_OPTIMIZER}{name}/"
+            arrangement.add(_MODEL + name, parameter.detach(), label, MODEL, spot)
+            for full, tensor in mine.get(name, {}).items():
+                arrangement.add(full, tensor, label, _OPTIMIZER + full.removeprefix(prefix), spot)
         buffers = self._unique_buffers()
         for name, buffer in buffers.items():
-            groups[unit_of.get(name, OUTSIDE)].append((_MODEL + name, buffer))
-        groups[VALUES].extend(pulled.items())
-        filled = {number: group for number, group in groups.items() if group}
+            arrangement.add(_MODEL + name, buffer, unit_of.get(name, OUTSIDE))
+        for name, tensor in pulled.items():
+            arrangement.add(name, tensor, VALUES)
+        arranged = arrangement.done()
         kept = {*self.model.state_dict(keep_vars=True), *self._foreign}
-        outline = Outline(
-            tuple((number, len(group)) for number, group in filled.items()),
-            tuple(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept),
-            self._stage_facts(),
-        )
-        return place(list(filled.values())), [t for group in filled.values() for _, t in group], values, outline
+        transient = sorted(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept)
+        outline = Outline(arranged.groups, arranged.planes, tuple(transient), self._stage_facts())
+        return arranged.entries, arranged.tensors, values, outline
 
     def _stage_facts(self) -> dict[str, Any] | None:
         share = self._share
         if share is None:
             return None
-        return {"units": list(share.units), "n_units": share.n_units, "positions": [list(p) for p in share.positions]}
+        units = self._layout.units if self._layout is not None else ()
+        return {
+            "units": list(share.units),
+            "n_units": share.n_units,
+            "extents": [round_up(unit.stop - unit.start, BLOCK_ELEMENTS) // BLOCK_ELEMENTS for unit in units],
+            "positions": [list(p) for p in share.positions],
+        }
+
+    def _find_spots(self) -> dict[str, Spot]:
+        """Where the parameters lie on the grid, by their names here: a tied one where it is used first."""
+        layout = self._layout
+        if layout is None:
+            return {}
+        leaves = dict(self.model.named_parameters(remove_duplicate=False))
+        firsts = {_memory(p): name for name, p in self._unique_params().items() if p.numel()}
+        numbers = self._unit_numbers()
+        spots: dict[str, Spot] = {}
+        for entry in (layout.entries[k] for k in layout.params):
+            name = firsts.get(_memory(leaves[entry.name]), "") if entry.numel else ""
+            if name and name not in self._foreign:
+                spot = Spot(numbers[entry.unit], layout.units[entry.unit].start, entry.offset, entry.shape)
+                spots.setdefault(name, spot)
+        return spots
 
     def _collect_optimizer(self, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]) -> dict[str, Any]:
         optimizer = self.optimizer
@@ -267,11 +294,14 @@ class ModelState:
                 names[id(parameter)] = known[id(parameter)]
         return names
 
+    def _unit_numbers(self) -> Sequence[int]:
+        """In the whole model."""
+        return self._share.units if self._share is not None else range(len(self._units))
+
     def _unit_of_names(self) -> dict[str, int]:
         """Name of a parameter or buffer -> number of its unit (the first one)."""
-        numbers = self._share.units if self._share is not None else range(len(self._units))
         modules: dict[int, int] = {}
-        for number, unit in zip(numbers, self._units, strict=True):
+        for number, unit in zip(self._unit_numbers(), self._units, strict=True):
             for module in unit.modules():
                 modules.setdefault(id(module), number)
         result: dict[str, int] = {}
@@ -416,11 +446,16 @@ def _new(tensor: Tensor, seen: set[tuple[Any, ...]]) -> bool:
     """Whether no tensor over the same memory came before."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return True
-    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
-    key = (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    key = _memory(tensor)
     fresh = key not in seen
     seen.add(key)
     return fresh
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors over the same memory, of which there is some."""
+    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _dtype(entry: StateEntry) -> torch.dtype:

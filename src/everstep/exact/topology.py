@@ -1,11 +1,12 @@
 """Between the state of a whole job and those of its stages, by manifests alone: no tensor and no model here.
 
-A unit's state lies in blocks of its own in every topology, so a whole manifest is put together from those of the stages
-(`merge`), and what a stage needs is picked out of a whole one (`select`), without touching a block. Digests of a job's
-state are functions of the whole manifest, so they are the same however the model was cut.
+In every plane a unit's state lies in blocks of its own, in every topology, so a whole manifest is put together from
+those of the stages (`merge`), and what a stage needs is picked out of a whole one (`select`), without touching a block.
+Digests of a job's state are functions of the whole manifest, so they are the same however the model was cut.
 
-A stage's manifest has a key `stage`: `units` (the numbers of its units), `n_units` (of the whole model), `positions`
-(for each optimizer group, the places of its parameters in the whole group).
+A stage's manifest has a key `stage`: `units` (the numbers of its units), `extents` (how many element blocks of the grid
+each of them takes up), `n_units` (of the whole model), `positions` (for each optimizer group, the places of its
+parameters in the whole group).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from everstep.base.errors import check
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, FOREIGN, OUTSIDE, VALUES, entries_of, rows_digest, sealed
+from everstep.exact.image import BLOCK_BYTES, FOREIGN, FORMAT, OUTSIDE, VALUES, entries_of, rows_digest, sealed
 from everstep.exact.layout import round_up
+from everstep.exact.planes import REST, Plane, plane_at, planes_of, rows_of, runs_of, span_of
 
 Manifest = Mapping[str, Any]
 _MODEL = "model/"
@@ -41,6 +43,16 @@ def model_digest(manifest: Manifest) -> str:
     return digest_bytes(repr(rows).encode())
 
 
+def same_state(a: Manifest, b: Manifest) -> bool:
+    """Whether two whole manifests, of different formats maybe, are of states with equal names, types and bits."""
+    if a["format"] == b["format"]:
+        return bool(a["digest"] == b["digest"])
+    try:
+        return state_digest(a, 0) == state_digest(b, 0) and set(a["transient"]) == set(b["transient"])
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return False  # values that Everstep did not write
+
+
 def merge(manifests: Sequence[Manifest]) -> dict[str, Any]:
     """The manifest of the whole job from those of all its stages, one each: exactly that of the unsplit state.
 
@@ -56,30 +68,32 @@ def merge_with_sources(manifests: Sequence[Manifest]) -> tuple[dict[str, Any], t
         entries_of(manifest)
     if len(manifests) == 1 and "stage" not in manifests[0]:
         return dict(manifests[0]), tuple((0, i) for i in range(len(manifests[0]["blocks"])))
-    check(all("stage" in m for m in manifests), "several manifests are merged only if all are of stages")
-    groups = [group for k, manifest in enumerate(manifests) for group in _groups(k, manifest)]
-    units = {g.label: g for g in groups if g.label >= 0}
-    held = sorted(unit for m in manifests for unit in m["stage"]["units"])
-    n_units = manifests[0]["stage"]["n_units"]
-    check(held == list(range(n_units)), f"stages hold units {held}, together they must hold 0..{n_units - 1} once")
+    check(all("stage" in m and m["format"] == FORMAT for m in manifests), "only manifests of stages are merged")
+    begins = _begins(manifests)
+    groups = [group for k, manifest in enumerate(manifests) for group in _groups(k, manifest, begins)]
     common = [_one_of(groups, label) for label in (OUTSIDE, VALUES)]
-    chosen = [*(units[label] for label in sorted(units)), *(group for group in common if group is not None)]
+    chosen = sorted((g for g in groups if g.label >= 0), key=lambda g: (g.plane, g.label))
+    chosen += [group for group in common if group is not None]
     entries: list[list[Any]] = []
     digests: list[str] = []
     blocks: list[tuple[int, int]] = []
+    grids: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for group in chosen:
         shift = len(blocks) * BLOCK_BYTES - group.start
         entries += [[*e[:3], e[3] + shift, e[4]] for e in group.entries]
         digests += group.digests
+        grids.setdefault((group.plane, group.itemsize), []).extend(
+            (at, len(blocks) + i) for i, at in enumerate(group.grid)
+        )
         blocks += [(group.owner, group.start // BLOCK_BYTES + i) for i in range(len(group.blocks))]
     _check_foreign(groups, {e[0]: (e[1], e[2], d) for e, d in zip(entries, digests, strict=True)})
-    transient = {name for m in manifests for name in m["transient"]}
     whole = {
         **{key: manifests[0][key] for key in ("format", "block_bytes")},
         "entries": entries,
         "digests": digests,
         "groups": [[group.label, len(group.entries)] for group in chosen],
-        "transient": _in_model_order(transient, entries),
+        "planes": rows_of(_planes(grids)),
+        "transient": sorted({name for m in manifests for name in m["transient"]}),
         "values": _merge_values(manifests),
         "blocks": [manifests[k]["blocks"][i] for k, i in blocks],
     }
@@ -97,6 +111,10 @@ def select(manifest: Manifest, names: Collection[str]) -> tuple[dict[str, Any], 
     kept = [(e, d) for e, d in _entries(manifest) if e[0] in wanted]
     blocks = sorted({i for e, _ in kept for i in range(e[3] // BLOCK_BYTES, -(-(e[3] + e[4]) // BLOCK_BYTES)) if e[4]})
     place = {block: k for k, block in enumerate(blocks)}
+    grids = {
+        (plane.name, plane.itemsize): [(at, place[block]) for block, at in plane.grid().items() if block in place]
+        for plane in planes_of(manifest)
+    }
     entries = []
     end = 0
     for (name, dtype, shape, offset, nbytes), _ in kept:
@@ -108,6 +126,7 @@ def select(manifest: Manifest, names: Collection[str]) -> tuple[dict[str, Any], 
         "entries": entries,
         "digests": [d for _, d in kept],
         "groups": [[_SELECTED, len(entries)]],
+        **({"planes": rows_of(_planes(grids))} if "planes" in manifest else {}),
         "transient": [name for name in manifest["transient"] if name in wanted],
         "values": values,
         "blocks": [manifest["blocks"][i] for i in blocks],
@@ -120,27 +139,75 @@ def select(manifest: Manifest, names: Collection[str]) -> tuple[dict[str, Any], 
 
 @dataclass(frozen=True)
 class _Group:
-    """A run of entries of one manifest that has blocks of its own."""
+    """A run of entries of one manifest that has blocks of its own. start: byte at which the first of them begins. grid:
+    the element block that each of them begins with in the whole job."""
 
     owner: int
     label: int
+    plane: str
+    itemsize: int
     start: int
     entries: list[list[Any]]
     digests: list[str]
     blocks: list[str]
+    grid: list[int]
 
     def facts(self) -> list[Any]:
         return [[[*e[:3], e[3] - self.start, e[4]] for e in self.entries], self.digests, self.blocks]
 
 
-def _groups(owner: int, manifest: Manifest) -> Iterator[_Group]:
+def _begins(manifests: Sequence[Manifest]) -> dict[int, int]:
+    """The element block that each unit begins with in the whole job."""
+    held = sorted(unit for m in manifests for unit in m["stage"]["units"])
+    n_units = manifests[0]["stage"]["n_units"]
+    check(held == list(range(n_units)), f"stages hold units {held}, together they must hold 0..{n_units - 1} once")
+    extents = {u: n for m in manifests for u, n in zip(m["stage"]["units"], m["stage"]["extents"], strict=True)}
+    begins, at = {}, 0
+    for unit in range(n_units):
+        begins[unit] = at
+        at += extents[unit]
+    return begins
+
+
+def _groups(owner: int, manifest: Manifest, begins: Mapping[int, int]) -> Iterator[_Group]:
+    """begins: of the units in the whole job."""
+    shifts, at = {}, 0
+    for unit, extent in zip(manifest["stage"]["units"], manifest["stage"]["extents"], strict=True):
+        shifts[unit] = begins[unit] - at
+        at += extent
+    planes = planes_of(manifest)
+    grids = {plane.name: plane.grid() for plane in planes}
     first = 0
     for label, count in manifest["groups"]:
         entries = manifest["entries"][first : first + count]
-        start, end = entries[0][3], max(e[3] + e[4] for e in entries)
-        blocks = manifest["blocks"][start // BLOCK_BYTES : round_up(end, BLOCK_BYTES) // BLOCK_BYTES]
-        yield _Group(owner, label, start, entries, manifest["digests"][first : first + count], blocks)
+        end = max(e[3] + e[4] for e in entries)
+        mine = range(entries[0][3] // BLOCK_BYTES, round_up(end, BLOCK_BYTES) // BLOCK_BYTES)
+        plane = plane_at(planes, mine.start) if mine else None
+        name, itemsize = (plane.name, plane.itemsize) if plane is not None else (REST, 1)
+        grid = [grids[name][block] + shifts[label] for block in mine] if name != REST else [0] * len(mine)
+        yield _Group(
+            owner,
+            label,
+            name,
+            itemsize,
+            mine.start * BLOCK_BYTES,
+            entries,
+            manifest["digests"][first : first + count],
+            manifest["blocks"][mine.start : mine.stop],
+            grid,
+        )
         first += count
+
+
+def _planes(grids: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> list[Plane]:
+    """Planes, by name and size of an element, of these (element block, block)."""
+    found = []
+    for (name, itemsize), places in grids.items():
+        if name == REST:
+            places = [(k * span_of(itemsize), block) for k, (_, block) in enumerate(places)]
+        if places:
+            found.append(Plane(name, itemsize, runs_of(places, itemsize)))
+    return found
 
 
 def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
@@ -163,10 +230,6 @@ def _check_foreign(groups: Sequence[_Group], owned: Mapping[str, tuple[Any, ...]
         if group.label == FOREIGN:
             for entry, digest in zip(group.entries, group.digests, strict=True):
                 check(owned.get(entry[0]) == (entry[1], entry[2], digest), f"stages differ in the tied {entry[0]}")
-
-
-def _in_model_order(names: Collection[str], entries: Sequence[Sequence[Any]]) -> list[str]:
-    return [e[0] for e in entries if e[0] in names]
 
 
 def _entries(manifest: Manifest) -> Iterator[tuple[list[Any], str]]:

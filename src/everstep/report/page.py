@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.base.digests import version_of
 from everstep.report import figures
 from everstep.report.account import goodput
 from everstep.report.facts import Checkpoint
@@ -86,6 +87,8 @@ def compare_page(histories: Sequence[History]) -> str:
     ]
     digests = [h.digest.get("state") or h.digest.get("model") for h in histories]
     verdict = "The final states are bitwise equal." if len(set(digests)) == 1 else "The final states are not all equal."
+    if len({str(version_of(h.digest)) for h in histories}) > 1:
+        verdict = "Their digests are of different versions, which say nothing of each other: see everstep verify."
     if None in digests:
         missing = ", ".join(h.name for h, digest in zip(histories, digests, strict=True) if digest is None)
         verdict = f"Of {missing} there is no final state to compare: not finished."

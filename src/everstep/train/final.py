@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from everstep.base.digests import DIGEST_VERSION
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan
 from everstep.exact import topology
@@ -48,7 +49,12 @@ def write_tensors(
     save_file(dict(tensors), partial)
     _sync(partial)
     os.replace(partial, weights)
-    digest: dict[str, object] = {"step": step, "model": model_digest, "state": state_digest}
+    digest: dict[str, object] = {
+        "version": DIGEST_VERSION,
+        "step": step,
+        "model": model_digest,
+        "state": state_digest,
+    }
     partial = final / f".digest-{os.getpid()}.partial"
     partial.write_text(json.dumps(digest, indent=2) + "\n")
     _sync(partial)

@@ -219,11 +219,11 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     save(tmp_path, make_state(1, TINY), 1)
     path = tmp_path / manifest_name(1)
     body = json.loads(path.read_text())["body"]
-    path.write_bytes(seal("checkpoint", body, 2))
-    with pytest.raises(ConfigError, match=r"format 2.*reads 1"):
+    path.write_bytes(seal("checkpoint", body, 3))
+    with pytest.raises(ConfigError, match=r"format 3.*reads 1 and 2"):
         newest_complete(DirectoryStore(tmp_path))
     assert path.exists()
-    assert "format 2" in verify_store(DirectoryStore(tmp_path))[0].what
+    assert "format 3" in verify_store(DirectoryStore(tmp_path))[0].what
 
 
 def test_another_model_or_seed_is_refused_by_name(tmp_path: Path) -> None:

@@ -141,6 +141,26 @@ def test_numbers_are_whole_and_within_bounds(good: Path, path: tuple[Any, ...], 
         (at("state", "entries", 0, 2, to=[1 << 60, 1 << 60]), "which is no"),
         (at("state", "entries", 1, 3, to=0), "outside of its place"),
         (at("state", "digests", to=[]), "other numbers of digests"),
+        (at("state", "format", to=1), "is of format 1"),
+        (lambda body: body["state"].pop("planes"), "is of format 2"),
+        (at("state", "planes", to=[]), "blocks in planes"),
+        (at("state", "planes", 0, 0, to="models"), "'models' of 4 bytes per element is no plane"),
+        (at("state", "planes", 0, 0, to="model:float32"), "is no plane"),
+        (at("state", "planes", 0, 0, to="model:load"), "is no plane"),
+        (at("state", "planes", 1, 0, to="optimizer/../x"), "is no plane"),
+        (at("state", "planes", 0, 1, to=2), "of 2 bytes per element is no plane"),
+        (at("state", "planes", 0, 1, to=0), "is no plane"),
+        (at("state", "planes", 3, 1, to=4), "'rest' of 4 bytes"),
+        (at("state", "planes", 0, 0, to="optimizer/zz"), "not in the order of names"),
+        (at("state", "planes", 0, 2, to=[]), "is empty"),
+        (at("state", "planes", 0, 2, 0, 0, to=1 << 48), "planes[0][2][0][0]"),
+        (at("state", "planes", 0, 2, 0, 1, to=1), "no blocks 1 to 2"),
+        (at("state", "planes", 0, 2, 0, 2, to=0), "no blocks 0 to 0"),
+        (lambda body: body["state"]["planes"][0][2].append([0, 1, 1]), "no blocks 1 to 2"),
+        (at("state", "entries", 0, 0, to="optimizer/weight"), "does not belong in plane 'model'"),
+        (at("state", "entries", 0, 1, to="int32"), "does not belong in plane 'model'"),
+        (lambda body: body["state"]["groups"].__setitem__(slice(2), [[0, 4]]), "in a group of several planes"),
+        (at("state", "groups", 0, 0, to=-4), "groups[0][0]"),
     ],
 )
 def test_rows_fit_together(good: Path, change: Callable[[Body], None], words: str) -> None:
@@ -160,6 +180,11 @@ def test_rows_fit_together(good: Path, change: Callable[[Body], None], words: st
 def test_text_that_cannot_be_held_or_shown(body: bytes, words: str) -> None:
     with pytest.raises(CheckpointCorrupt, match=f"^m is not as Everstep writes it: {words}"):
         decode(signed(body), "m")
+
+
+def test_the_file_bears_the_format_of_the_state(good: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match=r"^m is not as .* the state is of format 2.* file, 1$"):
+        decode(text_of(body_of(good), 1), "m")
 
 
 def test_the_next_older_one_is_used(tmp_path: Path) -> None:
@@ -199,6 +224,7 @@ def test_stores_take_no_name_that_leads_elsewhere(tmp_path: Path, name: str) -> 
         lambda: store.write(name, [b"x"], 1),
         lambda: store.write(name, [b"x"], 1, if_absent=True),
         lambda: store.delete(name),
+        lambda: store.mend(name, 0, memoryview(b"x")),
         lambda: store.move(name, "x"),
         lambda: store.move("x", name),
         lambda: store.draft(name).__enter__(),
@@ -278,13 +304,20 @@ def test_nothing_is_written_or_deleted_behind_a_link(tmp_path: Path) -> None:
     store = DirectoryStore(target)
     with pytest.raises(StoreError, match="symbolic link"):
         transfer(DirectoryStore(tmp_path / "good"), store, 1)
-    for act in (lambda: store.delete(PART), lambda: store.move(PART, "x"), lambda: store.write(PART, [b"x"], 1)):
+    for act in (
+        lambda: store.delete(PART),
+        lambda: store.move(PART, "x"),
+        lambda: store.write(PART, [b"x"], 1),
+        lambda: store.mend(PART, 0, memoryview(b"x")),
+    ):
         with pytest.raises(BlobForeign, match="symbolic link"):
             act()
     store.drop_temporaries(STEP)
     assert store.list() == store.list(f"{STEP}/") == [] and tree_of(outside) == before
     (target / STEP).unlink()
     (target / "latest.json").symlink_to(outside / "manifest.json")
+    with pytest.raises(BlobForeign, match="symbolic link"):
+        store.mend("latest.json", 0, memoryview(b"x"))
     store.write("latest.json", [b"new"], 3)
     assert bytes(store.read("latest.json")) == b"new" and tree_of(outside) == before, "the link itself is replaced"
 

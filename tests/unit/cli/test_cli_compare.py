@@ -77,6 +77,30 @@ def test_optimizer_state_counts_too(tmp_path: Path) -> None:
     assert compare(a, b) == ["state in digest.json differs: cd and other"]
 
 
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (None, 2), (2, 2), ("x", None), ([1] * 99, 1)])
+def test_digests_of_other_versions_say_nothing(
+    tmp_path: Path, mine: object, theirs: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = finished(tmp_path / "a", BASE), finished(tmp_path / "b", BASE, state="other")
+    for run, version in ((a, mine), (b, theirs)):
+        path = run / "final" / "digest.json"
+        more = {} if version is None else {"version": version}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    assert run_command(["verify", str(a), str(b)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("digests are of versions ") and first.endswith("not the optimizer's state")
+    assert second.startswith("bitwise equal: weights and buffers, step 3")
+    finished(tmp_path / "c", changed("w", BASE["w"] + 1))
+    assert any("w: " in line for line in compare(a, tmp_path / "c"))
+
+
+def test_no_version_is_the_first(tmp_path: Path) -> None:
+    a, b = finished(tmp_path / "a", BASE), finished(tmp_path / "b", BASE, state="other")
+    path = b / "final" / "digest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
+    assert compare(a, b) == ["state in digest.json differs: cd and other"]
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = finished(tmp_path / "a", BASE)
     for bad in ("missing", "empty", "torn", "nodigest"):

@@ -183,3 +183,7 @@ def test_compare_overlays_and_names_differences(tmp_path: Path) -> None:
     (first / "final" / "digest.json").write_text('{"step": 3, "model": "ab", "state": "cd"}')
     assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
     assert "Of second there is no final state to compare" in Outline((tmp_path / "c.html").read_text()).text
+    (second / "final").mkdir(exist_ok=True)
+    (second / "final" / "digest.json").write_text('{"version": 2, "step": 3, "model": "ab", "state": "cd"}')
+    assert run_command(["compare", str(first), str(second), "--out", str(tmp_path / "c.html")]) == 0
+    assert "digests are of different versions" in Outline((tmp_path / "c.html").read_text()).text

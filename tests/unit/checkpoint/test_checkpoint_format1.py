@@ -1,0 +1,109 @@
+"""Checkpoints of format 1: verified, loaded, exported and continued with the bits that they were written with."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config import load_config
+from everstep.base.config_keys import DiskTierConfig
+from everstep.checkpoint.interchange import read_weights
+from everstep.checkpoint.live import LiveState
+from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest_form import Form, State
+from everstep.checkpoint.manifest_writer import Facts, ManifestWriter
+from everstep.checkpoint.part import Base, PartJob, PartWriter
+from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.verify import verify_store
+from everstep.exact.digest import named_digest
+from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.topology import merge, model_digest, same_state, state_digest
+from everstep.train.assembly import make_early_stop
+from everstep.train.parts import Parts
+from everstep.train.replica import StageReplica
+from everstep.train.stage import build_stages
+from format1_checkpoints import KEPT, task_of, unpack
+
+CASES = [(name, int(step)) for name, kept in KEPT.items() for step in kept["checkpoints"]]
+
+
+def replicas(name: str, cut: tuple[tuple[int, int], ...]) -> dict[int, StageReplica]:
+    """All stages of the job as it begins, cut like this."""
+    task = task_of(name)
+    config = load_config([("task", dict(task.defaults))])
+    task.config = config
+
+    def make() -> Parts:
+        torch.manual_seed(5)
+        model = task.build_model()
+        optimizer = task.build_optimizer(list(model.parameters()))
+        extras = {"everstep.early_stop": make_early_stop(config)}
+        return Parts(model, optimizer, task.build_scheduler(optimizer), task.units(model), extras)
+
+    stages = len(cut)
+    return build_stages(make, cut, stages, range(stages), config=config, device=torch.device("cpu"), loss=task.loss)
+
+
+def test_every_field_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "checkpoint-format.md").read_text()
+    fields = [field.name for form in (Form, State) for field in msgspec.structs.fields(form)]
+    assert [name for name in fields if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(("name", "step"), CASES)
+def test_they_are_what_they_were(tmp_path: Path, name: str, step: int) -> None:
+    store = DirectoryStore(unpack(name, tmp_path))
+    assert verify_store(store) == []
+    checkpoint, kept = open_checkpoint(store, step), KEPT[name]["checkpoints"][str(step)]
+    assert checkpoint.manifest.state["format"] == 1
+    assert checkpoint.manifest.depth == (step - 1 if name == "deltas" else 0)
+    assert state_digest(checkpoint.manifest.state, step) == kept["state"]
+    assert model_digest(checkpoint.manifest.state) == kept["model"]
+    weights = read_weights(checkpoint, optimizer=True)
+    assert weights.optimizer is not None
+    states = {f"{n}/{key}": t for n, state in weights.optimizer["state"].items() for key, t in state.items()}
+    assert named_digest(weights.model.items()) == kept["exported_model"]
+    assert named_digest(states.items()) == kept["exported_optimizer"]
+
+
+def test_the_next_ones_continue_them(tmp_path: Path) -> None:
+    """What is the same in both formats is not written again, and stays for as long as it is needed."""
+    store = DirectoryStore(unpack("deltas", tmp_path))
+    replica = replicas("deltas", ((0, 4),))[0]
+    old = open_checkpoint(store, 3)
+    old.load_into({0: replica.state})
+    identity = Identity(**{key: old.manifest.identity[key] for key in ("task", "numerics", "job")})
+    done = threading.Event()
+    rule, why = DiskTierConfig(keep_last=1), Why(Cause.REQUESTED, "")
+    writer = ManifestWriter(store, identity, rule, lambda outcome: done.set())
+    live, base = LiveState.of(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
+    writer.expect(Facts(4, 1, why=why))
+    part = PartWriter(store, PartJob(4, 1, 0, 0, 0, live.n_blocks, True, 0), live, lambda: base, writer.add)
+    part.start()
+    assert done.wait(60.0)
+    writer.close()
+    assert steps_in(store) == [4] and verify_store(store) == []
+    found = open_checkpoint(store, 4).manifest
+    assert (found.state["format"], found.base, found.depth) == (2, 3, 3)
+    shared = set(old.manifest.state["blocks"]) & set(found.state["blocks"])
+    assert shared and found.written_bytes == (found.n_blocks - len(shared)) * BLOCK_BYTES
+    assert same_state(found.state, old.manifest.state) and not same_state(found.state, {**found.state, "digest": ""})
+
+
+@pytest.mark.parametrize("cut", [((0, 4),), ((0, 2), (2, 4)), ((0, 1), (1, 3), (3, 4))], ids=str)
+@pytest.mark.parametrize("name", KEPT)
+def test_any_topology_loads_them(tmp_path: Path, name: str, cut: tuple[tuple[int, int], ...]) -> None:
+    store = DirectoryStore(unpack(name, tmp_path))
+    step = steps_in(store)[-1]
+    states = {k: replica.state for k, replica in replicas(name, cut).items()}
+    open_checkpoint(store, step).load_into(states)
+    kept = KEPT[name]["checkpoints"][str(step)]
+    whole = merge([state.manifest() for state in states.values()])
+    assert model_digest(whole) == kept["model"]
+    assert state_digest(whole, step) == kept["state"]
