@@ -18,7 +18,7 @@ from coordinator_harness import MS, S, World, drop
 
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_types import Connected, Disconnected, Received, Tick
+from everstep.protocol.coordinator.types import Connected, Disconnected, Received, Tick
 
 ids = st.integers(0, 3)
 lives = st.integers(0, 2)

@@ -10,8 +10,8 @@ from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import Coordinator
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import (
     Close,
     Connected,
     CoordinatorConfig,

@@ -5,7 +5,7 @@ from coordinator_harness import S, World, running
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import make_wish
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_speeds import by_speed, step_ms
+from everstep.protocol.coordinator.speeds import by_speed, step_ms
 
 
 def beat(world: World, *ms_per_lane: float) -> None:

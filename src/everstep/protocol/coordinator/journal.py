@@ -14,7 +14,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.protocol.coordinator_state import State, Worker
+from everstep.protocol.coordinator.state import State, Worker
 from everstep.protocol.messages import JobEnded
 
 

@@ -10,9 +10,8 @@ from statistics import median
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol import coordinator_profiling as profiling
-from everstep.protocol import coordinator_recovery as recovery
-from everstep.protocol.coordinator_state import (
+from everstep.protocol.coordinator import profiling, recovery
+from everstep.protocol.coordinator.state import (
     MILLISECOND_NS,
     SECOND_NS,
     Agent,

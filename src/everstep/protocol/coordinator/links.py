@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol import coordinator_recovery as recovery
-from everstep.protocol.coordinator_health import evict
-from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, State, Worker, listed
+from everstep.protocol.coordinator import recovery
+from everstep.protocol.coordinator.health import evict
+from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, State, Worker, listed
 from everstep.protocol.messages import PeerFault
 
 WINDOW_NS = 100 * MILLISECOND_NS

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol import coordinator_saving as saving
-from everstep.protocol.coordinator_health import evict
-from everstep.protocol.coordinator_state import State, Worker, describe
+from everstep.protocol.coordinator import saving
+from everstep.protocol.coordinator.health import evict
+from everstep.protocol.coordinator.state import State, Worker, describe
 from everstep.protocol.messages import Saved, WorkerFailed
 
 ALARM = "failed"

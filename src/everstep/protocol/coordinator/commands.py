@@ -6,9 +6,8 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan
-from everstep.protocol import coordinator_profiling as profiling
-from everstep.protocol import coordinator_saving as saving
-from everstep.protocol.coordinator_state import Agent, State, Worker, listed
+from everstep.protocol.coordinator import profiling, saving
+from everstep.protocol.coordinator.state import Agent, State, Worker, listed
 from everstep.protocol.messages import Command, CommandReply, InjectFault, SetSlots
 
 INTERRUPTED = 130

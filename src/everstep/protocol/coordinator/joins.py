@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Seat
-from everstep.protocol.coordinator_health import evict
-from everstep.protocol.coordinator_plans import candidates, dismiss, prepare
-from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, describe, listed
+from everstep.protocol.coordinator.health import evict
+from everstep.protocol.coordinator.plans import candidates, dismiss, prepare
+from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, describe, listed
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
 
 BATCH_NS = 250 * MILLISECOND_NS

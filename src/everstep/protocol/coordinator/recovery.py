@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator_state import Recovery, State
+from everstep.protocol.coordinator.state import Recovery, State
 
 PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 

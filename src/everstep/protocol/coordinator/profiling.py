@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator_state import MILLISECOND_NS, SECOND_NS, Profile, State, Worker, describe, listed
+from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, Profile, State, Worker, describe, listed
 from everstep.protocol.messages import Profiled, ProfileNow
 
 MOST_STEPS = 1000

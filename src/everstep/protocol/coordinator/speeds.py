@@ -17,8 +17,8 @@ from statistics import median
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, Seat
-from everstep.protocol.coordinator_plans import Move, moved, prepare
-from everstep.protocol.coordinator_state import State
+from everstep.protocol.coordinator.plans import Move, moved, prepare
+from everstep.protocol.coordinator.state import State
 
 LEAST_GAIN = 0.2
 _ABOUT_EQUAL = 1.1

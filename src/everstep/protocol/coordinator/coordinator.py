@@ -1,9 +1,9 @@
 """The control plane's machine: who takes part, in which generation, and why. Pure.
 
 `handle` takes one event with the time at which it happened and returns what is to be done about it. Events change what
-is known (`coordinator_state`); then the decisions run until nothing more follows from it: plans for at once
-(`coordinator_plans`), joins and leaves (`coordinator_joins`), slots (`coordinator_commands`). So every decision depends
-on the present state alone, not on the order in which its parts became known.
+is known (`state`); then the decisions run until nothing more follows from it: plans for at once (`plans`), joins and
+leaves (`joins`), slots (`commands`). So every decision depends on the present state alone, not on the order in which
+its parts became known.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import WorkerKey
-from everstep.protocol import coordinator_commands as commands
-from everstep.protocol import coordinator_failures as failures
-from everstep.protocol import coordinator_health as health
-from everstep.protocol import coordinator_joins as joins
-from everstep.protocol import coordinator_links as links
-from everstep.protocol import coordinator_plans as plans
-from everstep.protocol import coordinator_profiling as profiling
-from everstep.protocol import coordinator_recovery as recovery
-from everstep.protocol import coordinator_saving as saving
-from everstep.protocol import coordinator_speeds as speeds
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_journal import replay
-from everstep.protocol.coordinator_state import (
+from everstep.protocol.coordinator import (
+    commands,
+    failures,
+    health,
+    joins,
+    links,
+    plans,
+    profiling,
+    recovery,
+    saving,
+    speeds,
+)
+from everstep.protocol.coordinator.journal import replay
+from everstep.protocol.coordinator.state import (
     MILLISECOND_NS,
     SECOND_NS,
     Alarm,
@@ -36,8 +38,8 @@ from everstep.protocol.coordinator_state import (
     Worker,
     describe,
 )
-from everstep.protocol.coordinator_store import RendezvousStore
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.store import RendezvousStore
+from everstep.protocol.coordinator.types import (
     Connected,
     CoordinatorConfig,
     CoordinatorEffect,

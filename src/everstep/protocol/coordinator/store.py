@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.protocol.coordinator_state import State
+from everstep.protocol.coordinator.state import State
 from everstep.protocol.messages import StoreGet, StoreSet, StoreValues
 
 

@@ -7,8 +7,8 @@ have settled: that interrupts a step wherever it is, and all of them stand at th
 from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator_recovery import begin
-from everstep.protocol.coordinator_state import Ending, State, Worker
+from everstep.protocol.coordinator.recovery import begin
+from everstep.protocol.coordinator.state import Ending, State, Worker
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, SettleAgain
 
 ALARM = "ending"

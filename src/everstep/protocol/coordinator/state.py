@@ -17,7 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.pool_wish import PoolWish
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.types import (
     Close,
     CoordinatorConfig,
     CoordinatorEffect,

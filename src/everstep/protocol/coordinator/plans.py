@@ -12,9 +12,9 @@ from typing import NamedTuple
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
-from everstep.protocol import coordinator_recovery as recovery
-from everstep.protocol.coordinator_journal import plan_to_entry, record_plan, restore_member
-from everstep.protocol.coordinator_state import SECOND_NS, State, Worker, describe, listed
+from everstep.protocol.coordinator import recovery
+from everstep.protocol.coordinator.journal import plan_to_entry, record_plan, restore_member
+from everstep.protocol.coordinator.state import SECOND_NS, State, Worker, describe, listed
 from everstep.protocol.messages import Dismissed, PlanNow, PlanPrepared
 
 START_PATIENCE_NS = 10 * SECOND_NS
