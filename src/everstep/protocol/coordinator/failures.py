@@ -9,11 +9,10 @@ from __future__ import annotations
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator import saving
+from everstep.protocol.coordinator.alarms import FailedDue
 from everstep.protocol.coordinator.health import evict
 from everstep.protocol.coordinator.state import State, Worker, describe
 from everstep.protocol.messages import Saved, WorkerFailed
-
-ALARM = "failed"
 
 
 def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
@@ -36,7 +35,7 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
             evict(state, worker, why, kill=False)  # the others hold the state
     elif needed:
         state.failed[worker.key] = why
-        state.alarms.set(ALARM, state.now + state.config.save_ns)
+        state.alarms.set(FailedDue(), state.now + state.config.save_ns)
         text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
         state.broken.append(Why(why.cause, text))
         state.dirty = True
@@ -44,7 +43,7 @@ def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
         evict(state, worker, why, kill=False)
 
 
-def failed_early(state: State, message: WorkerFailed) -> None:
+def failed_early(state: State, connection: str, message: WorkerFailed) -> None:
     """The last words of a worker that never said hello: its task cannot even be built."""
     worker = state.alive(WorkerKey(message.worker_id, message.incarnation))
     if worker is not None:
@@ -70,6 +69,11 @@ def saved(state: State, worker: Worker, message: Saved) -> None:
         let_go(state)
     else:
         saving.saved(state, worker, message)
+
+
+def ring(state: State, alarm: FailedDue) -> None:
+    """The time for a checkpoint is over."""
+    let_go(state)
 
 
 def let_go(state: State) -> None:

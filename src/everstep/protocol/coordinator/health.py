@@ -10,7 +10,8 @@ from statistics import median
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator import profiling, recovery
+from everstep.protocol.coordinator import profiling, recovery, switching
+from everstep.protocol.coordinator.alarms import AgentDue, GoneDue, GraceDue
 from everstep.protocol.coordinator.state import (
     MILLISECOND_NS,
     SECOND_NS,
@@ -151,7 +152,7 @@ def watch_agent(state: State, agent_id: str, host: str) -> Agent:
         interval_ns=interval,
         now_ns=state.now,
     )
-    state.alarms.set("agent", detector.next_change_ns(state.now), agent_id)
+    state.alarms.set(AgentDue(agent_id), detector.next_change_ns(state.now))
     return Agent(agent_id, host, detector)
 
 
@@ -197,6 +198,8 @@ def worker_started(state: State, agent: Agent, message: WorkerStarted) -> None:
 def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
+    if message.in_order:
+        switching.left_in_order(state, key)
     agent.lives.discard(key)
     agent.killed_ns.pop(key, None)
     state.retiring.discard(key.worker_id)
@@ -358,13 +361,14 @@ def suspect(state: State, worker: Worker, why: Why) -> None:
 # ---- silence
 
 
-def check_agent(state: State, agent_id: str) -> None:
+def check_agent(state: State, alarm: AgentDue) -> None:
     """Look whether an agent has been silent for too long, and ring again when it could be."""
+    agent_id = alarm.agent_id
     agent = state.agents.get(agent_id)
     if agent is None or state.ended is not None:
         return
     if state.in_grace:
-        state.alarms.set("agent", state.grace_until_ns or state.now, agent_id)
+        state.alarms.set(AgentDue(agent_id), state.grace_until_ns or state.now)
         return
     suspicion = agent.detector.suspicion(state.now)
     connected = agent.connection is not None
@@ -372,7 +376,7 @@ def check_agent(state: State, agent_id: str) -> None:
     if not dead and (agent.suspected or not suspicion.suspect):
         # The usual case, once or twice per heartbeat: a thousand agents do not look at a thousand workers each.
         change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
-        state.alarms.set("agent", max(change, state.now + MILLISECOND_NS), agent_id)
+        state.alarms.set(AgentDue(agent_id), max(change, state.now + MILLISECOND_NS))
         return
     workers = [w for _, w in sorted(state.workers.items()) if w.agent_id == agent_id]
     silence = agent.detector.silence_ns(state.now)
@@ -380,7 +384,7 @@ def check_agent(state: State, agent_id: str) -> None:
         for worker in workers:
             text = f"host {agent.host}: {suspicion.reason}; nobody else holds the training state"
             suspect(state, worker, Why(Cause.HOST_LOST, text))
-        state.alarms.set("agent", state.now + SECOND_NS, agent_id)
+        state.alarms.set(AgentDue(agent_id), state.now + SECOND_NS)
         return
     if dead:
         del state.agents[agent_id]
@@ -395,7 +399,7 @@ def check_agent(state: State, agent_id: str) -> None:
         for worker in workers:
             suspect(state, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(state.now) if connected else agent.detector.ceiling_at_ns
-    state.alarms.set("agent", max(change, state.now + MILLISECOND_NS), agent_id)
+    state.alarms.set(AgentDue(agent_id), max(change, state.now + MILLISECOND_NS))
 
 
 def _hold_all_state(state: State, workers: list[Worker]) -> bool:
@@ -407,14 +411,14 @@ def _hold_all_state(state: State, workers: list[Worker]) -> bool:
     return bool(holders) and all(w in workers for w in holders)
 
 
-def check_gone(state: State, worker_id: int) -> None:
+def check_gone(state: State, alarm: GoneDue) -> None:
     """Look whether a worker without a connection has to be given up."""
+    worker_id = alarm.worker_id
     worker = state.workers.get(worker_id)
     if worker is None or worker.gone_ns is None or worker.connection is not None or state.ended is not None:
         return
-    who = str(worker_id)
     if state.in_grace:
-        state.alarms.set("gone", state.grace_until_ns or state.now, who)
+        state.alarms.set(GoneDue(worker_id), state.grace_until_ns or state.now)
         return
     gone = state.now - worker.gone_ns
     if state.agent_of(worker) is None:
@@ -422,7 +426,7 @@ def check_gone(state: State, worker_id: int) -> None:
             text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
             evict(state, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
         else:
-            state.alarms.set("gone", worker.gone_ns + ALONE_LIMIT_NS, who)
+            state.alarms.set(GoneDue(worker_id), worker.gone_ns + ALONE_LIMIT_NS)
         return
     # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
     ceiling = state.config.heartbeat_ceiling_ns
@@ -430,7 +434,7 @@ def check_gone(state: State, worker_id: int) -> None:
         text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
         evict(state, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
     else:
-        state.alarms.set("gone", max(worker.gone_ns + ceiling, state.now + SECOND_NS), who)
+        state.alarms.set(GoneDue(worker_id), max(worker.gone_ns + ceiling, state.now + SECOND_NS))
 
 
 def _awaited(state: State, worker: Worker) -> bool:
@@ -440,7 +444,7 @@ def _awaited(state: State, worker: Worker) -> bool:
     return in_plan and worker.key.worker_id not in state.entered
 
 
-def end_of_grace(state: State) -> None:
+def end_of_grace(state: State, alarm: GraceDue) -> None:
     """The time to come back after the coordinator's restart is over."""
     if state.grace_until_ns is None or state.now < state.grace_until_ns:
         return
@@ -450,7 +454,7 @@ def end_of_grace(state: State) -> None:
     waited = state.now - state.absent_since_ns
     if waited < state.config.quorum_wait_ns and _hold_all_state(state, absent):
         state.grace_until_ns = state.now + state.config.grace_ns
-        state.alarms.set("grace", state.grace_until_ns)
+        state.alarms.set(GraceDue(), state.grace_until_ns)
         return
     state.grace_until_ns = state.absent_since_ns = None
     state.dirty = True
@@ -458,7 +462,7 @@ def end_of_grace(state: State) -> None:
         agent = state.agent_of(worker)
         if agent is not None and worker.key in agent.lives:
             worker.gone_ns = state.now
-            state.alarms.set("gone", state.now, str(worker.key.worker_id))
+            state.alarms.set(GoneDue(worker.key.worker_id), state.now)
         else:
             why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
             evict(state, worker, why, kill=True)

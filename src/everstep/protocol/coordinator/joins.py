@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Seat
+from everstep.protocol.coordinator.alarms import JoinsDue
 from everstep.protocol.coordinator.health import evict
 from everstep.protocol.coordinator.plans import candidates, dismiss, prepare
 from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, Join, State, Worker, describe, listed
@@ -151,7 +152,7 @@ def heal_failed(state: State, worker: Worker, message: HealFailed) -> None:
         return
     delay = 0 if worker.heal_failures == 1 else min(RETRY_NS << (worker.heal_failures - 2), RETRY_MOST_NS)
     join.healed_ns, join.retry_ns = None, state.now + delay
-    state.alarms.set("joins", join.retry_ns)
+    state.alarms.set(JoinsDue(), join.retry_ns)
 
 
 def _idle_members(state: State) -> bool:
@@ -190,7 +191,7 @@ def _prepare_if_due(state: State, leaving: list[Worker]) -> None:
     healing = [j for j in state.joins.values() if j.healed_ns is None and j.retry_ns is None]
     if healed_at and healing and state.now < min(healed_at) + BATCH_NS:
         # Others are about to follow: one change of generation for all of them.
-        state.alarms.set("joins", min(healed_at) + BATCH_NS)
+        state.alarms.set(JoinsDue(), min(healed_at) + BATCH_NS)
         return
     healed = [j for _, j in sorted(state.joins.items()) if j.healed_ns is not None and state.alive(j.key) is not None]
     room = state.capacity - len(state.survivors()) + len(leaving)

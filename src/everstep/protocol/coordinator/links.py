@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator import recovery
+from everstep.protocol.coordinator import recovery, switching
+from everstep.protocol.coordinator.alarms import LinksDue
 from everstep.protocol.coordinator.health import evict
 from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, State, Worker, listed
 from everstep.protocol.messages import PeerFault
@@ -27,6 +28,7 @@ Link = tuple[int, int]
 
 def peer_fault(state: State, worker: Worker, message: PeerFault) -> None:
     """A member of the current plan could not transfer. An older generation's complaint is void."""
+    switching.follow(state, message.generation)
     plan = state.plan
     if plan is None or not plan.has(worker.key) or state.broken:
         return
@@ -35,7 +37,7 @@ def peer_fault(state: State, worker: Worker, message: PeerFault) -> None:
             left_behind(state, [worker.key.worker_id], message.reason)
         return
     if not state.accusations:
-        state.alarms.set("links", state.now + WINDOW_NS)
+        state.alarms.set(LinksDue(), state.now + WINDOW_NS)
     state.accusations.setdefault(worker.key.worker_id, set()).update(message.accused)
     if message.reason not in state.accusation_reasons:
         state.accusation_reasons.append(message.reason)
@@ -49,7 +51,7 @@ def left_behind(state: State, worker_ids: list[int], reason: str) -> None:
     recovery.begin(state, why)
 
 
-def close_window(state: State) -> None:
+def close_window(state: State, alarm: LinksDue) -> None:
     """Nothing has explained the accusations so far: decide about the links."""
     accusations, reasons = state.accusations, state.accusation_reasons
     state.accusations, state.accusation_reasons = {}, []

@@ -7,11 +7,10 @@ have settled: that interrupts a step wherever it is, and all of them stand at th
 from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.alarms import EndDue
 from everstep.protocol.coordinator.recovery import begin
 from everstep.protocol.coordinator.state import Ending, State, Worker
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, SettleAgain
-
-ALARM = "ending"
 
 
 def end_after_saving(state: State, name: str, why: Why, exit_code: int, grace_ns: int) -> None:
@@ -23,18 +22,18 @@ def end_after_saving(state: State, name: str, why: Why, exit_code: int, grace_ns
     if state.ending is not None:
         return
     state.ending = Ending(name, why, exit_code, state.now + grace_ns)
-    state.alarms.set(ALARM, state.ending.until_ns)
+    state.alarms.set(EndDue(), state.ending.until_ns)
     state.broken.append(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
     state.dirty = True
 
 
-def ring(state: State) -> None:
+def ring(state: State, alarm: EndDue) -> None:
     """The time for a checkpoint before the end is over."""
     ending = state.ending
     if ending is None or state.ended is not None:
         return
     if state.now < ending.until_ns:
-        state.alarms.set(ALARM, ending.until_ns)
+        state.alarms.set(EndDue(), ending.until_ns)
         return
     _end(state, ending, "no checkpoint was completed in time")
 

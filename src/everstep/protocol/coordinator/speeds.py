@@ -17,6 +17,7 @@ from statistics import median
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, Seat
+from everstep.protocol.coordinator.alarms import SpeedsDue
 from everstep.protocol.coordinator.plans import Move, moved, prepare
 from everstep.protocol.coordinator.state import State
 
@@ -32,9 +33,9 @@ def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
     return max(busy.values(), default=0.0)
 
 
-def look(state: State) -> None:
+def look(state: State, alarm: SpeedsDue) -> None:
     """Take the present speeds down; prepare a plan once the gain has lasted."""
-    state.alarms.set("speeds", state.now + state.config.look_ns)
+    state.alarms.set(SpeedsDue(), state.now + state.config.look_ns)
     plan = state.plan
     if plan is None or state.broken or state.prepared is not None or state.joins or state.ended is not None:
         state.uneven_since_ns = None

@@ -7,9 +7,8 @@ then lets the decisions run until nothing more follows.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +16,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.pool_wish import PoolWish
+from everstep.protocol.coordinator.alarms import Alarms, SpeedsDue
+from everstep.protocol.coordinator.store import RendezvousStore
 from everstep.protocol.coordinator.types import (
     Close,
     CoordinatorConfig,
@@ -30,9 +31,6 @@ from everstep.protocol.messages import AnyMessage, JobEnded, ProfileNow
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
-
-
-Alarm = tuple[str, str]
 
 
 class Place(Protocol):
@@ -164,39 +162,6 @@ class Profile:
     ended: dict[int, str] = field(default_factory=dict)
 
 
-class Alarms:
-    """Moments at which the coordinator wants to be called, for what and about whom (an agent's id or a worker's as
-    text; "" where there is only one). One may ring early; whoever set it looks again."""
-
-    def __init__(self) -> None:
-        self._at: dict[Alarm, int] = {}
-        self._heap: list[tuple[int, Alarm]] = []
-
-    def set(self, what: str, at_ns: int, who: str = "") -> None:
-        """Ring for this at `at_ns` at the latest."""
-        name = (what, who)
-        known = self._at.get(name)
-        if known is None or at_ns < known:
-            self._at[name] = at_ns
-            heapq.heappush(self._heap, (at_ns, name))
-
-    def due(self, now_ns: int) -> Iterator[Alarm]:
-        """Take out what has become due; alarms set meanwhile for the past ring in the next call."""
-        names = []
-        while self._heap and self._heap[0][0] <= now_ns:
-            at, name = heapq.heappop(self._heap)
-            if self._at.get(name) == at:
-                del self._at[name]
-                names.append(name)
-        return iter(names)
-
-    @property
-    def next_ns(self) -> int | None:
-        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-
 class State:
     """Everything the coordinator knows. See the fields' comments."""
 
@@ -206,6 +171,7 @@ class State:
         self.now = 0
         self.dirty = True
         self.alarms = Alarms()
+        self.store = RendezvousStore(self.send)
         self.persists: list[CoordinatorEffect] = []
         self.effects: list[CoordinatorEffect] = []
         # Who is there.
@@ -298,11 +264,15 @@ class State:
         config = self.config
         return max(config.lanes * config.stages, config.workers)
 
+    def look_again(self) -> None:
+        """A moment has come for which a decision waited."""
+        self.dirty = True
+
     def watch_speeds(self) -> None:
         """Somebody says how fast it computes: begin to look at the speeds now and then."""
         if not self.watching_speeds:
             self.watching_speeds = True
-            self.alarms.set("speeds", self.now + self.config.look_ns)
+            self.alarms.set(SpeedsDue(), self.now + self.config.look_ns)
 
     def seats(
         self, worker_ids: Sequence[int], previous: Sequence[Seat], *, anew: bool = False, speeds: Any = None
