@@ -105,8 +105,8 @@ def test_no_event_breaks_an_invariant(on_failure, events):
         if restart and isinstance(event, Tick):
             world = world.restart()
         fenced |= {(e["worker_id"], e["incarnation"]) for e in world.journal if e["kind"] == "evict"}
-        if world.plan is not None and not world.coordinator._state.broken:
-            alive = [world.coordinator._state.alive(x.key) for x in world.plan.members]
+        if world.plan is not None and not world.coordinator.job.agreement.broken:
+            alive = [world.coordinator.job.membership.alive(x.key) for x in world.plan.members]
             assert all(alive), "a plan goes on although a member is gone"
         world.coordinator.status()
     generations = [e["plan"]["generation"] for e in world.journal if e["kind"] == "plan"]

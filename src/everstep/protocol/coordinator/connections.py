@@ -3,84 +3,91 @@
 from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator import health, plans, profiling, switching
 from everstep.protocol.coordinator.alarms import AgentDue, GoneDue
-from everstep.protocol.coordinator.state import SECOND_NS, Connection, State, Worker, describe
+from everstep.protocol.coordinator.desk import SECOND_NS
+from everstep.protocol.coordinator.evictions import evict
+from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.liveness import runs_elsewhere
+from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.plans import order
+from everstep.protocol.coordinator.switching import adopt, back_in, follow
 from everstep.protocol.coordinator.types import Connected, Disconnected
+from everstep.protocol.coordinator.words import describe
 from everstep.protocol.messages import Dismissed, PlanNow, PlanPrepared, WorkerHello
 
 
-def connected(state: State, event: Connected) -> None:
+def connected(job: Job, event: Connected) -> None:
     """Somebody who knows the token."""
-    state.connections[event.connection] = Connection(event.role)
+    job.desk.connected(event.connection, event.role)
 
 
-def disconnected(state: State, event: Disconnected) -> None:
+def disconnected(job: Job, event: Disconnected) -> None:
     """A connection ended. Whoever it was may come back over another one."""
-    name = event.connection
-    connection = state.connections.pop(name, None)
-    state.store.forget(name)
+    name, alarms = event.connection, job.desk.alarms
+    connection = job.desk.disconnected(name)
+    job.store.forget(name)
     if connection is None:
         return
     if connection.agent_id is not None:
-        agent = state.agents.get(connection.agent_id)
+        agent = job.agents.known.get(connection.agent_id)
         if agent is not None and agent.connection == name:
-            agent.connection = None
-            state.alarms.set(AgentDue(agent.agent_id), agent.detector.ceiling_at_ns)
+            agent.leave()
+            alarms.set(AgentDue(agent.agent_id), agent.detector.ceiling_at_ns)
     if connection.worker is not None:
-        if all(connection.worker not in agent.lives for agent in state.agents.values()):
-            state.retiring.discard(connection.worker.worker_id)
-            state.dirty = True
-        worker = state.alive(connection.worker)
+        if not job.agents.run(connection.worker):
+            job.slots.empty(connection.worker.worker_id)
+        worker = job.membership.alive(connection.worker)
         if worker is not None and worker.connection == name:
-            worker.connection, worker.gone_ns = None, state.now
-            if not state.in_any_plan(worker.key):
-                state.joins.pop(worker.key.worker_id, None)
-            state.dirty = True
-            state.alarms.set(GoneDue(worker.key.worker_id), state.now + SECOND_NS)
+            job.membership.left(worker)
+            if not job.agreement.in_any_plan(worker.key):
+                job.healing.stop(worker.key.worker_id)
+            alarms.set(GoneDue(worker.key.worker_id), job.desk.now + SECOND_NS)
 
 
-def worker_hello(state: State, name: str, hello: WorkerHello) -> None:
+def worker_hello(job: Job, name: str, hello: WorkerHello) -> None:
     """A worker says who it is and what it follows: welcome it, or send it away, and tell it what it has missed."""
-    key = hello.member.key
-    state.connections[name].worker = key
-    if state.ended is not None:
-        state.send(name, state.ended)
+    key, membership = hello.member.key, job.membership
+    job.desk.introduce(name, worker=key)
+    if job.progress.ended is not None:
+        job.desk.send(name, job.progress.ended)
         return
-    known = state.workers.get(key.worker_id)
-    if state.is_fenced(key) or (known is not None and known.key.incarnation > key.incarnation):
-        cause = state.fenced_for[key.worker_id] if state.is_fenced(key) else Cause.REPLACED
-        text = f"{describe(key)} was evicted or replaced"
-        state.send(name, Dismissed(cause=cause, reason=text, drained=False))
+    refusal = _refusal(job, hello)
+    if refusal is not None:
+        job.desk.send(name, Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
         return
+    known = membership.workers.get(key.worker_id)
     if known is not None and known.key != key:
-        if health.runs_elsewhere(state, known, hello.member.host):
-            text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
-            state.send(name, Dismissed(cause=Cause.REPLACED, reason=text, drained=False))
-            return
         why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
-        health.evict(state, known, why, kill=True)
-        known = None
-    worker = known or Worker(key)
-    state.workers[key.worker_id] = worker
+        evict(job, known, why, kill=True)
+    worker = membership.alive(key) or membership.add(key)
     if worker.connection is not None and worker.connection != name:
-        state.close(worker.connection, "replaced by a newer connection of the same worker")
-    first = not worker.greeted and not state.in_any_plan(key)
-    worker.member, worker.connection, worker.gone_ns, worker.greeted = hello.member, name, None, True
-    worker.pid, worker.host, worker.wants_spare = hello.member.pid, hello.member.host, hello.wants_spare
-    worker.step = max(worker.step, hello.step)
-    worker.state_bytes = hello.state_bytes
-    state.greeted.add(key.worker_id)
-    # A member that is back changes no decision, unless one waited for it.
-    state.dirty = state.dirty or bool(state.broken) or state.plan is None or not state.plan.has(key)
+        job.desk.close(worker.connection, "replaced by a newer connection of the same worker")
+    first = not worker.greeted and not job.agreement.in_any_plan(key)
+    membership.greet(worker, name, hello)
     if first:
-        _report_joined(state, worker)
-    _catch_up(state, worker, hello)
-    profiling.remind(state, worker)
+        _report_joined(job, worker)
+    _catch_up(job, worker, hello)
+    job.profiling.remind(worker)
 
 
-def _report_joined(state: State, worker: Worker) -> None:
-    state.report(
+def _refusal(job: Job, hello: WorkerHello) -> Why | None:
+    """Why this life has to go, if it has."""
+    key, membership = hello.member.key, job.membership
+    if membership.is_fenced(key):
+        return Why(membership.fenced_for(key.worker_id), f"{describe(key)} was evicted or replaced")
+    known = membership.workers.get(key.worker_id)
+    if known is None or known.key == key:
+        return None
+    if membership.newer(key):
+        return Why(Cause.REPLACED, f"{describe(key)} was evicted or replaced")
+    if runs_elsewhere(job, known, hello.member.host):
+        text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
+        return Why(Cause.REPLACED, text)
+    return None
+
+
+def _report_joined(job: Job, worker: Worker) -> None:
+    job.desk.report(
         "worker_joined",
         Why(Cause.JOINED, "it is ready"),
         worker_id=worker.key.worker_id,
@@ -88,24 +95,25 @@ def _report_joined(state: State, worker: Worker) -> None:
         pid=worker.pid,
         host=worker.host,
         step=worker.step,
-        generation=state.generation,
+        generation=job.agreement.generation,
     )
 
 
-def _catch_up(state: State, worker: Worker, hello: WorkerHello) -> None:
+def _catch_up(job: Job, worker: Worker, hello: WorkerHello) -> None:
     """Bring together what the worker follows and what it should follow."""
+    agreement = job.agreement
     generation = hello.plan.generation if hello.plan is not None else 0
-    state.step = max(state.step, hello.step)
-    if hello.plan is not None and generation > state.generation:
-        switching.adopt(state, hello.plan, worker.key)
-    switching.follow(state, generation)
-    if state.alive(worker.key) is None:
+    job.progress.reached(hello.step)
+    if hello.plan is not None and generation > agreement.generation:
+        adopt(job, hello.plan, worker.key)
+    follow(job, generation)
+    if job.membership.alive(worker.key) is None:
         return
-    plan, prepared = state.plan, state.prepared
+    plan, prepared = agreement.plan, agreement.prepared
     if plan is not None and plan.has(worker.key):
         if generation == plan.generation:
-            switching.back_in(state, worker)
-        elif not state.broken:
-            plans.order(state, worker, PlanNow(plan=plan))
-    if prepared is not None and (prepared.has(worker.key) or (plan is not None and plan.has(worker.key))):
-        plans.order(state, worker, PlanPrepared(plan=prepared))
+            back_in(job, worker)
+        elif not agreement.broken:
+            order(job, worker, PlanNow(plan=plan))
+    if prepared is not None and agreement.in_any_plan(worker.key):
+        order(job, worker, PlanPrepared(plan=prepared))

@@ -1,9 +1,9 @@
 """The control plane's machine: who takes part, in which generation, and why. Pure.
 
 `handle` takes one event with the time at which it happened and returns what is to be done about it. Events change what
-is known (`state`), as the tables in `table` say; then the decisions run until nothing more follows from it: plans for
-at once (`regroup`), joins and leaves (`joins`), slots (`commands`). So every decision depends on the present state
-alone, not on the order in which its parts became known.
+is known (`job`), as the tables in `table` say; then the decisions run until nothing more follows from it: plans for
+at once (`regroup`), joins and leaves (`joins`), slots (`slots`). So every decision depends on what is known alone, not
+on the order in which it became known.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from everstep.base.errors import check
-from everstep.protocol.coordinator import commands, health, joins, links, regroup, saving, table
-from everstep.protocol.coordinator.alarms import GraceDue
+from everstep.protocol.coordinator import joins, liveness, regroup, status, table
+from everstep.protocol.coordinator.desk import MILLISECOND_NS
+from everstep.protocol.coordinator.job import new_job
 from everstep.protocol.coordinator.journal import replay
-from everstep.protocol.coordinator.state import MILLISECOND_NS, Place, State
+from everstep.protocol.coordinator.speeds import Place
 from everstep.protocol.coordinator.types import CoordinatorConfig, CoordinatorEffect, CoordinatorEvent
 
 LATE_NS = 500 * MILLISECOND_NS
@@ -30,77 +31,65 @@ class Coordinator:
     """
 
     def __init__(self, config: CoordinatorConfig, place: Place, journal: Iterable[dict[str, Any]] = ()) -> None:
-        self._state = State(config, place)
-        self._restored = replay(self._state, journal)
+        self.job = new_job(config, place)
+        self._restored = replay(self.job, journal)
         self._begun = False
+        self._decided: int | None = None  # the job's version when decisions were last made
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When to call with `Tick` at the latest, if nothing happens before; None: nothing is timed."""
-        return None if self._state.ended is not None else self._state.alarms.next_ns
+        return None if self.job.progress.ended is not None else self.job.desk.alarms.next_ns
 
     def status(self) -> dict[str, Any]:
         """The shape of `status --json`, without the coordinator's own pid."""
-        return commands.status(self._state)
+        return status.status(self.job)
 
     def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Take one event. What is to be persisted comes first in the answer. Time never runs backwards."""
-        state = self._state
+        job = self.job
         self._advance_clock(now_ns)
-        table.EVENTS[type(event)](state, event)
-        for alarm in state.alarms.due(state.now):
-            table.ALARMS[type(alarm)](state, alarm)
+        table.EVENTS[type(event)](job, event)
+        for alarm in job.desk.alarms.due(job.desk.now):
+            table.ALARMS[type(alarm)](job, alarm)
         self._decide()
-        if state.ended is not None and state.save_requests:
-            saving.job_ended(state)
-        return state.take_effects()
+        job.saving.give_up()
+        return job.desk.take_effects()
 
     # ---- time
 
     def _advance_clock(self, now_ns: int) -> None:
-        state = self._state
-        deadline = state.alarms.next_ns
-        state.now = max(state.now, now_ns)
+        desk = self.job.desk
+        deadline = desk.alarms.next_ns
+        desk.advance(now_ns)
         if not self._begun:
             self._begun = True
             self._begin()
-        elif deadline is not None and state.now - deadline > LATE_NS:
+        elif deadline is not None and desk.now - deadline > LATE_NS:
             # It was this process that was away (stopped, starved): the silence is its own.
-            health.pardon(state, state.now - deadline)
+            liveness.pardon(self.job, desk.now - deadline)
 
     def _begin(self) -> None:
-        state = self._state
-        state.quorum_since_ns = state.now if state.plan is None or state.broken else None
-        if not self._restored:
-            return
-        state.grace_until_ns = state.now + state.config.grace_ns
-        state.alarms.set(GraceDue(), state.grace_until_ns)
-        if state.plan is None:
-            return
-        state.store.advance(state.plan.generation)
-        for worker_id, worker in sorted(state.workers.items()):
-            if worker.agent_id is not None:
-                state.slot_owner.setdefault(worker_id, worker.agent_id)
-            if worker.agent_id is not None and worker.agent_id not in state.agents:
-                state.agents[worker.agent_id] = health.watch_agent(state, worker.agent_id, worker.host)
-                state.agents[worker.agent_id].lives.add(worker.key)
-            if worker.agent_id is not None:
-                state.agents[worker.agent_id].restored.add(worker.key)
+        job = self.job
+        if job.agreement.plan is None or job.agreement.broken:
+            job.quorum.begin()
+        if self._restored:
+            job.membership.begin_grace()
+            liveness.expect_agents(job)
 
     def _decide(self) -> None:
-        state = self._state
+        """Decisions look at what the parts know; if that has not changed, neither have they."""
+        job = self.job
         for _ in range(_MOST_ROUNDS):
-            if not state.dirty or state.ended is not None:
+            if job.version == self._decided or job.progress.ended is not None:
                 return
-            state.dirty = False
-            generation = state.plan.generation if state.plan is not None else 0
-            regroup.reconcile(state)
-            if state.plan is not None and state.plan.generation != generation:
-                if not state.plan.prepared:
-                    joins.restart(state)
-                links.forget_old(state)
-            joins.reconcile(state)
-            commands.sync_slots(state)
-            if state.plan is not None:
-                state.store.advance(state.plan.generation)
-        check(not state.dirty, "the coordinator's decisions must come to rest")
+            self._decided = job.version
+            generation = job.agreement.in_force
+            regroup.reconcile(job)
+            if job.agreement.in_force != generation:
+                job.healing.stop_all()
+                job.links.forget_old()
+            joins.reconcile(job)
+            job.slots.share_out()
+            job.store.advance(job.agreement.in_force)
+        check(job.version == self._decided, "the coordinator's decisions must come to rest")

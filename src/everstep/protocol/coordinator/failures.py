@@ -8,78 +8,76 @@ from __future__ import annotations
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator import saving
+from everstep.protocol.coordinator.agreement import Agreement
 from everstep.protocol.coordinator.alarms import FailedDue
-from everstep.protocol.coordinator.health import evict
-from everstep.protocol.coordinator.state import State, Worker, describe
-from everstep.protocol.messages import Saved, WorkerFailed
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.saving import Saving
+from everstep.protocol.coordinator.words import describe
+from everstep.protocol.messages import WorkerFailed
 
 
-def worker_failed(state: State, worker: Worker, message: WorkerFailed) -> None:
-    """A worker's last words. The same error at the same step is the user's code, not chance, if it comes in a later
-    generation: in another life, or at whom the work of the first went to. Several at once are no proof of that."""
-    who, why = describe(worker.key), Why(message.cause, message.reason)
-    if message.fatal:
-        state.end("failed", Why(why.cause, f"{who}: {message.reason}"), message.exit_code)
-        return
-    if message.sound >= 0 and state.plan is not None and state.plan.has(worker.key):
-        saving.in_doubt(state, why, message.sound)
-    now = (worker.key, message.generation)
-    first, generation = state.failures.setdefault((message.step, message.signature), now)
-    needed = message.holds and _is_needed(state, worker)
-    if first != worker.key and not 0 < message.generation <= generation:
-        reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
-        if state.ending is None:
-            saving.end_after_saving(state, "failed", Why(why.cause, reason), 1, state.config.save_ns)
-        if state.ending is not None and not needed and len(state.survivors()) > 1:
-            evict(state, worker, why, kill=False)  # the others hold the state
-    elif needed:
-        state.failed[worker.key] = why
-        state.alarms.set(FailedDue(), state.now + state.config.save_ns)
+class Failures:
+    """Which errors have come, and who stays in spite of one until a checkpoint is taken."""
+
+    def __init__(
+        self, desk: Desk, membership: Membership, agreement: Agreement, progress: Progress, saving: Saving
+    ) -> None:
+        self._desk, self._membership, self._agreement = desk, membership, agreement
+        self._progress, self._saving = progress, saving
+        # By step and signature: who failed like this first, and in which generation.
+        self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
+        self._staying: dict[WorkerKey, Why] = {}
+
+    @property
+    def staying(self) -> dict[WorkerKey, Why]:
+        """Whose loop has raised, and who stay until a checkpoint is taken, as far as they live."""
+        return {key: why for key, why in self._staying.items() if self._membership.alive(key) is not None}
+
+    def last_words(self, worker: Worker, message: WorkerFailed) -> bool:
+        """A worker ends by an exception. Returns whether it can go at once.
+
+        The same error at the same step is the user's code, not chance, if it comes in a later generation: in another
+        life, or at whom the work of the first went to. Several at once are no proof of that.
+        """
+        who, why = describe(worker.key), Why(message.cause, message.reason)
+        if message.fatal:
+            self._progress.end("failed", Why(why.cause, f"{who}: {message.reason}"), message.exit_code)
+            return False
+        if message.sound >= 0 and self._agreement.has(worker.key):
+            self._progress.in_doubt(why, message.sound)
+        now = (worker.key, message.generation)
+        first, generation = self._first.setdefault((message.step, message.signature), now)
+        needed = message.holds and self._is_needed(worker)
+        if first != worker.key and not 0 < message.generation <= generation:
+            reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
+            if self._saving.ending is None:
+                why_end = Why(why.cause, reason)
+                self._saving.end_after_saving("failed", why_end, 1, self._desk.config.save_ns)
+            others = len(self._agreement.survivors()) > 1  # they hold the state
+            return self._saving.ending is not None and not needed and others
+        if not needed:
+            return True
+        self._staying[worker.key] = why
+        self._desk.alarms.set(FailedDue(), self._desk.now + self._desk.config.save_ns)
         text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
-        state.broken.append(Why(why.cause, text))
-        state.dirty = True
-    else:
-        evict(state, worker, why, kill=False)
-
-
-def failed_early(state: State, connection: str, message: WorkerFailed) -> None:
-    """The last words of a worker that never said hello: its task cannot even be built."""
-    worker = state.alive(WorkerKey(message.worker_id, message.incarnation))
-    if worker is not None:
-        worker_failed(state, worker, message)
-
-
-def _is_needed(state: State, worker: Worker) -> bool:
-    """Whether it holds a stage that no other member holds who could go on."""
-    plan = state.plan
-    if not state.config.save_ns or plan is None or not plan.has(worker.key):
+        self._agreement.break_off(Why(why.cause, text))
         return False
-    new = set(plan.joining) - state.entered
-    able = [w.key.worker_id for w in state.survivors() if w.key != worker.key and w.key not in state.failed]
-    held = {stage for i in able if i not in new for stage in plan.stages_of(i)}
-    mine = plan.stages_of(worker.key.worker_id)
-    return worker.key.worker_id not in new and any(stage not in held for stage in mine)
 
+    def _is_needed(self, worker: Worker) -> bool:
+        """Whether it holds a stage that no other member holds who could go on."""
+        plan = self._agreement.plan
+        if not self._desk.config.save_ns or plan is None or not plan.has(worker.key):
+            return False
+        new, staying = self._agreement.empty_handed(), self.staying
+        able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
+        held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}
+        mine = plan.stages_of(worker.key.worker_id)
+        return worker.key.worker_id not in new and any(stage not in held for stage in mine)
 
-def saved(state: State, worker: Worker, message: Saved) -> None:
-    """A checkpoint has ended, one way or the other: that before a worker is let go, or one that was asked for."""
-    plan = state.plan
-    if state.failed and state.ending is None and plan is not None and plan.save:
-        let_go(state)
-    else:
-        saving.saved(state, worker, message)
-
-
-def ring(state: State, alarm: FailedDue) -> None:
-    """The time for a checkpoint is over."""
-    let_go(state)
-
-
-def let_go(state: State) -> None:
-    """The checkpoint is there, or the time for it is over."""
-    for key, why in sorted(state.failed.items()):
-        worker = state.alive(key)
-        if worker is not None:
-            evict(state, worker, why, kill=False)
-    state.failed = {}
+    def let_go(self) -> list[tuple[Worker, Why]]:
+        """The checkpoint is there, or the time for it is over. Returns who can go now, and why."""
+        staying, self._staying = self._staying, {}
+        found = [(self._membership.alive(key), why) for key, why in sorted(staying.items())]
+        return [(worker, why) for worker, why in found if worker is not None]

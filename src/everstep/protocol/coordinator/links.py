@@ -8,14 +8,17 @@ covers the faulty links.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator import recovery, switching
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.agreement import Agreement
 from everstep.protocol.coordinator.alarms import LinksDue
-from everstep.protocol.coordinator.health import evict
-from everstep.protocol.coordinator.state import MILLISECOND_NS, SECOND_NS, State, Worker, listed
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
+from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.coordinator.recovery import Recovery
+from everstep.protocol.coordinator.words import listed
 from everstep.protocol.messages import PeerFault
 
 WINDOW_NS = 100 * MILLISECOND_NS
@@ -26,96 +29,106 @@ _EXACT_COVER_WORKERS = 14
 Link = tuple[int, int]
 
 
-def peer_fault(state: State, worker: Worker, message: PeerFault) -> None:
-    """A member of the current plan could not transfer. An older generation's complaint is void."""
-    switching.follow(state, message.generation)
-    plan = state.plan
-    if plan is None or not plan.has(worker.key) or state.broken:
-        return
-    if message.generation != plan.generation:
-        if plan.prepared and worker.key.worker_id not in state.entered:
-            left_behind(state, [worker.key.worker_id], message.reason)
-        return
-    if not state.accusations:
-        state.alarms.set(LinksDue(), state.now + WINDOW_NS)
-    state.accusations.setdefault(worker.key.worker_id, set()).update(message.accused)
-    if message.reason not in state.accusation_reasons:
-        state.accusation_reasons.append(message.reason)
+class Links:
+    """Who accuses whom at the moment, and which links have failed lately."""
 
+    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
+        self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
+        self._accusations: dict[WorkerKey, set[int]] = {}
+        self._reasons: list[str] = []
+        self._faults: dict[Link, list[tuple[int, int]]] = {}  # generations and times
 
-def left_behind(state: State, worker_ids: list[int], reason: str) -> None:
-    """Members lost their peers just when these switched to a prepared plan: nobody will bring them there."""
-    why = Why(Cause.LINK, f"worker {listed(worker_ids)} could not follow to the switch: {reason}")
-    state.broken.append(why)
-    state.dirty = True
-    recovery.begin(state, why)
+    def peer_fault(self, worker: Worker, message: PeerFault) -> None:
+        """A member of the current plan could not transfer. An older generation's complaint is void."""
+        plan = self._agreement.plan
+        if plan is None or not plan.has(worker.key) or self._agreement.broken:
+            return
+        if message.generation != plan.generation:
+            if plan.prepared and worker.key.worker_id not in self._agreement.entered:
+                why = Why(Cause.LINK, _behind([worker.key.worker_id], message.reason))
+                self._agreement.break_off(why)
+                self._recovery.begin(why)
+            return
+        if not self._accusations:
+            self._desk.alarms.set(LinksDue(), self._desk.now + WINDOW_NS)
+        self._accusations.setdefault(worker.key, set()).update(message.accused)
+        if message.reason not in self._reasons:
+            self._reasons.append(message.reason)
 
+    def left_behind(self, plan: Plan) -> Why | None:
+        """Members of the prepared plan to which the others switch now, who have lost a peer before they had decided
+        that. In the new generation the others wait for them, and nobody will bring them there."""
+        behind = [i for i in sorted(self._accusers()) if i in plan.worker_ids]
+        return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
 
-def close_window(state: State, alarm: LinksDue) -> None:
-    """Nothing has explained the accusations so far: decide about the links."""
-    accusations, reasons = state.accusations, state.accusation_reasons
-    state.accusations, state.accusation_reasons = {}, []
-    plan = state.plan
-    if not accusations or plan is None or state.broken or state.ended is not None:
-        return
-    links: dict[Link, int] = {}
-    votes: dict[int, int] = {}
-    for accuser, accused in sorted(accusations.items()):
-        for other in sorted(accused or {accuser}):
-            if other in plan.worker_ids and accuser in plan.worker_ids:
-                link = (min(accuser, other), max(accuser, other))
-                links[link] = links.get(link, 0) + 1
-                votes[other] = votes.get(other, 0) + 1
-    if not links:
-        return
-    said = "; ".join(reasons)
-    repeated = [link for link in sorted(links) if _seen_lately(state, link)]
-    for link in links:
-        state.link_faults.setdefault(link, []).append((plan.generation, state.now))
-    state.dirty = True
-    if repeated:
-        # An end that the coordinator does not reach either is the one to blame.
-        away = {w for link in repeated for w in link if state.workers[w].connection is None}
+    def forget_accusations(self) -> None:
+        """Those of a generation that is over."""
+        self._accusations, self._reasons = {}, []
+
+    def _accusers(self) -> dict[int, set[int]]:
+        """By worker id, of those that still live; what the dead have said is explained."""
+        alive = self._membership.alive
+        return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
+
+    def close_window(self) -> list[tuple[Worker, Why]]:
+        """Nothing has explained the accusations so far: decide about the links. Returns who has to leave, and why."""
+        accusers, reasons, plan = self._accusers(), self._reasons, self._agreement.plan
+        self.forget_accusations()
+        if not accusers or plan is None or self._agreement.broken:
+            return []
+        links: dict[Link, int] = {}
+        votes: dict[int, int] = {}
+        for accuser, accused in sorted(accusers.items()):
+            for other in sorted(accused or {accuser}):
+                if other in plan.worker_ids and accuser in plan.worker_ids:
+                    link = (min(accuser, other), max(accuser, other))
+                    links[link] = links.get(link, 0) + 1
+                    votes[other] = votes.get(other, 0) + 1
+        if not links:
+            return []
+        said = "; ".join(reasons)
+        repeated = [link for link in sorted(links) if self._seen_lately(link)]
+        for link in links:
+            self._faults.setdefault(link, []).append((plan.generation, self._desk.now))
+        if repeated:
+            text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
+            workers = self._membership.workers
+            return [(workers[i], Why(Cause.LINK, text)) for i in self._to_leave(repeated, votes)]
+        fault = Why(Cause.LINK, f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
+        self._agreement.break_off(fault)
+        self._recovery.begin(fault)
+        return []
+
+    def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
+        """A smallest cover; but an end that the coordinator does not reach either is the one to blame."""
+        workers = self._membership.workers
+        away = {i for link in repeated for i in link if workers[i].connection is None}
         others = [link for link in repeated if not away.intersection(link)]
         chosen = tuple(sorted({*away, *smallest_cover(others, votes)}))
-        if set(chosen) >= {w.key.worker_id for w in state.survivors()}:
-            chosen = smallest_cover(repeated, votes)
-        for worker_id in chosen:
-            worker = state.workers[worker_id]
-            text = f"its links failed again ({_named(repeated)}) though both ends live: {said}"
-            evict(state, worker, Why(Cause.LINK, text), kill=True)
-        return
-    fault = Why(Cause.LINK, f"transfers failed between live workers ({_named(links)}): {said}")
-    state.broken.append(fault)
-    recovery.begin(state, fault)
+        if set(chosen) >= {w.key.worker_id for w in self._agreement.survivors()}:
+            return smallest_cover(repeated, votes)
+        return chosen
+
+    def _seen_lately(self, link: Link) -> bool:
+        return bool(self._recent(self._faults.get(link, [])))
+
+    def forget_old(self) -> None:
+        """Drop faults that no longer count, so that memory stays bounded."""
+        kept = {link: self._recent(faults) for link, faults in self._faults.items()}
+        self._faults = {link: recent for link, recent in kept.items() if recent}
+
+    def _recent(self, faults: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        generation, now = self._agreement.in_force, self._desk.now
+        return [(g, at) for g, at in faults if generation - g <= REPEAT_GENERATIONS and now - at <= REPEAT_NS]
 
 
-def _named(links: Mapping[Link, int] | list[Link]) -> str:
-    return listed_links(sorted(links))
+def _behind(worker_ids: list[int], reason: str) -> str:
+    return f"worker {listed(worker_ids)} could not follow to the switch: {reason}"
 
 
 def listed_links(links: list[Link]) -> str:
     """Links in plain words."""
     return ", ".join(f"{a} to {b}" if a != b else listed({a}) for a, b in links)
-
-
-def _seen_lately(state: State, link: Link) -> bool:
-    generation = state.plan.generation if state.plan is not None else 0
-    return any(
-        generation - g <= REPEAT_GENERATIONS and state.now - at <= REPEAT_NS
-        for g, at in state.link_faults.get(link, [])
-    )
-
-
-def forget_old(state: State) -> None:
-    """Drop link faults that no longer count, so that memory stays bounded."""
-    generation = state.plan.generation if state.plan is not None else 0
-    kept = {}
-    for link, faults in state.link_faults.items():
-        recent = [f for f in faults if generation - f[0] <= REPEAT_GENERATIONS and state.now - f[1] <= REPEAT_NS]
-        if recent:
-            kept[link] = recent
-    state.link_faults = kept
 
 
 def smallest_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:

@@ -1,28 +1,175 @@
-"""When lanes are laid out anew, or a worker goes to another pool, because some are slower than others. Pure.
+"""How fast workers are, and where lanes are laid out by that. Pure.
 
-Moving lanes costs a change of generation, so it is done only for a gain that lasts: a plan by speeds must promise steps
-that are a fifth shorter, at every look for half a minute, and not within half a minute of another one. What counts as a
-worker's speed is the time of its forward and backward passes per lane; how many lanes it has, and how long it waits for
-others, says nothing about it.
-
-A pool that has lost members for good, and by that has become what all others wait for, gets one from another pool if
-that makes the steps a fifth shorter than lanes by speed would. The member copies the stage at the switch.
+What counts as a worker's speed is the time of its forward and backward passes per lane; how many lanes it has, and how
+long it waits for others, says nothing about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
-from everstep.base.cause import Cause, Why
-from everstep.base.plan import Plan, Seat
+from everstep.base.plan import Plan, Seat, WorkerKey
+from everstep.base.pool_wish import PoolWish
 from everstep.protocol.coordinator.alarms import SpeedsDue
-from everstep.protocol.coordinator.plans import Move, moved, prepare
-from everstep.protocol.coordinator.state import State
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.membership import Membership
 
-LEAST_GAIN = 0.2
 _ABOUT_EQUAL = 1.1
+
+
+class Place(Protocol):
+    """`placement.lanes.place`, handed in because layers of the same height do not import each other."""
+
+    def __call__(
+        self,
+        worker_ids: Sequence[int],
+        lanes: int,
+        *,
+        stages: int = 1,
+        speeds: Mapping[int, float] | None = None,
+        previous: Sequence[Seat] = (),
+        wish: PoolWish = ...,
+        anew: bool = False,
+    ) -> tuple[Seat, ...]: ...
+
+
+@dataclass
+class _LaneTimes:
+    """Of one life, in ms. newest: as it last said, 0 unknown; looks: at the last looks at the speeds."""
+
+    newest: float = 0.0
+    looks: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+
+    def say(self, ms: float) -> None:
+        self.newest = ms
+
+    def look(self) -> float | None:
+        """Note the newest; returns the median of what was noted, None if nothing was."""
+        if self.newest > 0:
+            self.looks.append(self.newest)
+        return median(self.looks) if self.looks else None
+
+
+class Speeds:
+    """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
+    how fast it is, so the speeds are looked at now and then."""
+
+    def __init__(self, desk: Desk, membership: Membership, place: Place) -> None:
+        self.in_force: Mapping[int, float] = {}
+        self._desk, self._membership, self._place = desk, membership, place
+        self._times: dict[WorkerKey, _LaneTimes] = {}
+        self._idle = (0, False)  # the generation that was looked at, and what was found
+        self.watching = False
+        self._uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
+        self._changed_ns: int | None = None
+
+    # ---- placement
+
+    def seats(
+        self,
+        worker_ids: Sequence[int],
+        previous: Sequence[Seat],
+        *,
+        anew: bool = False,
+        speeds: Mapping[int, float] | None = None,
+    ) -> tuple[Seat, ...]:
+        """Placement, with what the job's config says about it. speeds: others than those in force."""
+        config = self._desk.config
+        speeds = self.in_force if speeds is None else speeds
+        return self._place(
+            worker_ids,
+            config.lanes,
+            stages=config.stages,
+            speeds={i: speeds[i] for i in worker_ids if i in speeds},
+            previous=previous,
+            wish=config.wish,
+            anew=anew,
+        )
+
+    def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
+        """Those of the speeds in force that a placement of these workers is called with."""
+        return tuple((i, self.in_force[i]) for i in sorted(worker_ids) if i in self.in_force)
+
+    def idle_members(self, plan: Plan) -> bool:
+        """Whether repairs have left seats without lanes that would have some if lanes were laid out anew."""
+        if all(s.lanes for s in plan.seats):
+            return False
+        if self._idle[0] != plan.generation:
+            without = {(s.worker_id, s.stage) for s in plan.seats if not s.lanes}
+            again = self.seats(plan.worker_ids, plan.seats, anew=True)
+            self._idle = (plan.generation, any((s.worker_id, s.stage) in without and s.lanes for s in again))
+        return self._idle[1]
+
+    # ---- what is known
+
+    def say(self, key: WorkerKey, ms_per_lane: float) -> None:
+        """A worker says how long a lane takes it, 0 if it does not know. From the first one on, look now and then."""
+        if key in self._times:
+            self._times[key].say(ms_per_lane)
+        elif ms_per_lane > 0:
+            self._times[key] = _LaneTimes(ms_per_lane)
+        if ms_per_lane > 0 and not self.watching:
+            self.watching = True
+            self.look_later()
+
+    def look_later(self) -> None:
+        """At the speeds."""
+        self._desk.alarms.set(SpeedsDue(), self._desk.now + self._desk.config.look_ns)
+
+    def measured(self, plan: Plan) -> dict[int, float] | None:
+        """ms per lane: the median over the looks, this one included, by member; None while one is not known.
+
+        Without lanes one counts as the others.
+        """
+        self._times = {key: times for key, times in self._times.items() if self._membership.alive(key) is not None}
+        known: dict[int, float] = {}
+        for member in plan.members:
+            if self._membership.alive(member.key) is None:
+                return None
+            ms = self._times.setdefault(member.key, _LaneTimes()).look()
+            if ms is not None:
+                known[member.worker_id] = ms
+            elif any(seat.lanes for seat in plan.seats_of(member.worker_id)):
+                return None
+        if not known:
+            return None
+        typical = median(known.values())
+        return {i: known.get(i, typical) for i in plan.worker_ids}
+
+    def forget(self, worker_id: int) -> None:
+        """It was lost: the next life of its slot may be faster or slower."""
+        self.in_force = {i: speed for i, speed in self.in_force.items() if i != worker_id}
+
+    def restore(self, plan: Plan) -> None:
+        """Those that the newest plan of the journal was made by."""
+        self.in_force = dict(plan.speeds)
+
+    # ---- a gain that lasts
+
+    def even(self) -> None:
+        """Nothing is to be gained at the moment."""
+        self._uneven_since_ns = None
+
+    def uneven(self) -> bool:
+        """Other lanes would shorten the steps by much. Returns whether that has lasted, and the last change too."""
+        now, lasting_ns = self._desk.now, self._desk.config.lasting_ns
+        if self._uneven_since_ns is None:
+            self._uneven_since_ns = now
+        lasted = now - self._uneven_since_ns >= lasting_ns
+        return lasted and (self._changed_ns is None or now - self._changed_ns >= lasting_ns)
+
+    def change(self, speeds: Mapping[int, float], moving: WorkerKey | None) -> None:
+        """Lanes are laid out by these from now on. moving: a worker that goes to another stage, where a lane takes
+        another time."""
+        self._uneven_since_ns, self._changed_ns = None, self._desk.now
+        self.in_force = dict(speeds)
+        if moving is not None and moving in self._times:
+            newest = self._times[moving].newest
+            self._times[moving] = _LaneTimes(newest)
 
 
 def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
@@ -31,90 +178,6 @@ def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
     for seat in seats:
         busy[seat.worker_id] = busy.get(seat.worker_id, 0.0) + len(seat.lanes) * ms_per_lane[seat.worker_id]
     return max(busy.values(), default=0.0)
-
-
-def look(state: State, alarm: SpeedsDue) -> None:
-    """Take the present speeds down; prepare a plan once the gain has lasted."""
-    state.alarms.set(SpeedsDue(), state.now + state.config.look_ns)
-    plan = state.plan
-    if plan is None or state.broken or state.prepared is not None or state.joins or state.ended is not None:
-        state.uneven_since_ns = None
-        return
-    found = _measured(state, plan)
-    if found is None or len(state.entered) < len(plan.members):
-        state.uneven_since_ns = None
-        return
-    change = _better(state, plan, found)
-    if change is None:
-        state.uneven_since_ns = None
-        return
-    if state.uneven_since_ns is None:
-        state.uneven_since_ns = state.now
-    lasting_ns = state.config.lasting_ns
-    lasted = state.now - state.uneven_since_ns >= lasting_ns
-    if not lasted or (state.rebalanced_ns is not None and state.now - state.rebalanced_ns < lasting_ns):
-        return
-    state.uneven_since_ns, state.rebalanced_ns = None, state.now
-    state.speeds = change.speeds
-    if change.move is not None:
-        worker = state.workers[change.move.worker_id]
-        worker.lane_times_ms.clear()  # those of another stage
-    prepare(state, [], [], change.why, change.move)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What would make the steps shorter."""
-
-    speeds: dict[int, float]
-    why: Why
-    move: Move | None = None
-
-
-def _better(state: State, plan: Plan, found: Mapping[int, float]) -> _Change | None:
-    """Lanes by speed, or a move, if that makes the steps shorter by `LEAST_GAIN`; of both, lanes by speed."""
-    speeds = by_speed(found)
-    now_ms = step_ms(plan.seats, found)
-    then_ms = step_ms(state.seats(plan.worker_ids, plan.seats, anew=True, speeds=speeds), found)
-    best: tuple[float, _Change] | None = None
-    for move in _moves(state, plan):
-        there = {**found, move.worker_id: _in_other_pool(plan, found, move)}
-        seats = state.seats(plan.worker_ids, moved(plan.seats, move), anew=True, speeds=by_speed(there))
-        moved_ms = step_ms(seats, there)
-        if moved_ms <= min(now_ms, then_ms) * (1 - LEAST_GAIN) and (best is None or moved_ms < best[0]):
-            text = (
-                f"worker {move.worker_id} goes from stage {move.source} to stage {move.target}, which has lost members "
-                f"and makes all others wait: the busiest worker is to compute {moved_ms:.0f} ms per step instead of "
-                f"{now_ms:.0f} ms"
-            )
-            best = moved_ms, _Change(by_speed(there), Why(Cause.REBALANCED, text), move)
-    if best is not None:
-        return best[1]
-    if then_ms > now_ms * (1 - LEAST_GAIN):
-        return None
-    return _Change(speeds, Why(Cause.SLOW if speeds else Cause.REBALANCED, reason(found, now_ms, then_ms)))
-
-
-def _moves(state: State, plan: Plan) -> list[Move]:
-    """Who could help out a pool that lacks members which nobody is going to replace, the last of each pool first."""
-    if plan.stages == 1 or len(plan.members) < state.expected():
-        return []
-    pools = [[seat.worker_id for seat in plan.pool(stage)] for stage in range(plan.stages)]
-    found = []
-    for target, pool in enumerate(pools):
-        if len(pool) >= state.config.wish.size(target):
-            continue
-        for source, others in enumerate(pools):
-            free = [i for i in others if len(plan.seats_of(i)) == 1 and i != plan.leader(source)]
-            if source != target and free:
-                found.append(Move(free[-1], source, target))
-    return found
-
-
-def _in_other_pool(plan: Plan, ms_per_lane: Mapping[int, float], move: Move) -> float:
-    """What a lane would take it there: as the members there, by as much slower as it is than its own pool."""
-    own, there = (median(ms_per_lane[s.worker_id] for s in plan.pool(k)) for k in (move.source, move.target))
-    return there * ms_per_lane[move.worker_id] / own if own > 0 else there
 
 
 def by_speed(ms_per_lane: Mapping[int, float]) -> dict[int, float]:
@@ -131,22 +194,3 @@ def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> s
         f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f};"
         f" the busiest worker is to compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
     )
-
-
-def _measured(state: State, plan: Plan) -> dict[int, float] | None:
-    """The median over the looks, by member; None while one is not known. Without lanes one counts as the others."""
-    known: dict[int, float] = {}
-    for member in plan.members:
-        worker = state.alive(member.key)
-        if worker is None:
-            return None
-        if worker.ms_per_lane > 0:
-            worker.lane_times_ms.append(worker.ms_per_lane)
-        if worker.lane_times_ms:
-            known[member.worker_id] = median(worker.lane_times_ms)
-        elif any(seat.lanes for seat in plan.seats_of(member.worker_id)):
-            return None
-    if not known:
-        return None
-    typical = median(known.values())
-    return {i: known.get(i, typical) for i in plan.worker_ids}

@@ -1,6 +1,6 @@
 """Which event, message or alarm leads to which function: everything that can happen to the coordinator. Pure.
 
-Each function takes the state, who it is about, and what came. What is in no table has no effect.
+Each function takes the job, who it is about, and what came. What is in no table has no effect.
 """
 
 from __future__ import annotations
@@ -13,100 +13,99 @@ from everstep.protocol.coordinator import (
     alarms,
     commands,
     connections,
-    failures,
-    health,
+    evictions,
     joins,
-    links,
-    profiling,
+    liveness,
+    rebalancing,
     regroup,
-    saving,
-    speeds,
     switching,
     types,
 )
-from everstep.protocol.coordinator.state import Agent, State, Worker
+from everstep.protocol.coordinator.agents import Agent
+from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.membership import Worker
 
 # By whoever has just connected, or has done so before: before the end of the job and after it.
-FROM_ANYBODY: dict[type, Callable[[State, str, Any], None]] = {
+FROM_ANYBODY: dict[type, Callable[[Job, str, Any], None]] = {
     m.WorkerHello: connections.worker_hello,
-    m.AgentHello: health.agent_hello,
+    m.AgentHello: liveness.agent_hello,
     m.Command: commands.command,
 }
 
-FROM_AGENTS: dict[type, Callable[[State, Agent, Any], None]] = {
-    m.Heartbeat: health.heartbeat,
-    m.WorkerStarted: health.worker_started,
-    m.WorkerExited: health.worker_exited,
-    m.SlotLost: health.slot_lost,
+FROM_AGENTS: dict[type, Callable[[Job, Agent, Any], None]] = {
+    m.Heartbeat: liveness.heartbeat,
+    m.WorkerStarted: liveness.worker_started,
+    m.WorkerExited: liveness.worker_exited,
+    m.SlotLost: liveness.slot_lost,
 }
 
 # By lives of slots that are the present ones, and not known to be dead.
-FROM_WORKERS: dict[type, Callable[[State, Worker, Any], None]] = {
+FROM_WORKERS: dict[type, Callable[[Job, Worker, Any], None]] = {
     m.GenerationEntered: switching.entered,
     m.Progress: switching.progressed,
     m.WorkerDone: switching.done,
-    m.PeerFault: links.peer_fault,
+    m.PeerFault: switching.peer_fault,
     m.WorkerHealed: joins.worker_healed,
     m.HealFailed: joins.heal_failed,
-    m.WorkerFailed: failures.worker_failed,
-    m.SettleAgain: saving.settle_again,
-    m.Saved: failures.saved,
-    m.Profiled: profiling.profiled,
-    m.StoreSet: lambda state, worker, message: state.store.set(message),
+    m.WorkerFailed: evictions.worker_failed,
+    m.SettleAgain: switching.settle_again,
+    m.Saved: evictions.saved,
+    m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
+    m.StoreSet: lambda job, worker, message: job.store.set(message),
 }
 
 # By any life, also one that is over: it may be the only one that knows that it was replaced.
-FROM_ALL_LIVES: dict[type, Callable[[State, str, Any], None]] = {
-    m.StoreGet: lambda state, connection, message: state.store.get(connection, message),
+FROM_ALL_LIVES: dict[type, Callable[[Job, str, Any], None]] = {
+    m.StoreGet: lambda job, connection, message: job.store.get(connection, message),
 }
 
-BEFORE_A_HELLO: dict[type, Callable[[State, str, Any], None]] = {
-    m.WorkerFailed: failures.failed_early,
+BEFORE_A_HELLO: dict[type, Callable[[Job, str, Any], None]] = {
+    m.WorkerFailed: evictions.failed_early,
 }
 
-ALARMS: dict[type, Callable[[State, Any], None]] = {
-    alarms.AgentDue: health.check_agent,
-    alarms.EndDue: saving.ring,
-    alarms.FailedDue: failures.ring,
-    alarms.GoneDue: health.check_gone,
-    alarms.GraceDue: health.end_of_grace,
-    alarms.JoinsDue: lambda state, alarm: state.look_again(),
-    alarms.LinksDue: links.close_window,
+ALARMS: dict[type, Callable[[Job, Any], None]] = {
+    alarms.AgentDue: liveness.check_agent,
+    alarms.EndDue: lambda job, alarm: job.saving.time_is_up(),
+    alarms.FailedDue: evictions.failed_due,
+    alarms.GoneDue: liveness.check_gone,
+    alarms.GraceDue: liveness.end_of_grace,
+    alarms.JoinsDue: joins.joins_due,
+    alarms.LinksDue: evictions.links_due,
     alarms.QuorumDue: regroup.check_quorum,
-    alarms.SpeedsDue: speeds.look,
-    alarms.StartDue: lambda state, alarm: state.look_again(),
+    alarms.SpeedsDue: rebalancing.look,
+    alarms.StartDue: regroup.start_due,
 }
 
 
-def received(state: State, event: types.Received) -> None:
+def received(job: Job, event: types.Received) -> None:
     """A message came; what it means depends on who sent it."""
     name, message = event.connection, event.message
-    connection, kind = state.connections.get(name), type(message)
+    connection, kind = job.desk.connections.get(name), type(message)
     if connection is None:
         return
     if kind in FROM_ANYBODY:
-        FROM_ANYBODY[kind](state, name, message)
-    elif state.ended is not None:
+        FROM_ANYBODY[kind](job, name, message)
+    elif job.progress.ended is not None:
         return
     elif connection.worker is not None and kind in FROM_ALL_LIVES:
-        FROM_ALL_LIVES[kind](state, name, message)
+        FROM_ALL_LIVES[kind](job, name, message)
     elif connection.worker is not None:
-        worker = state.alive(connection.worker)
+        worker = job.membership.alive(connection.worker)
         if worker is not None and kind in FROM_WORKERS:
-            FROM_WORKERS[kind](state, worker, message)
+            FROM_WORKERS[kind](job, worker, message)
     elif connection.agent_id is not None:
-        agent = state.agents.get(connection.agent_id)
+        agent = job.agents.known.get(connection.agent_id)
         if agent is not None and kind in FROM_AGENTS:
-            FROM_AGENTS[kind](state, agent, message)
+            FROM_AGENTS[kind](job, agent, message)
     elif kind in BEFORE_A_HELLO:
-        BEFORE_A_HELLO[kind](state, name, message)
+        BEFORE_A_HELLO[kind](job, name, message)
     else:
-        state.close(name, f"expected a hello before {kind.__name__}")
+        job.desk.close(name, f"expected a hello before {kind.__name__}")
 
 
-EVENTS: dict[type, Callable[[State, Any], None]] = {
+EVENTS: dict[type, Callable[[Job, Any], None]] = {
     types.Connected: connections.connected,
     types.Received: received,
     types.Disconnected: connections.disconnected,
-    types.Tick: lambda state, event: None,
+    types.Tick: lambda job, event: None,
 }
