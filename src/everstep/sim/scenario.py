@@ -235,7 +235,6 @@ class Simulation:
                 active=(setup.active,) * setup.job.stages if setup.active else (),
             ),
             lasting_ns=setup.lasting_ms * MS,
-            look_ns=min(5_000, setup.lasting_ms // 2 + 10) * MS,
         )
         self.control.start_coordinator()
         for host in hosts:

@@ -85,6 +85,10 @@ class Agreement:
         """Whether it is a member that has yet to settle."""
         return self.has(key) and key.worker_id not in self._entered
 
+    def awaits(self, key: WorkerKey) -> bool:
+        """Whether a decision may depend on its being there. A member may come and go, unless the plan is to change."""
+        return bool(self._broken) or not self.has(key)
+
     def survivors(self) -> list[Worker]:
         """The members of the plan that live, in id order."""
         members = self.plan.members if self.plan is not None else ()
@@ -116,10 +120,7 @@ class Agreement:
         self.generation = plan.generation
         if plan.prepared:
             self.prepared = plan
-        else:
-            self._take(plan)
-
-    def _take(self, plan: Plan) -> None:
+            return
         self.plan, self.prepared = plan, None
         self._entered, self._broken = set(), []
 
@@ -139,7 +140,8 @@ class Agreement:
         self.version += 1
         self.generation = plan.generation
         self._desk.persist("plan", plan=plan_to_entry(plan), agents={}, adopted=True)
-        self._take(plan)
+        self.plan, self.prepared = plan, None
+        self._entered, self._broken = set(), []
 
     # ---- what becomes of the plan
 

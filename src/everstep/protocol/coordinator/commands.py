@@ -50,7 +50,7 @@ def _stop(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _scale(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     wanted, slots, newest = args.get("workers"), job.slots, job.agreement.newest
-    least, most = _least(job), slots.most
+    least, most = _least(job), job.desk.config.room
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
         whose = "min_workers" if least == slots.least else "one per stage"
         return f"expected a number of workers from {least} ({whose}) to {most} (lanes), got {wanted!r}", {}

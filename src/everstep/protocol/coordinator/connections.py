@@ -38,7 +38,7 @@ def disconnected(job: Job, event: Disconnected) -> None:
             job.slots.empty(connection.worker.worker_id)
         worker = job.membership.alive(connection.worker)
         if worker is not None and worker.connection == name:
-            job.membership.left(worker)
+            job.membership.left(worker, awaited=job.agreement.awaits(worker.key))
             if not job.agreement.in_any_plan(worker.key):
                 job.healing.stop(worker.key.worker_id)
             alarms.set(GoneDue(worker.key.worker_id), job.desk.now + SECOND_NS)
@@ -63,7 +63,7 @@ def worker_hello(job: Job, name: str, hello: WorkerHello) -> None:
     if worker.connection is not None and worker.connection != name:
         job.desk.close(worker.connection, "replaced by a newer connection of the same worker")
     first = not worker.greeted and not job.agreement.in_any_plan(key)
-    membership.greet(worker, name, hello)
+    membership.greet(worker, name, hello, awaited=job.agreement.awaits(key))
     if first:
         _report_joined(job, worker)
     _catch_up(job, worker, hello)

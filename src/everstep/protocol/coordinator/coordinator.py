@@ -34,7 +34,7 @@ class Coordinator:
         self.job = new_job(config, place)
         self._restored = replay(self.job, journal)
         self._begun = False
-        self._decided: int | None = None  # the job's version when decisions were last made
+        self._decided: tuple[int, ...] = ()  # the job's version when decisions were last made
 
     @property
     def next_deadline_ns(self) -> int | None:

@@ -169,7 +169,7 @@ def _prepare_if_due(job: Job, leaving: list[Worker]) -> None:
         job.desk.alarms.set(JoinsDue(), min(healed_at) + BATCH_NS)
         return
     healed = [j for _, j in sorted(joins.items()) if j.healed_ns is not None and alive(j.key) is not None]
-    room = job.slots.most - len(job.agreement.survivors()) + len(leaving)
+    room = job.desk.config.room - len(job.agreement.survivors()) + len(leaving)
     healed = healed[: max(0, room)]
     joiners = [(w, j.stages) for w, j in ((alive(j.key), j) for j in healed) if w is not None]
     going = _may_go(job, leaving, healed)

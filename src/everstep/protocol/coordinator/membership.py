@@ -136,15 +136,15 @@ class Membership:
         worker = self._workers[key.worker_id] = Worker(key, host=host)
         return worker
 
-    def greet(self, worker: Worker, connection: str, hello: WorkerHello) -> None:
-        """A worker has said hello."""
-        self.version += 1
+    def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
+        """A worker has said hello. awaited: a decision may wait for that."""
+        self.version += awaited
         self._came.add(worker.key.worker_id)
         worker.greet(connection, hello)
 
-    def left(self, worker: Worker) -> None:
-        """A worker's connection has ended."""
-        self.version += 1
+    def left(self, worker: Worker, *, awaited: bool) -> None:
+        """A worker's connection has ended. awaited: a decision may look at who is there."""
+        self.version += awaited
         worker.leave(self._desk.now)
 
     def remove(self, key: WorkerKey, why: Why) -> None:

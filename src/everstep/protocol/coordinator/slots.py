@@ -44,12 +44,6 @@ class Slots:
         """With how many members the job may run at least."""
         return max(1, self._desk.config.min_workers)
 
-    @property
-    def most(self) -> int:
-        """How many members there is room for."""
-        config = self._desk.config
-        return max(config.lanes * config.stages, config.workers)
-
     def ids(self) -> set[int]:
         """Those that are to be kept filled, those given up included."""
         if self._asked is not None:
