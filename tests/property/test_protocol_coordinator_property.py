@@ -87,6 +87,14 @@ class Plans:
         world.sent.clear()
 
 
+def nothing_was_missed(world: World) -> None:
+    """Decisions are made only where something has changed; made again, they come to nothing."""
+    coordinator = world.coordinator
+    coordinator._decided = ()
+    coordinator._decide()
+    assert coordinator.job.desk.take_effects() == []
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["replace", "shrink", "wait"]),
@@ -102,6 +110,7 @@ def test_no_event_breaks_an_invariant(on_failure, events):
         world.now += wait_ms * MS
         world.handle(event)
         plans.look(world)
+        nothing_was_missed(world)
         if restart and isinstance(event, Tick):
             world = world.restart()
         fenced |= {(e["worker_id"], e["incarnation"]) for e in world.journal if e["kind"] == "evict"}

@@ -34,6 +34,8 @@ def reconcile(job: Job) -> None:
     for _, join in sorted(job.healing.joins.items()):
         if join.retry_ns is not None and job.desk.now >= join.retry_ns:
             _send_heal(job, join.key)
+        elif join.retry_ns is not None:
+            job.desk.alarms.set(JoinsDue(), join.retry_ns)
     if job.agreement.prepared is None:
         _prepare_if_due(job, leaving)
 
@@ -137,8 +139,6 @@ def heal_failed(job: Job, worker: Worker, message: HealFailed) -> None:
     if job.healing.fail(join) >= MOST_FAILURES:
         why = Why(message.cause, f"it could not heal in {MOST_FAILURES} attempts: {message.reason}")
         evict(job, worker, why, kill=True)
-    elif join.retry_ns is not None:
-        job.desk.alarms.set(JoinsDue(), join.retry_ns)
 
 
 def _may_go(job: Job, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:

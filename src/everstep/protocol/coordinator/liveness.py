@@ -318,7 +318,10 @@ def _awaited(job: Job, worker: Worker) -> bool:
 def end_of_grace(job: Job, alarm: GraceDue) -> None:
     """The time to come back after the coordinator's restart is over."""
     membership, now = job.membership, job.desk.now
-    if membership.grace_until_ns is None or now < membership.grace_until_ns:
+    if membership.grace_until_ns is None:
+        return
+    if now < membership.grace_until_ns:  # it was begun anew meanwhile
+        job.desk.alarms.set(alarm, membership.grace_until_ns)
         return
     absent = membership.absent()
     if membership.waited_ns() < job.desk.config.quorum_wait_ns and _hold_all_state(job, absent):
