@@ -232,7 +232,7 @@ def suspect(job: Job, worker: Worker, why: Why) -> None:
 # ---- silence
 
 
-def check_agent(job: Job, alarm: AgentDue) -> None:
+def agent_due(job: Job, alarm: AgentDue) -> None:
     """Look whether an agent has been silent for too long, and ring again when it could be."""
     agent, now = job.agents.known.get(alarm.agent_id), job.desk.now
     if agent is None or job.progress.ended is not None:
@@ -284,7 +284,7 @@ def _hold_all_state(job: Job, workers: list[Worker]) -> bool:
     return bool(holders) and all(w in workers for w in holders)
 
 
-def check_gone(job: Job, alarm: GoneDue) -> None:
+def gone_due(job: Job, alarm: GoneDue) -> None:
     """Look whether a worker without a connection has to be given up."""
     worker = job.membership.workers.get(alarm.worker_id)
     if worker is None or worker.gone_ns is None or worker.connection is not None or job.progress.ended is not None:
@@ -315,7 +315,7 @@ def _awaited(job: Job, worker: Worker) -> bool:
     return job.agreement.owes(worker.key)
 
 
-def end_of_grace(job: Job, alarm: GraceDue) -> None:
+def grace_due(job: Job, alarm: GraceDue) -> None:
     """The time to come back after the coordinator's restart is over."""
     membership, now = job.membership, job.desk.now
     if membership.grace_until_ns is None:

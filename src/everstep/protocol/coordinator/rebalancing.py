@@ -23,7 +23,7 @@ from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
 LEAST_GAIN = 0.2
 
 
-def look(job: Job, alarm: SpeedsDue) -> None:
+def speeds_due(job: Job, alarm: SpeedsDue) -> None:
     """Take the present speeds down; prepare a plan once the gain has lasted."""
     speeds, plan = job.speeds, job.agreement.plan
     speeds.look_later()

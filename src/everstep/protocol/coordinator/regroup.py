@@ -63,9 +63,8 @@ def _start(job: Job) -> None:
 def _regroup(job: Job) -> None:
     agreement, slots = job.agreement, job.slots
     survivors = agreement.survivors()
-    if job.membership.in_grace and any(
-        agreement.in_any_plan(w.key) for w in job.membership.workers.values() if not w.greeted
-    ):
+    to_come = (w for w in job.membership.workers.values() if not w.greeted and agreement.in_any_plan(w.key))
+    if job.membership.in_grace and any(to_come):
         # Who is not back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
         return
     if not survivors:
@@ -165,7 +164,7 @@ def _held_step(job: Job, worker: Worker) -> int:
     return worker.step if known else 0
 
 
-def check_quorum(job: Job, alarm: QuorumDue) -> None:
+def quorum_due(job: Job, alarm: QuorumDue) -> None:
     """Give up when too few workers came for too long."""
     agreement, waiting = job.agreement, job.quorum.waiting
     if job.progress.ended is not None or (agreement.plan is not None and not agreement.broken) or not job.quorum.over():

@@ -64,15 +64,15 @@ BEFORE_A_HELLO: dict[type, Callable[[Job, str, Any], None]] = {
 }
 
 ALARMS: dict[type, Callable[[Job, Any], None]] = {
-    alarms.AgentDue: liveness.check_agent,
+    alarms.AgentDue: liveness.agent_due,
     alarms.EndDue: lambda job, alarm: job.saving.time_is_up(),
     alarms.FailedDue: evictions.failed_due,
-    alarms.GoneDue: liveness.check_gone,
-    alarms.GraceDue: liveness.end_of_grace,
+    alarms.GoneDue: liveness.gone_due,
+    alarms.GraceDue: liveness.grace_due,
     alarms.JoinsDue: joins.joins_due,
     alarms.LinksDue: evictions.links_due,
-    alarms.QuorumDue: regroup.check_quorum,
-    alarms.SpeedsDue: rebalancing.look,
+    alarms.QuorumDue: regroup.quorum_due,
+    alarms.SpeedsDue: rebalancing.speeds_due,
     alarms.StartDue: regroup.start_due,
 }
 
