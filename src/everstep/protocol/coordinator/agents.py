@@ -40,39 +40,39 @@ class Agent:
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
 
     def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
-        """It is there (again)."""
+        """The agent has connected (again) and said hello."""
         self.connection, self.host, self.slots = connection, hello.host, hello.slots
         self._sent_slots, self.suspected = None, False
         self._killed_ns.clear()
         self.detector.resume(now_ns)
 
     def relist(self) -> set[WorkerKey]:
-        """It is about to say anew what it runs. Returns what it was known to run."""
+        """Empty the list of its processes, which it is about to give anew. Returns whom it was known to run."""
         before = self.lives | self.restored
         self.lives, self.restored = set(), set()
         return before
 
     def leave(self) -> None:
-        """Its connection has ended."""
+        """The agent's connection has ended."""
         self.connection = None
 
     def restore(self, key: WorkerKey, *, first: bool) -> None:
-        """According to the journal it ran this process, and no other one before it if this is the first."""
+        """According to the journal it ran this process; `first`: the first of which that is known."""
         self.restored.add(key)
         if first:
             self.lives.add(key)
 
     def runs(self, key: WorkerKey) -> None:
-        """It says so."""
+        """It says that it runs this process."""
         self.lives.add(key)
 
     def exited(self, key: WorkerKey) -> None:
-        """It runs this process no more."""
+        """It says that this process is dead."""
         self.lives.discard(key)
         self._killed_ns.pop(key, None)
 
     def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None) -> None:
-        """It lives. fixed_interval_ns: how often it says so; None: it goes by its round trips."""
+        """A sign of life. fixed_interval_ns: how often one is to come; None: that goes by the round trips."""
         if rtt_ms > 0:
             self._rtts_ms.append(rtt_ms)
         self.detector.heartbeat(now_ns)
@@ -80,14 +80,14 @@ class Agent:
         self.suspected = False
 
     def _expected_interval_ns(self) -> int:
-        """10 x the median round trip within 0.2 to 5 s."""
+        """Heartbeats come every 10 median round trips, within 0.2 to 5 s."""
         if not self._rtts_ms:
             return SECOND_NS
         wanted = int(10 * median(self._rtts_ms) * MILLISECOND_NS)
         return min(max(wanted, HEARTBEAT_LEAST_NS), HEARTBEAT_MOST_NS)
 
     def suspect(self) -> bool:
-        """It may be silent for good. Returns whether that is new."""
+        """The agent may be silent for good. Returns whether that is new."""
         known, self.suspected = self.suspected, True
         return not known
 
@@ -106,14 +106,14 @@ class Agent:
         return first
 
     def new_slots(self, ids: list[int]) -> SetSlots | None:
-        """What to tell it about the slots that it is to keep filled; None if it knows."""
+        """The message about the slots that it is to keep filled; None if it knows these."""
         if self._sent_slots == ids:
             return None
         self._sent_slots = ids
         return SetSlots(worker_ids=ids)
 
     def repeat_slots(self) -> None:
-        """It is to be told again: a worker may have left as once asked, and its slot be wanted again by now."""
+        """Tell it its slots again: a worker may have left as once asked, and its slot be wanted by now."""
         self._sent_slots = None
 
 
@@ -127,11 +127,11 @@ class Agents:
 
     @property
     def known(self) -> Mapping[str, Agent]:
-        """By id."""
+        """All agents, by id."""
         return self._agents
 
     def watch(self, agent_id: str, host: str) -> Agent:
-        """The agent; if it was not known, begin to expect its heartbeats."""
+        """The agent of this id; if it was not known, begin to expect its heartbeats."""
         known = self._agents.get(agent_id)
         if known is not None:
             return known
@@ -152,12 +152,12 @@ class Agents:
         agent.greet(connection, hello, self._desk.now)
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
-        """A process is dead."""
+        """An agent says that this process is dead."""
         self.version += 1
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
-        """It is given up."""
+        """An agent is given up."""
         self.version += 1
         del self._agents[agent_id]
 
@@ -169,5 +169,5 @@ class Agents:
         return same_host[0] if len(same_host) == 1 else None
 
     def run(self, key: WorkerKey) -> bool:
-        """Whether one of them runs this process."""
+        """Whether any agent runs this process."""
         return any(key in agent.lives for agent in self._agents.values())

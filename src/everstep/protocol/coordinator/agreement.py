@@ -50,22 +50,22 @@ class Agreement:
 
     @property
     def in_force(self) -> int:
-        """Generation of the plan, 0 before the first."""
+        """Generation of the plan in force, 0 before the first."""
         return self.plan.generation if self.plan is not None else 0
 
     @property
     def newest(self) -> Plan | None:
-        """The prepared plan, else that in force."""
+        """The prepared plan if there is one, else the plan in force."""
         return self.prepared or self.plan
 
     @property
     def entered(self) -> AbstractSet[int]:
-        """Members that have settled in the plan, by worker id."""
+        """Worker ids of the members that have settled in the plan in force."""
         return self._entered
 
     @property
     def broken(self) -> Sequence[Why]:
-        """Why the plan cannot go on."""
+        """Why the plan in force cannot go on; empty if it can."""
         return self._broken
 
     @property
@@ -74,23 +74,23 @@ class Agreement:
         return self.plan is not None and bool(self._entered) and not self._broken
 
     def has(self, key: WorkerKey) -> bool:
-        """Whether it is a member of the plan in force."""
+        """Whether this life is a member of the plan in force."""
         return self.plan is not None and self.plan.has(key)
 
     def in_any_plan(self, key: WorkerKey) -> bool:
-        """Whether it is a member of the plan in force, or of the prepared one."""
+        """Whether this life is a member of the plan in force, or of the prepared one."""
         return self.has(key) or (self.prepared is not None and self.prepared.has(key))
 
     def owes(self, key: WorkerKey) -> bool:
-        """Whether it is a member that has yet to settle."""
+        """Whether this life is a member of the plan in force that has yet to settle."""
         return self.has(key) and key.worker_id not in self._entered
 
     def awaits(self, key: WorkerKey) -> bool:
-        """Whether a decision may depend on its being there. A member may come and go, unless the plan is to change."""
+        """Whether a decision may depend on this life's being there: not of a member, unless the plan is to change."""
         return bool(self._broken) or not self.has(key)
 
     def survivors(self) -> list[Worker]:
-        """The members of the plan that live, in id order."""
+        """The members of the plan in force that live, in id order."""
         members = self.plan.members if self.plan is not None else ()
         return [w for w in (self._membership.alive(m.key) for m in members) if w is not None]
 
@@ -101,7 +101,7 @@ class Agreement:
     # ---- plans
 
     def issue(self, plan: Plan) -> None:
-        """The checks and the journal entry that every new plan passes."""
+        """Check and journal a new plan; it is in force from here, or prepared."""
         check(plan.generation > self.generation, f"generation {plan.generation} was given out before")
         agents = {}
         for member in plan.members:
@@ -125,7 +125,7 @@ class Agreement:
         self._entered, self._broken = set(), []
 
     def switch(self) -> Plan:
-        """The members follow the prepared plan. Returns the one before."""
+        """The members follow the prepared plan. Returns the plan before."""
         old, plan = self.plan, self.prepared
         if old is None or plan is None:
             raise InvariantViolation("a switch needs a prepared plan")
@@ -146,7 +146,7 @@ class Agreement:
     # ---- what becomes of the plan
 
     def enter(self, worker_id: int) -> bool:
-        """A member has settled in the plan. Returns whether that is new."""
+        """A worker has settled in the plan in force. Returns whether that is new."""
         if worker_id in self._entered:
             return False
         if not self._entered:  # decisions ask only whether anybody has: a thousand members need not decide each
@@ -155,12 +155,12 @@ class Agreement:
         return True
 
     def break_off(self, why: Why) -> None:
-        """The plan cannot go on: another one is due."""
+        """The plan in force cannot go on: another one is due."""
         self.version += 1
         self._broken.append(why)
 
     def forget(self, worker_id: int) -> None:
-        """A member is gone."""
+        """A worker is gone, so it has not settled either."""
         self._entered.discard(worker_id)
 
     # ---- from the journal

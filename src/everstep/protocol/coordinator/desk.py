@@ -50,39 +50,39 @@ class Desk:
 
     @property
     def connections(self) -> Mapping[str, Connection]:
-        """All there are, by name."""
+        """All open connections, by name."""
         return self._connections
 
     def connected(self, name: str, role: str) -> None:
-        """There is one more."""
+        """A connection was opened."""
         self._connections[name] = Connection(role)
 
     def introduce(self, name: str, *, worker: WorkerKey | None = None, agent_id: str | None = None) -> None:
-        """Whose it is."""
+        """Whose connection it is, as a hello has said."""
         known = self._connections[name]
         self._connections[name] = replace(known, worker=worker or known.worker, agent_id=agent_id or known.agent_id)
 
     def disconnected(self, name: str) -> Connection | None:
-        """It is no more; returns what it was, None if it was closed from here."""
+        """A connection has ended. Returns what it was; None if it was closed from here."""
         return self._connections.pop(name, None)
 
     # ---- effects
 
     def persist(self, kind: str, **fields: Any) -> None:
-        """Journal this, before anything else of the same event leaves."""
+        """Put an entry into the journal, before anything else of the same event leaves."""
         self._persists.append(Persist({"kind": kind, **fields}))
 
     def report(self, kind: str, why: Why, **fields: Any) -> None:
-        """Tell people."""
+        """Tell people: an event."""
         self._effects.append(Report(kind, {"cause": why.cause, "reason": why.reason, **fields}))
 
     def send(self, connection: str | None, message: AnyMessage) -> None:
-        """To a connection, if there is one."""
+        """Send over a connection, if there is one."""
         if connection is not None and connection in self._connections:
             self._effects.append(Send(connection, message))
 
     def send_all(self, message: AnyMessage) -> None:
-        """To all workers and agents."""
+        """Send to all workers and agents."""
         for name in sorted(self._connections):
             if self._connections[name].role != "client":
                 self.send(name, message)
@@ -93,7 +93,7 @@ class Desk:
             self._effects.append(Close(connection, reason))
 
     def take_effects(self) -> list[CoordinatorEffect]:
-        """All since the last call, what must be persisted first: the journal is synced once per event."""
+        """All effects since the last call, what must be persisted first: the journal is synced once per event."""
         effects = self._persists + self._effects
         self._persists, self._effects = [], []
         return effects

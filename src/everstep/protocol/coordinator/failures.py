@@ -32,7 +32,7 @@ class Failures:
 
     @property
     def staying(self) -> dict[WorkerKey, Why]:
-        """Whose loop has raised, and who stay until a checkpoint is taken, as far as they live."""
+        """The living whose loop has raised, and who stay until a checkpoint is taken."""
         return {key: why for key, why in self._staying.items() if self._membership.alive(key) is not None}
 
     def last_words(self, worker: Worker, message: WorkerFailed) -> bool:

@@ -27,15 +27,15 @@ class Join:
     retry_ns: int | None = None
 
     def begin(self, ticket: int, stages: tuple[int, ...]) -> None:
-        """An attempt."""
+        """An attempt begins, by this ticket."""
         self.ticket, self.stages, self.healed_ns, self.retry_ns = ticket, stages, None, None
 
     def heal(self, now_ns: int) -> None:
-        """The attempt succeeded."""
+        """The worker follows closely enough."""
         self.healed_ns = now_ns
 
     def fail(self, retry_ns: int) -> None:
-        """It did not; the next one is made then."""
+        """The attempt failed; the next one is made at `retry_ns`."""
         self.healed_ns, self.retry_ns = None, retry_ns
 
 
@@ -51,18 +51,18 @@ class Healing:
 
     @property
     def joins(self) -> Mapping[int, Join]:
-        """By worker id, in the order in which they began."""
+        """Who is on the way in, by worker id, in the order in which they began."""
         return self._joins
 
     def of(self, key: WorkerKey, ticket: int | None = None) -> Join | None:
-        """How this life is on the way in, if it is. ticket: it says that it goes by this one; an old one is void."""
+        """How this life is on the way in; None if it is not, or says so by another `ticket` than its newest."""
         join = self._joins.get(key.worker_id)
         if join is None or join.key != key or ticket not in (None, join.ticket):
             return None
         return join
 
     def healed(self, key: WorkerKey) -> Join | None:
-        """The same, if it follows closely enough."""
+        """How this life is on the way in, if it follows closely enough."""
         join = self.of(key)
         return join if join is not None and join.healed_ns is not None else None
 
@@ -75,12 +75,12 @@ class Healing:
         return join
 
     def succeed(self, join: Join) -> None:
-        """It follows closely enough."""
+        """A joiner follows closely enough."""
         self.version += 1
         join.heal(self._desk.now)
 
     def fail(self, join: Join) -> int:
-        """It has lost its donor: it may try again, later each time. Returns how often this life has failed."""
+        """A joiner has lost its donor: it may try again, later each time. Returns how often this life has failed."""
         self.version += 1
         failures = self._failures[join.key] = self._failures.get(join.key, 0) + 1
         delay_ns = 0 if failures == 1 else min(RETRY_NS << (failures - 2), RETRY_MOST_NS)
@@ -88,15 +88,15 @@ class Healing:
         return failures
 
     def moment_came(self) -> None:
-        """One that was waited for."""
+        """The time has come for which joiners were waited for, or for the next attempt of one."""
         self.version += 1
 
     def keep(self, worker_ids: Collection[int]) -> None:
-        """The others need not come in any more."""
+        """All others need not come in any more."""
         self._joins = {i: join for i, join in self._joins.items() if i in worker_ids}
 
     def stop(self, worker_id: int) -> None:
-        """It is in, or lost."""
+        """This worker is on the way in no more: it is in, or lost."""
         self._joins.pop(worker_id, None)
 
     def stop_all(self) -> None:
@@ -109,5 +109,5 @@ class Healing:
         self._failures.pop(key, None)
 
     def replay_ticket(self, ticket: int) -> None:
-        """Given out by a former life of the coordinator."""
+        """A ticket that a former life of the coordinator has given out."""
         self._ticket = max(self._ticket, ticket)

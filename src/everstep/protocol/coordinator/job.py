@@ -48,7 +48,7 @@ class Job:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Another one as soon as anything has changed that a decision looks at.
+        """Changes as soon as anything changes that a decision looks at.
 
         While members train in the slots that the agents have started, none looks at agents: a thousand that come back
         one by one cost no decision each.

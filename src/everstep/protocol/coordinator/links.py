@@ -62,11 +62,11 @@ class Links:
         return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
 
     def forget_accusations(self) -> None:
-        """Those of a generation that is over."""
+        """The generation to which the accusations belong is over."""
         self._accusations, self._reasons = {}, []
 
     def _accusers(self) -> dict[int, set[int]]:
-        """By worker id, of those that still live; what the dead have said is explained."""
+        """Whom the living accuse, by worker id; what the dead have said is explained by their death."""
         alive = self._membership.alive
         return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
 
@@ -100,7 +100,7 @@ class Links:
         return []
 
     def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
-        """A smallest cover; but an end that the coordinator does not reach either is the one to blame."""
+        """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
         workers = self._membership.workers
         away = {i for link in repeated for i in link if workers[i].connection is None}
         others = [link for link in repeated if not away.intersection(link)]

@@ -44,7 +44,7 @@ class Worker:
         return self.member is not None and self.connection is not None
 
     def greet(self, connection: str, hello: WorkerHello) -> None:
-        """It is ready, or back."""
+        """It has said hello over this connection: it is ready, or back."""
         self.member, self.connection, self.gone_ns, self.greeted = hello.member, connection, None, True
         self.pid, self.host, self.wants_spare = hello.member.pid, hello.member.host, hello.wants_spare
         self.state_bytes = hello.state_bytes
@@ -55,30 +55,30 @@ class Worker:
         self.connection, self.gone_ns = None, now_ns
 
     def restore(self, member: Member, agent_id: str | None) -> None:
-        """What a plan says of it, as far as it has not said so itself."""
+        """What a plan says of it counts, as far as it has not said so itself."""
         self.member = self.member or member
         self.pid, self.host = member.pid, member.host
         self.agent_id = self.agent_id or agent_id
 
     def started(self, agent_id: str, pid: int, now_ns: int) -> None:
-        """An agent runs it. Whether the agent sees it too, pulses will show anew."""
+        """An agent says that it runs it; only the next pulses show whether it also sees it."""
         self.agent_id, self.pid = agent_id, pid
         self.seen_ns = now_ns if self.seen_ns else 0
 
     def pulse(self, pulse: WorkerPulse, now_ns: int) -> None:
-        """Its agent has seen it."""
+        """Its agent has seen it, and says how it gets on."""
         self.seen_ns, self.step, self.samples_per_s = now_ns, pulse.step, pulse.samples_per_s
 
     def reached(self, step: int) -> None:
-        """It has said so; what comes late changes nothing."""
+        """It has committed this step; what comes late changes nothing."""
         self.step = max(self.step, step)
 
     def healed(self, step: int) -> None:
-        """It follows the members from here."""
+        """It follows the members from this step on."""
         self.step = step
 
     def ordered(self, now_ns: int) -> None:
-        """Something was asked of it."""
+        """It was given a plan or a ticket."""
         self.ordered_ns = now_ns
 
     def suspect(self) -> bool:
@@ -87,11 +87,11 @@ class Worker:
         return not known
 
     def trust(self) -> None:
-        """It is not in trouble."""
+        """It is in no trouble, as far as is known."""
         self.suspected = False
 
     def pardon(self, gap_ns: int) -> None:
-        """Nobody listened for so long: it was not silent."""
+        """The coordinator was away for so long: that was no silence of the worker."""
         self.gone_ns = None if self.gone_ns is None else self.gone_ns + gap_ns
         self.seen_ns += gap_ns if self.seen_ns else 0
 
@@ -126,12 +126,12 @@ class Membership:
         return worker if worker is not None and worker.key == key else None
 
     def newer(self, key: WorkerKey) -> bool:
-        """Whether a newer life of the slot is known."""
+        """Whether a newer life of the same slot is known."""
         known = self._workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
-        """A life that was not known, instead of one that is over."""
+        """A new life of a slot, which had none, or whose last one is over."""
         self.version += 1
         worker = self._workers[key.worker_id] = Worker(key, host=host)
         return worker
@@ -157,11 +157,11 @@ class Membership:
         self._desk.persist("evict", **who, cause=why.cause, reason=why.reason)
 
     def is_fenced(self, key: WorkerKey) -> bool:
-        """Whether this life was over before."""
+        """Whether this life, or a newer one of its slot, was declared over."""
         return key.incarnation <= self._fenced.get(key.worker_id, -1)
 
     def fenced_for(self, worker_id: int) -> Cause:
-        """Why the newest life of a slot that is over is."""
+        """Why the newest life of this slot that is over was declared so."""
         return self._fenced_for.get(worker_id, Cause.UNKNOWN)
 
     # ---- from the journal
@@ -172,7 +172,7 @@ class Membership:
             (self.alive(member.key) or self.add(member.key)).restore(member, agent_id)
 
     def replay_evict(self, key: WorkerKey, cause: Cause) -> None:
-        """A former life of the coordinator had fenced it."""
+        """A life that a former life of the coordinator has declared over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
         worker = self._workers.get(key.worker_id)
@@ -180,7 +180,7 @@ class Membership:
             del self._workers[key.worker_id]
 
     def keep_only(self, keys: Iterable[WorkerKey]) -> None:
-        """Forget all others."""
+        """Forget all lives but these."""
         kept = set(keys)
         self._workers = {i: w for i, w in self._workers.items() if w.key in kept}
 
@@ -191,21 +191,21 @@ class Membership:
         return self.grace_until_ns is not None and self._desk.now < self.grace_until_ns
 
     def begin_grace(self) -> None:
-        """From here on."""
+        """The workers of the journal have some time from now on to come back."""
         self.grace_until_ns = self._desk.now + self._desk.config.grace_ns
         self._desk.alarms.set(GraceDue(), self.grace_until_ns)
 
     def absent(self) -> list[Worker]:
-        """Who has yet to come back."""
+        """The workers of the journal that have yet to come back."""
         return [w for _, w in sorted(self._workers.items()) if not w.greeted and w.member is not None]
 
     def waited_ns(self) -> int:
-        """For how long beyond its first end grace has been kept up."""
+        """For how long grace has been prolonged: the first call begins the count."""
         if self._absent_since_ns is None:
             self._absent_since_ns = self._desk.now
         return self._desk.now - self._absent_since_ns
 
     def end_grace(self) -> None:
-        """Whoever is not back by now has to be looked for."""
+        """The time to come back is over."""
         self.version += 1
         self.grace_until_ns = self._absent_since_ns = None

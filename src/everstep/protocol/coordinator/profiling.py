@@ -44,7 +44,7 @@ class Profiling:
         self._newest: _Profile | None = None
 
     def ask(self, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Have the next steps recorded, by the members that `args` names, or all. Returns an error, or what is."""
+        """Have the next steps recorded, by the members that `args` names, or all. Returns an error or what is asked."""
         plan, known = self._agreement.plan, self._newest
         if plan is None or not self._agreement.entered or self._agreement.broken:
             return "nobody trains at the moment, so there is nothing to profile: try again when the job runs", {}

@@ -36,7 +36,7 @@ class Progress:
 
     @property
     def step_times_ms(self) -> Sequence[float]:
-        """Of the last steps."""
+        """How long the last steps took."""
         return self._step_times_ms
 
     def reached(self, step: int) -> None:
@@ -44,14 +44,14 @@ class Progress:
         self.step = max(self.step, step)
 
     def took(self, step_ms: float) -> None:
-        """A step has taken so long; 0: nobody knows."""
+        """A step has taken so long; 0: that is not known."""
         if step_ms > 0:
             self._step_times_ms.append(step_ms)
 
     # ---- set-backs
 
     def lose(self, stages: Sequence[int]) -> None:
-        """The whole pools of these stages are gone."""
+        """The whole pools of these stages are gone (none: they are not)."""
         self.lost_stages = tuple(stages)
 
     def fall_back(self, step: int) -> bool:
@@ -135,9 +135,9 @@ class Progress:
         )
 
     def replay_ended(self, ended: JobEnded) -> None:
-        """A former life of the coordinator had ended it."""
+        """A former life of the coordinator had ended the job."""
         self.ended = ended
 
     def replay_plan(self, plan: Plan) -> None:
-        """Nobody may have entered the newest plan of the journal yet."""
+        """The newest plan of the journal: nobody may have entered it yet."""
         self.sound = plan.sound

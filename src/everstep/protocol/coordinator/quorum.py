@@ -25,25 +25,25 @@ class Quorum:
         self._since_ns = self._desk.now
 
     def met(self) -> None:
-        """There is a plan."""
+        """Enough workers are there: there is a plan."""
         self._since_ns = self._first_came_ns = self.waiting = None
         self.starting_over = False
 
     def wait(self) -> None:
-        """There are too few workers; since when, is kept."""
+        """There are too few workers. Since when that is so is kept."""
         if self._since_ns is None:
             self._since_ns = self._desk.now
         self._desk.alarms.set(QuorumDue(), self._since_ns + self._desk.config.quorum_wait_ns)
 
     def wait_for(self, why: Why, step: int, generation: int) -> None:
-        """The same, with what is waited for, which is told once."""
+        """There are too few workers, and this is why; it is told once."""
         if why != self.waiting:
             self.waiting = why
             self._desk.report("waiting", why, step=step, generation=generation)
         self.wait()
 
     def over(self) -> bool:
-        """Whether that was long enough."""
+        """Whether workers were waited for long enough; if not, ring when they were."""
         if self._since_ns is None:
             return False
         until_ns = self._since_ns + self._desk.config.quorum_wait_ns
@@ -56,26 +56,26 @@ class Quorum:
 
     @property
     def anybody(self) -> bool:
-        """Whether one has come."""
+        """Whether a first worker has come."""
         return self._first_came_ns is not None
 
     @property
     def patient(self) -> bool:
-        """Whether the first has come so lately that others may follow."""
+        """Whether the first worker has come so lately that others may follow."""
         return self._first_came_ns is not None and self._desk.now < self._first_came_ns + START_PATIENCE_NS
 
     def came(self) -> None:
-        """One is there; the first counts."""
+        """A worker is there; the first one counts."""
         if self._first_came_ns is None:
             self._first_came_ns = self._desk.now
 
     def give_time(self) -> None:
-        """Decide anew when patience is over."""
+        """Ring when the workers after the first have had time enough."""
         if self._first_came_ns is not None:
             self._desk.alarms.set(StartDue(), self._first_came_ns + START_PATIENCE_NS)
 
     def patience_over(self) -> None:
-        """It is."""
+        """The workers after the first have had time enough."""
         self.version += 1
 
     def start_over(self) -> None:

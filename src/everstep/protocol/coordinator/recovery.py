@@ -58,7 +58,7 @@ class Recovery:
             self._fault = _Fault(self._desk.now, notice_ns / 1e9, why, key, died_unix_ns)
 
     def cause(self, otherwise: Cause) -> Cause:
-        """Of the fault, if there is one."""
+        """Cause of the fault from which the job recovers, if it does."""
         return self._fault.why.cause if self._fault is not None else otherwise
 
     def decided(self, generation: int) -> None:

@@ -66,7 +66,7 @@ class Saving:
         self.end_with("no checkpoint was completed in time")
 
     def end_with(self, outcome: str) -> None:
-        """The end that was about to come."""
+        """The end that was about to come is there; `outcome`: of the checkpoint before it."""
         ending = self.ending
         if ending is not None:
             why = Why(ending.why.cause, f"{ending.why.reason}; {outcome}")
@@ -103,7 +103,7 @@ class Saving:
         self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
 
     def give_up(self) -> None:
-        """Once the job has ended nobody will answer any more."""
+        """Once the job has ended, tell those who wait for a checkpoint that there will be none."""
         ended = self._progress.ended
         if ended is not None:
             self._reply(f"the job ended before a checkpoint was complete ({ended.reason})", {})

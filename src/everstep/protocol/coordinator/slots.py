@@ -31,12 +31,12 @@ class Slots:
 
     @property
     def as_started(self) -> bool:
-        """Whether nobody has ever asked for others."""
+        """Whether nobody has ever asked for other slots than those that the agents started with."""
         return self._asked is None
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Those given up for good, with the reason."""
+        """The slots given up for good, with the reason."""
         return self._lost
 
     @property
@@ -45,7 +45,7 @@ class Slots:
         return max(1, self._desk.config.min_workers)
 
     def ids(self) -> set[int]:
-        """Those that are to be kept filled, those given up included."""
+        """The slots that are to be kept filled, those given up included."""
         if self._asked is not None:
             return self._asked
         announced = sum(agent.slots for agent in self._agents.known.values())
@@ -55,7 +55,7 @@ class Slots:
         return self._asked is None or worker_id in self._asked
 
     def left(self) -> int:
-        """How many were not given up."""
+        """How many slots were not given up."""
         return len(self.ids() - set(self._lost))
 
     def expected(self) -> int:
@@ -63,7 +63,7 @@ class Slots:
         return min(self.target, self.left())
 
     def unwanted_for(self, worker_id: int) -> Cause:
-        """How it was asked that this one be no more."""
+        """How it was asked that this slot be no more."""
         return self._unwanted.get(worker_id, Cause.SCALED)
 
     def want(self, target: int, ids: set[int], why: Why) -> None:
@@ -82,26 +82,26 @@ class Slots:
     # ---- what became of them
 
     def runs(self, worker_id: int, agent_id: str) -> None:
-        """This agent runs a life of it."""
+        """This agent runs a life of the slot."""
         self._owners[worker_id] = agent_id
 
     def revive(self, worker_id: int) -> None:
-        """It has a new life, though it may have been given up."""
+        """The slot has a new life, though it may have been given up."""
         self.version += 1
         self._lost.pop(worker_id, None)
 
     def empty(self, worker_id: int) -> None:
-        """Its worker has left."""
+        """The slot's worker has left."""
         self.version += 1
         self._retiring.discard(worker_id)
 
     def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
-        """Of its slots this agent runs these alone: those of the others that were to retire have."""
+        """This agent runs these slots alone, so the workers of its other slots that were to retire have left."""
         left = self._retiring - set(running)
         self._retiring -= {i for i in left if self._owners.get(i) == agent_id}
 
     def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
-        """An agent gives it up. Returns False where that says nothing: it is another's by now, or given up before."""
+        """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
         if worker_id in self._lost or self._owners.get(worker_id) not in (None, agent_id):
             return False
         self.version += 1
@@ -110,7 +110,7 @@ class Slots:
         return True
 
     def share_out(self) -> None:
-        """Tell each agent which to keep filled, once the wish differs from what the agents started with.
+        """Tell each agent which slots to keep filled, once the wish differs from what they started with.
 
         A slot that is not wanted any more stays in the list until its process has left. After a restart of the
         coordinator the agents come back one by one: what the others run must not be started again at the first.
@@ -143,9 +143,9 @@ class Slots:
         self._set(target, ids, cause)
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
-        """What it had given up."""
+        """A slot that a former life of the coordinator has given up."""
         self._lost[worker_id] = reason
 
     def restore(self, worker_ids: Iterable[int]) -> None:
-        """Who is in the plans of the journal."""
+        """The slots of all members of the plans in the journal."""
         self._retiring = {i for i in worker_ids if not self.wanted(i)}

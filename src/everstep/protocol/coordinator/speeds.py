@@ -48,7 +48,7 @@ class _LaneTimes:
         self.newest = ms
 
     def look(self) -> float | None:
-        """Note the newest; returns the median of what was noted, None if nothing was."""
+        """Note the newest time; returns the median of those noted, None if there is none."""
         if self.newest > 0:
             self.looks.append(self.newest)
         return median(self.looks) if self.looks else None
@@ -77,7 +77,7 @@ class Speeds:
         anew: bool = False,
         speeds: Mapping[int, float] | None = None,
     ) -> tuple[Seat, ...]:
-        """Placement, with what the job's config says about it. speeds: others than those in force."""
+        """Placement by the job's config. speeds: others than those in force."""
         config = self._desk.config
         speeds = self.in_force if speeds is None else speeds
         return self._place(
@@ -117,7 +117,7 @@ class Speeds:
             self.look_later()
 
     def look_later(self) -> None:
-        """At the speeds."""
+        """Ring for the next look at the speeds."""
         self._desk.alarms.set(SpeedsDue(), self._desk.now + self._desk.config.look_ns)
 
     def measured(self, plan: Plan) -> dict[int, float] | None:
@@ -141,17 +141,17 @@ class Speeds:
         return {i: known.get(i, typical) for i in plan.worker_ids}
 
     def forget(self, worker_id: int) -> None:
-        """It was lost: the next life of its slot may be faster or slower."""
+        """A worker was lost: the next life of its slot may be faster or slower."""
         self.in_force = {i: speed for i, speed in self.in_force.items() if i != worker_id}
 
     def restore(self, plan: Plan) -> None:
-        """Those that the newest plan of the journal was made by."""
+        """The speeds by which the newest plan of the journal was made."""
         self.in_force = dict(plan.speeds)
 
     # ---- a gain that lasts
 
     def even(self) -> None:
-        """Nothing is to be gained at the moment."""
+        """Nothing is to be gained by other lanes at the moment."""
         self._uneven_since_ns = None
 
     def uneven(self) -> bool:
