@@ -18,7 +18,7 @@ from coordinator_harness import MS, S, World, drop
 
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_types import Connected, Disconnected, Received, Tick
+from everstep.protocol.coordinator.types import Connected, Disconnected, Received, Tick
 
 ids = st.integers(0, 3)
 lives = st.integers(0, 2)
@@ -87,6 +87,14 @@ class Plans:
         world.sent.clear()
 
 
+def nothing_was_missed(world: World) -> None:
+    """Decisions are made only where something has changed; made again, they come to nothing."""
+    coordinator = world.coordinator
+    coordinator._decided = ()
+    coordinator._decide()
+    assert coordinator.job.desk.take_effects() == []
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["replace", "shrink", "wait"]),
@@ -102,11 +110,12 @@ def test_no_event_breaks_an_invariant(on_failure, events):
         world.now += wait_ms * MS
         world.handle(event)
         plans.look(world)
+        nothing_was_missed(world)
         if restart and isinstance(event, Tick):
             world = world.restart()
         fenced |= {(e["worker_id"], e["incarnation"]) for e in world.journal if e["kind"] == "evict"}
-        if world.plan is not None and not world.coordinator._state.broken:
-            alive = [world.coordinator._state.alive(x.key) for x in world.plan.members]
+        if world.plan is not None and not world.coordinator.job.agreement.broken:
+            alive = [world.coordinator.job.membership.alive(x.key) for x in world.plan.members]
             assert all(alive), "a plan goes on although a member is gone"
         world.coordinator.status()
     generations = [e["plan"]["generation"] for e in world.journal if e["kind"] == "plan"]

@@ -11,7 +11,7 @@ import pytest
 from everstep.base.plan import Plan, WorkerKey
 from everstep.placement.lanes import place
 from everstep.protocol import messages as wire
-from everstep.protocol.coordinator import Coordinator
+from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.protocol import coordinator_health
 from everstep.protocol import messages as wire
+from everstep.protocol.coordinator import liveness
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import PlanArrived
@@ -359,6 +359,6 @@ def test_the_donor_scenario_meets_its_bug():
 
 @pytest.mark.parametrize("name", ["the coordinator is cut off from everybody", "nobody hears of the plan"])
 def test_the_silence_scenarios_meet_their_bug(name, monkeypatch):
-    monkeypatch.setattr(coordinator_health, "_hold_all_state", lambda state, workers: False)
+    monkeypatch.setattr(liveness, "_hold_all_state", lambda job, workers: False)
     found = [simulate(seed, setup=SCENARIOS[name]).problem for seed in range(12)]
     assert any("P2" in problem for problem in found), found

@@ -62,6 +62,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.writes_into_others, "everstep.sim.x", "process.crash_after_effects = 3"),
     (rules.writes_into_others, "everstep.train.x", "from everstep.train import join\njoin.called = True"),
     (rules.writes_into_others, "everstep.protocol.driver.x", "setattr(feed, 'offer', None)"),
+    (rules.writes_into_others, "everstep.protocol.coordinator.x", "job.agreement.plan = plan"),
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [

@@ -16,7 +16,7 @@ from coordinator_harness import MS, S, World, drop
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_types import Close, Persist, Report, Send
+from everstep.protocol.coordinator.types import Close, Persist, Report, Send
 
 TRACES = sorted(Path(__file__).parent.glob("coordinator_*.txt"))
 

@@ -23,9 +23,9 @@ from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
 from everstep.placement.lanes import place
-from everstep.protocol.coordinator import Coordinator
-from everstep.protocol.coordinator_recovery import noticed
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.recovery import noticed
+from everstep.protocol.coordinator.types import (
     Close,
     Connected,
     CoordinatorConfig,

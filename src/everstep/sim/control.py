@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.types import (
     Close,
     Connected,
     CoordinatorEffect,

@@ -16,8 +16,8 @@ from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTi
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.placement.lanes import place
-from everstep.protocol.coordinator import Coordinator
-from everstep.protocol.coordinator_types import CoordinatorConfig
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import Saving
 from everstep.protocol.step_machine import StepMachine
@@ -235,7 +235,6 @@ class Simulation:
                 active=(setup.active,) * setup.job.stages if setup.active else (),
             ),
             lasting_ns=setup.lasting_ms * MS,
-            look_ns=min(5_000, setup.lasting_ms // 2 + 10) * MS,
         )
         self.control.start_coordinator()
         for host in hosts:

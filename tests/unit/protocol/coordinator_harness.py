@@ -10,8 +10,8 @@ from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan
 from everstep.placement.lanes import place
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import Coordinator
-from everstep.protocol.coordinator_types import (
+from everstep.protocol.coordinator.coordinator import Coordinator
+from everstep.protocol.coordinator.types import (
     Close,
     Connected,
     CoordinatorConfig,
@@ -166,7 +166,7 @@ class World:
         self.say(agent, m.Heartbeat(agent_id=agent, seq=self.seq, rtt_ms=1.0, workers=said))
 
     def command(self, name: str, **args: Any) -> m.CommandReply:
-        if "c1" not in self.coordinator._state.connections:
+        if "c1" not in self.coordinator.job.desk.connections:
             self.connect("c1", "client")
         self.say("c1", m.Command(request=1, name=name, args=args))
         reply = self.last(m.CommandReply, "c1")
@@ -182,7 +182,7 @@ class World:
             self.now = max(self.now, wake)
             if beating and self.now >= self.next_beat:
                 self.next_beat = self.now + S
-                for agent in [a for a in self.coordinator._state.agents.values() if a.connection is not None]:
+                for agent in [a for a in self.coordinator.job.agents.known.values() if a.connection is not None]:
                     self.beat(agent=agent.agent_id)
             self.handle(Tick())
             if self.now >= end:
@@ -214,11 +214,11 @@ class World:
 
     @property
     def plan(self) -> Plan | None:
-        return self.coordinator._state.plan
+        return self.coordinator.job.agreement.plan
 
     @property
     def prepared(self) -> Plan | None:
-        return self.coordinator._state.prepared
+        return self.coordinator.job.agreement.prepared
 
     def clear(self) -> None:
         self.sent.clear()

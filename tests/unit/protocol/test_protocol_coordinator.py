@@ -7,9 +7,9 @@ from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_links import smallest_cover
-from everstep.protocol.coordinator_recovery import noticed
-from everstep.protocol.coordinator_types import Tick
+from everstep.protocol.coordinator.links import smallest_cover
+from everstep.protocol.coordinator.recovery import noticed
+from everstep.protocol.coordinator.types import Tick
 
 # ---- start
 
@@ -612,6 +612,29 @@ def test_a_newer_connection_replaces_the_older():
     drop(world, "w1.0")
     world.exited(2)
     assert world.last(m.PlanNow, "other") is not None
+
+
+def test_what_changes_nothing_costs_no_decision():
+    world = running()
+    version = world.coordinator.job.version
+    world.beat((0, 0, "computing", 0), (1, 0, "computing", 0), (2, 0, "computing", 0))
+    world.progress(0, 1, 1)
+    drop(world, "w1.0")
+    world.hello(1, plan=world.plan)
+    world.agent(0, 1, 2)
+    assert world.coordinator.job.version == version
+
+
+def test_slots_of_an_agent_without_workers_are_handed_on_when_it_is_given_up():
+    world = running(2)
+    world.agent(name="a2", host="h2", slots=1)
+    world.command("scale", workers=3)
+    [slots] = world.messages(m.SetSlots, "a2")
+    world.clear()
+    for _ in range(20):
+        world.now += S
+        world.beat()
+    assert set(slots.worker_ids) <= set(world.last(m.SetSlots, "a1").worker_ids)
 
 
 def test_store_answers_when_all_keys_are_set_and_none_when_superseded():

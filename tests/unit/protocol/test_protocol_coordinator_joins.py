@@ -153,6 +153,27 @@ def test_failed_heals_are_tried_again_later_and_later_and_given_up():
     assert "could not heal" in world.report("worker_evicted")["reason"]
 
 
+def test_the_retry_of_one_joiner_does_not_wait_for_that_of_another():
+    world = running(4)
+    world.exited(2)
+    world.exited(3)
+    rejoined(world, 2, 1)
+    rejoined(world, 3, 1)
+    world.entered(0, world.plan.generation, 4)
+
+    def fails(worker: int) -> None:
+        ticket = world.last(m.Heal, f"w{worker}.1").ticket
+        world.say(f"w{worker}.1", m.HealFailed(worker_id=worker, incarnation=1, ticket=ticket, reason="donor gone"))
+
+    fails(3)
+    fails(3)
+    world.now += 100 * MS
+    fails(2)
+    tickets = len(world.messages(m.Heal, "w3.1"))
+    world.wait(100 * MS, beating=False)
+    assert len(world.messages(m.Heal, "w3.1")) == tickets + 1
+
+
 def test_old_tickets_are_void():
     world = running()
     world.exited(2)
@@ -451,6 +472,20 @@ def test_a_newer_plan_than_the_journals_is_adopted():
     assert again.plan.generation == newer.generation + 1
     third = again.restart()
     assert third.plan.generation == again.plan.generation
+
+
+def test_a_member_of_an_adopted_plan_that_never_comes_back_is_given_up():
+    others = running(4)
+    others.exited(1)
+    others.exited(2)
+    again = running().restart()
+    again.agent(0)
+    again.wait(1 * S)
+    again.hello(0, plan=others.plan, step=9)
+    assert again.plan.worker_ids == (0, 3)
+    again.wait(5 * S)
+    assert again.plan.worker_ids == (0,)
+    assert "did not come back" in again.report("worker_evicted")["reason"]
 
 
 def test_without_a_journal_the_members_plan_is_adopted():

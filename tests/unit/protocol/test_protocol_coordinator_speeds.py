@@ -5,7 +5,7 @@ from coordinator_harness import S, World, running
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import make_wish
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator_speeds import by_speed, step_ms
+from everstep.protocol.coordinator.speeds import by_speed, step_ms
 
 
 def beat(world: World, *ms_per_lane: float) -> None:
@@ -76,13 +76,13 @@ def test_a_repair_keeps_the_speeds_of_who_is_left():
     assert dict(world.plan.speeds) == {0: 10.0, 2: 2.5}
     assert len(world.plan.lanes_of(0)) > len(world.plan.lanes_of(2))
     again = world.restart()
-    assert again.coordinator._state.speeds == {0: 10.0, 2: 2.5}
+    assert again.coordinator.job.speeds.in_force == {0: 10.0, 2: 2.5}
 
 
 def test_nothing_is_looked_at_while_nobody_says_how_fast_it_is():
     world = running(2)
     let(world, 60, 0.0, 0.0)
-    assert not world.coordinator._state.watching_speeds
+    assert not world.coordinator.job.speeds.watching
 
 
 def weakened(on_failure: str) -> World:

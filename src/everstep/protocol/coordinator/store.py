@@ -6,10 +6,10 @@ or is told that the generation has been superseded, which frees a group's constr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.protocol.coordinator_state import State
-from everstep.protocol.messages import StoreGet, StoreSet, StoreValues
+from everstep.protocol.messages import AnyMessage, StoreGet, StoreSet, StoreValues
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,28 @@ class _Asker:
 
 
 class RendezvousStore:
-    """Values by (generation, key), and who waits for them."""
+    """Values by (generation, key), and who waits for them. send: to a connection, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[str, AnyMessage], None]) -> None:
+        self._send = send
         self._values: dict[int, dict[str, bytes]] = {}
         self._askers: list[_Asker] = []
         self._oldest = 0
 
-    def set(self, state: State, message: StoreSet) -> None:
+    def set(self, message: StoreSet) -> None:
         """Keep a value and answer those who waited for it."""
         if message.generation < self._oldest:
             return
         self._values.setdefault(message.generation, {})[message.key] = message.value
         waiting, self._askers = self._askers, []
         for asker in waiting:
-            self._answer_or_keep(state, asker)
+            self._answer_or_keep(asker)
 
-    def get(self, state: State, connection: str, message: StoreGet) -> None:
+    def get(self, connection: str, message: StoreGet) -> None:
         """Answer now, or when all keys are set, or with None once the generation is superseded."""
-        self._answer_or_keep(state, _Asker(connection, message))
+        self._answer_or_keep(_Asker(connection, message))
 
-    def advance(self, state: State, oldest: int) -> None:
+    def advance(self, oldest: int) -> None:
         """Generations before `oldest` are superseded: forget their keys and free who waits for them."""
         if oldest <= self._oldest:
             return
@@ -47,20 +48,20 @@ class RendezvousStore:
         self._values = {g: v for g, v in self._values.items() if g >= oldest}
         waiting, self._askers = self._askers, []
         for asker in waiting:
-            self._answer_or_keep(state, asker)
+            self._answer_or_keep(asker)
 
     def forget(self, connection: str) -> None:
         """A connection ended; it asks again when it is back."""
         self._askers = [a for a in self._askers if a.connection != connection]
 
-    def _answer_or_keep(self, state: State, asker: _Asker) -> None:
+    def _answer_or_keep(self, asker: _Asker) -> None:
         get = asker.get
         if get.generation < self._oldest:
-            state.send(asker.connection, StoreValues(request=get.request, values=None))
+            self._send(asker.connection, StoreValues(request=get.request, values=None))
             return
         values = self._values.get(get.generation, {})
         if all(key in values for key in get.keys):
             found = [values[key] for key in get.keys]
-            state.send(asker.connection, StoreValues(request=get.request, values=found))
+            self._send(asker.connection, StoreValues(request=get.request, values=found))
         else:
             self._askers.append(asker)

@@ -33,7 +33,16 @@ class CoordinatorConfig:
     small_state_bytes: int = 32 << 20
     save_ns: int = 0
     lasting_ns: int = 30_000_000_000
-    look_ns: int = 5_000_000_000
+
+    @property
+    def look_ns(self) -> int:
+        """Every 5 s, and often enough to see a gain last."""
+        return min(5_000, self.lasting_ns // 2_000_000 + 10) * 1_000_000
+
+    @property
+    def room(self) -> int:
+        """How many members there is room for."""
+        return max(self.lanes * self.stages, self.workers)
 
 
 # ---- events

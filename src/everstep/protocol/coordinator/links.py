@@ -1,0 +1,159 @@
+"""Transfers that failed between two workers that both live. Pure.
+
+A dead worker makes its neighbours accuse it too, usually before its agent has said that it is dead. So accusations of
+one generation are collected for a moment: if a death explains them, they are void; if not, the links themselves are at
+fault. A first fault of a link regroups with the same members; a repeated one costs a smallest set of workers that
+covers the faulty links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.agreement import Agreement
+from everstep.protocol.coordinator.alarms import LinksDue
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
+from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.coordinator.recovery import Recovery
+from everstep.protocol.coordinator.words import listed
+from everstep.protocol.messages import PeerFault
+
+WINDOW_NS = 100 * MILLISECOND_NS
+REPEAT_GENERATIONS = 10
+REPEAT_NS = 60 * SECOND_NS
+_EXACT_COVER_WORKERS = 14
+
+Link = tuple[int, int]
+
+
+class Links:
+    """Who accuses whom at the moment, and which links have failed lately."""
+
+    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, recovery: Recovery) -> None:
+        self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
+        self._accusations: dict[WorkerKey, set[int]] = {}
+        self._reasons: list[str] = []
+        self._faults: dict[Link, list[tuple[int, int]]] = {}  # generations and times
+
+    def peer_fault(self, worker: Worker, message: PeerFault) -> None:
+        """A member of the current plan could not transfer. An older generation's complaint is void."""
+        plan = self._agreement.plan
+        if plan is None or not plan.has(worker.key) or self._agreement.broken:
+            return
+        if message.generation != plan.generation:
+            if plan.prepared and worker.key.worker_id not in self._agreement.entered:
+                why = Why(Cause.LINK, _behind([worker.key.worker_id], message.reason))
+                self._agreement.break_off(why)
+                self._recovery.begin(why)
+            return
+        if not self._accusations:
+            self._desk.alarms.set(LinksDue(), self._desk.now + WINDOW_NS)
+        self._accusations.setdefault(worker.key, set()).update(message.accused)
+        if message.reason not in self._reasons:
+            self._reasons.append(message.reason)
+
+    def left_behind(self, plan: Plan) -> Why | None:
+        """Members of the prepared plan to which the others switch now, who have lost a peer before they had decided
+        that. In the new generation the others wait for them, and nobody will bring them there."""
+        behind = [i for i in sorted(self._accusers()) if i in plan.worker_ids]
+        return Why(Cause.LINK, _behind(behind, self._reasons[0])) if behind else None
+
+    def forget_accusations(self) -> None:
+        """The generation to which the accusations belong is over."""
+        self._accusations, self._reasons = {}, []
+
+    def _accusers(self) -> dict[int, set[int]]:
+        """Whom the living accuse, by worker id; what the dead have said is explained by their death."""
+        alive = self._membership.alive
+        return {key.worker_id: accused for key, accused in self._accusations.items() if alive(key) is not None}
+
+    def close_window(self) -> list[tuple[Worker, Why]]:
+        """Nothing has explained the accusations so far: decide about the links. Returns who has to leave, and why."""
+        accusers, reasons, plan = self._accusers(), self._reasons, self._agreement.plan
+        self.forget_accusations()
+        if not accusers or plan is None or self._agreement.broken:
+            return []
+        links: dict[Link, int] = {}
+        votes: dict[int, int] = {}
+        for accuser, accused in sorted(accusers.items()):
+            for other in sorted(accused or {accuser}):
+                if other in plan.worker_ids and accuser in plan.worker_ids:
+                    link = (min(accuser, other), max(accuser, other))
+                    links[link] = links.get(link, 0) + 1
+                    votes[other] = votes.get(other, 0) + 1
+        if not links:
+            return []
+        said = "; ".join(reasons)
+        repeated = [link for link in sorted(links) if self._seen_lately(link)]
+        for link in links:
+            self._faults.setdefault(link, []).append((plan.generation, self._desk.now))
+        if repeated:
+            text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
+            workers = self._membership.workers
+            return [(workers[i], Why(Cause.LINK, text)) for i in self._to_leave(repeated, votes)]
+        fault = Why(Cause.LINK, f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
+        self._agreement.break_off(fault)
+        self._recovery.begin(fault)
+        return []
+
+    def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
+        """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
+        workers = self._membership.workers
+        away = {i for link in repeated for i in link if workers[i].connection is None}
+        others = [link for link in repeated if not away.intersection(link)]
+        chosen = tuple(sorted({*away, *smallest_cover(others, votes)}))
+        if set(chosen) >= {w.key.worker_id for w in self._agreement.survivors()}:
+            return smallest_cover(repeated, votes)
+        return chosen
+
+    def _seen_lately(self, link: Link) -> bool:
+        return bool(self._recent(self._faults.get(link, [])))
+
+    def forget_old(self) -> None:
+        """Drop faults that no longer count, so that memory stays bounded."""
+        kept = {link: self._recent(faults) for link, faults in self._faults.items()}
+        self._faults = {link: recent for link, recent in kept.items() if recent}
+
+    def _recent(self, faults: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        generation, now = self._agreement.in_force, self._desk.now
+        return [(g, at) for g, at in faults if generation - g <= REPEAT_GENERATIONS and now - at <= REPEAT_NS]
+
+
+def _behind(worker_ids: list[int], reason: str) -> str:
+    return f"worker {listed(worker_ids)} could not follow to the switch: {reason}"
+
+
+def listed_links(links: list[Link]) -> str:
+    """Links in plain words."""
+    return ", ".join(f"{a} to {b}" if a != b else listed({a}) for a, b in links)
+
+
+def smallest_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
+    """A smallest set of workers that touches every link; among equals the most accused, then the highest ids.
+
+    Exact for up to 14 workers, greedy beyond. Ascending.
+    """
+    workers = sorted({w for link in links for w in link})
+    if len(workers) > _EXACT_COVER_WORKERS:
+        return _greedy_cover(links, votes)
+    for size in range(1, len(workers) + 1):
+        covers = [c for c in combinations(workers, size) if all(a in c or b in c for a, b in links)]
+        if covers:
+            return max(covers, key=lambda c: (sum(votes.get(w, 0) for w in c), c))
+    return ()
+
+
+def _greedy_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
+    open_links, chosen = list(links), []
+    while open_links:
+        degree: dict[int, int] = {}
+        for a, b in open_links:
+            for worker in {a, b}:
+                degree[worker] = degree.get(worker, 0) + 1
+        best = max(degree, key=lambda w: (degree[w], votes.get(w, 0), w))
+        chosen.append(best)
+        open_links = [link for link in open_links if best not in link]
+    return tuple(sorted(chosen))

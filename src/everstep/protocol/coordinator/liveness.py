@@ -1,0 +1,358 @@
+"""Who lives: what agents say, heartbeats, hangs, silence. Pure.
+
+A worker's death is known from its agent (waitpid), from its agent's silence, from its own last words, from a progress
+counter that stands still, or, where no agent speaks for it, from the end of its connection.
+"""
+
+from __future__ import annotations
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator import switching
+from everstep.protocol.coordinator.agents import Agent
+from everstep.protocol.coordinator.alarms import AgentDue, GoneDue, GraceDue
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS
+from everstep.protocol.coordinator.evictions import evict, kill_life
+from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.profiling import STANDSTILL_NS
+from everstep.protocol.messages import (
+    AgentHello,
+    Heartbeat,
+    Pong,
+    SlotLost,
+    WorkerExited,
+    WorkerLife,
+    WorkerPulse,
+    WorkerStarted,
+)
+
+HANG_FLOOR_NS = 10 * SECOND_NS
+HANG_UNKNOWN_NS = 60 * SECOND_NS
+HANG_FACTOR = 10
+ALONE_LIMIT_NS = SECOND_NS
+EXEMPT_PHASES = ("idle", "starting")
+
+
+# ---- what agents say
+
+
+def agent_hello(job: Job, connection: str, hello: AgentHello) -> None:
+    """An agent is there (again): from now on it speaks for the workers it lists."""
+    known = job.agents.known.get(hello.agent_id)
+    if known is not None and known.connection is not None and known.connection != connection:
+        job.desk.close(known.connection, "replaced by a newer connection of the same agent")
+    agent = job.agents.watch(hello.agent_id, hello.host)
+    job.agents.greet(agent, connection, hello)
+    job.desk.introduce(connection, agent_id=hello.agent_id)
+    if job.progress.ended is not None:
+        job.desk.send(connection, job.progress.ended)
+        return
+    before = agent.relist()
+    for life in sorted(hello.workers, key=lambda w: w.worker_id):
+        _saw_life(job, agent, life)
+    # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
+    for key in sorted(before - agent.lives):
+        worker = job.membership.alive(key)
+        if worker is not None and worker.agent_id == agent.agent_id:
+            evict(job, worker, Why(Cause.EXITED, f"it no longer runs on host {agent.host}"), kill=False)
+    job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
+
+
+def _saw_life(job: Job, agent: Agent, life: WorkerLife) -> None:
+    """An agent says that it runs this process."""
+    key = WorkerKey(life.worker_id, life.incarnation)
+    agent.runs(key)
+    membership = job.membership
+    if membership.is_fenced(key):
+        kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted"))
+        return
+    known = membership.workers.get(key.worker_id)
+    if known is not None and known.key.incarnation > key.incarnation:
+        return
+    if known is not None and known.key.incarnation < key.incarnation:
+        if runs_elsewhere(job, known, agent.host):
+            return
+        why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+        evict(job, known, why, kill=False)
+        known = None
+    if known is None:
+        known = membership.add(key, agent.host)
+        job.slots.revive(key.worker_id)
+    known.started(agent.agent_id, life, job.desk.now)
+    job.slots.runs(key.worker_id, agent.agent_id)
+
+
+def runs_elsewhere(job: Job, known: Worker, host: str) -> bool:
+    """Whether a slot is another host's, where a life of it takes part or is there.
+
+    A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
+    one is newer, but no sign that the other has ended: that is for its own host to say, or for its silence.
+    """
+    there = known.connection is not None or job.agreement.in_any_plan(known.key)
+    return bool(known.host) and known.host != host and there
+
+
+def worker_started(job: Job, agent: Agent, message: WorkerStarted) -> None:
+    """A process was started; it says hello itself when it is ready."""
+    _saw_life(job, agent, message.worker)
+
+
+def worker_exited(job: Job, agent: Agent, message: WorkerExited) -> None:
+    """A process is dead: waitpid said so."""
+    key = WorkerKey(message.worker_id, message.incarnation)
+    if message.in_order:
+        switching.left_in_order(job, key)
+    job.agents.exited(agent, key)
+    job.slots.empty(key.worker_id)
+    if job.slots.wanted(key.worker_id):
+        agent.repeat_slots()
+    worker = job.membership.alive(key)
+    if worker is not None:
+        if job.agreement.has(key):
+            job.progress.reached(message.step)  # so that it is known how many steps are done again
+        why = Why(message.cause, message.reason)
+        evict(job, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
+
+
+def slot_lost(job: Job, agent: Agent, message: SlotLost) -> None:
+    """An agent gave up on a slot."""
+    slots = job.slots
+    if not slots.lose(message.worker_id, agent.agent_id, Why(message.cause, message.reason)):
+        return
+    if slots.left() < slots.least:
+        text = (
+            f"slot {message.worker_id} was given up ({message.reason}); {slots.left()} of the {slots.least} workers "
+            "that the job needs at least can still run"
+        )
+        job.progress.end("failed", Why(Cause.QUORUM, text), 1)
+    else:
+        why = Why(message.cause, f"its slot was given up: {message.reason}")
+        job.desk.report("warning", why, worker_id=message.worker_id)
+
+
+# ---- heartbeats and hangs
+
+
+def heartbeat(job: Job, agent: Agent, message: Heartbeat) -> None:
+    """An agent lives, and says how its workers get on."""
+    membership, now = job.membership, job.desk.now
+    agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
+    job.desk.send(agent.connection, Pong(seq=message.seq))
+    for pulse in message.workers:
+        key = WorkerKey(pulse.worker_id, pulse.incarnation)
+        worker = membership.alive(key)
+        if worker is not None:
+            worker.pulse(pulse, now)
+            job.speeds.say(key, pulse.compute_ms_per_lane)
+            _check_hang(job, worker, pulse)
+        elif membership.is_fenced(key) and key in agent.lives and not agent.lets_go(key, now):
+            kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted and still runs"))
+    if len(message.workers) < len(agent.lives):
+        _check_unseen(job, agent, {WorkerKey(p.worker_id, p.incarnation) for p in message.workers})
+
+
+def _check_unseen(job: Job, agent: Agent, seen: set[WorkerKey]) -> None:
+    """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
+    for key in sorted(agent.lives - seen):
+        worker = job.membership.alive(key)
+        if worker is None or worker.agent_id != agent.agent_id or not worker.seen_ns:
+            continue
+        unseen = job.desk.now - worker.seen_ns
+        what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
+        if unseen < job.desk.config.heartbeat_ceiling_ns // 2:
+            continue
+        if unseen < job.desk.config.heartbeat_ceiling_ns or _hold_all_state(job, [worker]):
+            suspect(job, worker, Why(Cause.SILENT, what))
+        else:
+            limit_s = job.desk.config.heartbeat_ceiling_ns / 1e9
+            why = Why(Cause.SILENT, f"{what} (limit {limit_s:.2f} s)")
+            evict(job, worker, why, kill=False, notice_ns=unseen)
+
+
+def hang_limit_ns(job: Job, worker: Worker) -> int:
+    """How long this worker's progress counter may stand still."""
+    fixed = job.desk.config.hang_limit_ns
+    if fixed is not None:
+        limit = fixed
+    elif job.progress.step_times_ms:
+        limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(job.progress.step_times_ms) * MILLISECOND_NS))
+    else:
+        limit = HANG_UNKNOWN_NS
+    if job.profiling.records(worker.key):
+        limit = max(limit, STANDSTILL_NS)
+    return limit if job.agreement.in_any_plan(worker.key) else limit * HANG_FACTOR
+
+
+def _check_hang(job: Job, worker: Worker, pulse: WorkerPulse) -> None:
+    still_ns = pulse.still_ms * MILLISECOND_NS
+    if pulse.phase in EXEMPT_PHASES:
+        # It may rest while nothing is asked of it; after an order its phase has to change.
+        if not _owes(job, worker):
+            worker.trust()
+            return
+        still_ns = min(still_ns, job.desk.now - worker.ordered_ns)
+    if still_ns < (job.desk.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
+        worker.trust()
+        return
+    limit = hang_limit_ns(job, worker)
+    who = "" if pulse.slowest is None else f"its rank {pulse.slowest}: "
+    what = f"{who}no progress for {still_ns / 1e9:.1f} s in phase '{pulse.phase}' of step {pulse.step}"
+    why = Why(Cause.HUNG, f"{what} (limit {limit / 1e9:.1f} s)")
+    if still_ns >= limit:
+        evict(job, worker, why, kill=True, notice_ns=still_ns)
+    elif still_ns >= limit // 2:
+        suspect(job, worker, why)
+    else:
+        worker.trust()
+
+
+def _owes(job: Job, worker: Worker) -> bool:
+    if worker.ordered_ns == 0 or not worker.greeted:
+        return False
+    join = job.healing.of(worker.key)
+    if join is not None:
+        return join.healed_ns is None and join.retry_ns is None
+    return job.agreement.owes(worker.key)
+
+
+def suspect(job: Job, worker: Worker, why: Why) -> None:
+    """Say once that a worker may be in trouble."""
+    if worker.suspect():
+        job.desk.report(
+            "worker_suspected",
+            why,
+            worker_id=worker.key.worker_id,
+            incarnation=worker.key.incarnation,
+            pid=worker.pid,
+            step=worker.step,
+            generation=job.agreement.in_force,
+        )
+
+
+# ---- silence
+
+
+def agent_due(job: Job, alarm: AgentDue) -> None:
+    """Look whether an agent has been silent for too long, and ring again when it could be."""
+    agent, now = job.agents.known.get(alarm.agent_id), job.desk.now
+    if agent is None or job.progress.ended is not None:
+        return
+    if job.membership.in_grace:
+        job.desk.alarms.set(alarm, job.membership.grace_until_ns or now)
+        return
+    suspicion = agent.detector.suspicion(now)
+    connected = agent.connection is not None
+    dead = suspicion.dead if connected else now >= agent.detector.ceiling_at_ns
+    if dead:
+        _silent(job, agent, suspicion.reason)
+        return
+    if suspicion.suspect and agent.suspect():
+        for worker in _workers_of(job, agent):
+            suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
+    change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
+    job.desk.alarms.set(alarm, max(change, now + MILLISECOND_NS))
+
+
+def _workers_of(job: Job, agent: Agent) -> list[Worker]:
+    # Not for every heartbeat: a thousand agents cannot look at a thousand workers each.
+    return [w for _, w in sorted(job.membership.workers.items()) if w.agent_id == agent.agent_id]
+
+
+def _silent(job: Job, agent: Agent, reason: str) -> None:
+    """An agent is silent, so its host is lost; unless all state would be too."""
+    workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.desk.now)
+    if silence < job.desk.config.quorum_wait_ns and _hold_all_state(job, workers):
+        for worker in workers:
+            text = f"host {agent.host}: {reason}; nobody else holds the training state"
+            suspect(job, worker, Why(Cause.HOST_LOST, text))
+        job.desk.alarms.set(AgentDue(agent.agent_id), job.desk.now + SECOND_NS)
+        return
+    job.agents.remove(agent.agent_id)
+    job.slots.not_run(agent.agent_id)
+    job.desk.close(agent.connection, f"agent {agent.agent_id}: {reason}")
+    for worker in workers:
+        why = Why(Cause.HOST_LOST, f"its host {agent.host} is silent: {reason}")
+        evict(job, worker, why, kill=False, notice_ns=silence)
+
+
+def _hold_all_state(job: Job, workers: list[Worker]) -> bool:
+    """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
+    coordinator that is cut off, and they go on training; to give them up would mean to start over.
+    """
+    new = job.agreement.empty_handed()
+    holders = [w for w in job.agreement.survivors() if w.key.worker_id not in new]
+    return bool(holders) and all(w in workers for w in holders)
+
+
+def gone_due(job: Job, alarm: GoneDue) -> None:
+    """Look whether a worker without a connection has to be given up."""
+    worker = job.membership.workers.get(alarm.worker_id)
+    if worker is None or worker.gone_ns is None or worker.connection is not None or job.progress.ended is not None:
+        return
+    if job.membership.in_grace:
+        job.desk.alarms.set(alarm, job.membership.grace_until_ns or job.desk.now)
+        return
+    gone = job.desk.now - worker.gone_ns
+    if job.agents.of(worker) is None:
+        if gone >= ALONE_LIMIT_NS:
+            text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
+            evict(job, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
+        else:
+            job.desk.alarms.set(alarm, worker.gone_ns + ALONE_LIMIT_NS)
+        return
+    # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
+    ceiling = job.desk.config.heartbeat_ceiling_ns
+    if gone >= ceiling and _awaited(job, worker) and not _hold_all_state(job, [worker]):
+        text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
+        evict(job, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
+    else:
+        job.desk.alarms.set(alarm, max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS))
+
+
+def _awaited(job: Job, worker: Worker) -> bool:
+    if job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key):
+        return True
+    return job.agreement.owes(worker.key)
+
+
+def grace_due(job: Job, alarm: GraceDue) -> None:
+    """The time to come back after the coordinator's restart is over."""
+    membership, now = job.membership, job.desk.now
+    if membership.grace_until_ns is None:
+        return
+    if now < membership.grace_until_ns:  # it was begun anew meanwhile
+        job.desk.alarms.set(alarm, membership.grace_until_ns)
+        return
+    absent = membership.absent()
+    if membership.waited_ns() < job.desk.config.quorum_wait_ns and _hold_all_state(job, absent):
+        membership.begin_grace()
+        return
+    membership.end_grace()
+    for worker in absent:
+        agent = job.agents.of(worker)
+        if agent is not None and worker.key in agent.lives:
+            worker.leave(now)
+            job.desk.alarms.set(GoneDue(worker.key.worker_id), now)
+        else:
+            why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
+            evict(job, worker, why, kill=True)
+
+
+def expect_agents(job: Job) -> None:
+    """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
+    if job.agreement.plan is None:
+        return
+    for worker_id, worker in sorted(job.membership.workers.items()):
+        if worker.agent_id is not None:
+            job.slots.runs(worker_id, worker.agent_id)
+            first = worker.agent_id not in job.agents.known
+            job.agents.watch(worker.agent_id, worker.host).restore(worker.key, first=first)
+
+
+def pardon(job: Job, gap_ns: int) -> None:
+    """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
+    for agent in job.agents.known.values():
+        agent.detector.pardon(gap_ns)
+    for worker in job.membership.workers.values():
+        worker.pardon(gap_ns)

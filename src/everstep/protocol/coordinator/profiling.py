@@ -1,0 +1,117 @@
+"""Profiles as far as the coordinator goes: who is asked to record which steps, and who has yet to end it. Pure.
+
+One at a time. Who dies, or leaves, while it records is missing from the profile; the others go on. A coordinator that
+is restarted meanwhile knows of no profile: workers that record one refuse another.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.agreement import Agreement
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
+from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.words import describe, listed
+from everstep.protocol.messages import Profiled, ProfileNow
+
+MOST_STEPS = 1000
+STANDSTILL_NS = 120 * SECOND_NS
+"""A worker that writes a long trace may stand still for so long."""
+_LEAD_NS = 500 * MILLISECOND_NS
+"""So long it may take until everybody has heard of it: all are to begin with the same step."""
+_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+
+
+@dataclass
+class _Profile:
+    """Who was asked to record what. ended: who has said so, with the reason if there is no trace."""
+
+    request: ProfileNow
+    workers: dict[int, WorkerKey]
+    ended: dict[int, str] = field(default_factory=dict)
+
+
+class Profiling:
+    """The newest profile, and who has yet to end it."""
+
+    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, progress: Progress) -> None:
+        self._desk, self._membership, self._agreement, self._progress = desk, membership, agreement, progress
+        self._newest: _Profile | None = None
+
+    def ask(self, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Have the next steps recorded, by the members that `args` names, or all. Returns an error or what is asked."""
+        plan, known = self._agreement.plan, self._newest
+        if plan is None or not self._agreement.entered or self._agreement.broken:
+            return "nobody trains at the moment, so there is nothing to profile: try again when the job runs", {}
+        if known is not None and self._pending(known):
+            waiting = listed(set(self._pending(known)))
+            there = f"{known.request.name}; workers yet to end: {waiting}"
+            return f"a profile is being recorded already ({there}): wait for it", {}
+        steps, name = args.get("steps"), args.get("folder")
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
+            return f"expected a number of steps from 1 to {MOST_STEPS}, got {steps!r}", {}
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            return f"expected letters, digits, - and _ as the profile's folder, got {name!r}", {}
+        members = plan.worker_ids
+        wanted = args.get("workers")
+        ids = members if wanted is None else wanted
+        if not isinstance(ids, list | tuple) or not ids or not set(ids) <= set(members):
+            return f"expected some of the workers that train now ({listed(set(members))}), got {wanted}", {}
+        first = self._progress.step + 3  # a step is told of when the next one is decided, and by then another has begun
+        if self._progress.step_times_ms:
+            first += int(_LEAD_NS / MILLISECOND_NS / max(0.1, median(self._progress.step_times_ms)))
+        flags = {what: bool(args.get(what)) for what in ("memory", "stacks")}
+        request = ProfileNow(name=name, first_step=first, steps=steps, **flags)
+        keys = {member.worker_id: member.key for member in plan.members if member.worker_id in ids}
+        self._newest = _Profile(request, keys)
+        for worker in self._agreement.survivors():
+            self.remind(worker)
+        rows = [
+            {"worker_id": i, "incarnation": key.incarnation, "stages": list(plan.stages_of(i)), "role": plan.role_of(i)}
+            for i, key in sorted(keys.items())
+        ]
+        return "", {"name": name, "first_step": first, "steps": steps, "workers": rows}
+
+    def remind(self, worker: Worker) -> None:
+        """Tell a worker what is wanted of it, if it has not done it; what was told before may have been lost."""
+        known = self._newest
+        if known is not None and worker.key in self._pending(known).values():
+            self._desk.send(worker.connection, known.request)
+
+    def profiled(self, worker: Worker, message: Profiled) -> None:
+        """A worker has recorded, or says why not."""
+        known = self._newest
+        if (
+            known is not None
+            and known.request.name == message.name
+            and known.workers.get(worker.key.worker_id) == worker.key
+        ):
+            known.ended[worker.key.worker_id] = "" if message.ok else message.reason or "it gave no reason"
+
+    def records(self, key: WorkerKey) -> bool:
+        """Whether this worker records, or is about to."""
+        known = self._newest
+        return known is not None and known.workers.get(key.worker_id) == key and key.worker_id not in known.ended
+
+    def status(self) -> dict[str, Any]:
+        """For the status: the newest profile, who has yet to end, and who failed, with the reason."""
+        known = self._newest
+        if known is None:
+            return {}
+        pending = self._pending(known)
+        failed = {str(i): why for i, why in sorted(known.ended.items()) if why}
+        failed |= {
+            str(i): f"{describe(k)} has left" for i, k in known.workers.items() if i not in {*pending, *known.ended}
+        }
+        return {"profile": {"name": known.request.name, "pending": sorted(pending), "failed": failed}}
+
+    def _pending(self, known: _Profile) -> dict[int, WorkerKey]:
+        """Who lives and has not ended it."""
+        return {
+            i: k for i, k in known.workers.items() if i not in known.ended and self._membership.alive(k) is not None
+        }

@@ -1,0 +1,196 @@
+"""How fast workers are, and where lanes are laid out by that. Pure.
+
+What counts as a worker's speed is the time of its forward and backward passes per lane; how many lanes it has, and how
+long it waits for others, says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from everstep.base.plan import Plan, Seat, WorkerKey
+from everstep.base.pool_wish import PoolWish
+from everstep.protocol.coordinator.alarms import SpeedsDue
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.membership import Membership
+
+_ABOUT_EQUAL = 1.1
+
+
+class Place(Protocol):
+    """`placement.lanes.place`, handed in because layers of the same height do not import each other."""
+
+    def __call__(
+        self,
+        worker_ids: Sequence[int],
+        lanes: int,
+        *,
+        stages: int = 1,
+        speeds: Mapping[int, float] | None = None,
+        previous: Sequence[Seat] = (),
+        wish: PoolWish = ...,
+        anew: bool = False,
+    ) -> tuple[Seat, ...]: ...
+
+
+@dataclass
+class _LaneTimes:
+    """Of one life, in ms. newest: as it last said, 0 unknown; looks: at the last looks at the speeds."""
+
+    newest: float = 0.0
+    looks: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+
+    def say(self, ms: float) -> None:
+        self.newest = ms
+
+    def look(self) -> float | None:
+        """Note the newest time; returns the median of those noted, None if there is none."""
+        if self.newest > 0:
+            self.looks.append(self.newest)
+        return median(self.looks) if self.looks else None
+
+
+class Speeds:
+    """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
+    how fast it is, so the speeds are looked at now and then."""
+
+    def __init__(self, desk: Desk, membership: Membership, place: Place) -> None:
+        self.in_force: Mapping[int, float] = {}
+        self._desk, self._membership, self._place = desk, membership, place
+        self._times: dict[WorkerKey, _LaneTimes] = {}
+        self._idle = (0, False)  # the generation that was looked at, and what was found
+        self.watching = False
+        self._uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
+        self._changed_ns: int | None = None
+
+    # ---- placement
+
+    def seats(
+        self,
+        worker_ids: Sequence[int],
+        previous: Sequence[Seat],
+        *,
+        anew: bool = False,
+        speeds: Mapping[int, float] | None = None,
+    ) -> tuple[Seat, ...]:
+        """Placement by the job's config. speeds: others than those in force."""
+        config = self._desk.config
+        speeds = self.in_force if speeds is None else speeds
+        return self._place(
+            worker_ids,
+            config.lanes,
+            stages=config.stages,
+            speeds={i: speeds[i] for i in worker_ids if i in speeds},
+            previous=previous,
+            wish=config.wish,
+            anew=anew,
+        )
+
+    def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
+        """Those of the speeds in force that a placement of these workers is called with."""
+        return tuple((i, self.in_force[i]) for i in sorted(worker_ids) if i in self.in_force)
+
+    def idle_members(self, plan: Plan) -> bool:
+        """Whether repairs have left seats without lanes that would have some if lanes were laid out anew."""
+        if all(s.lanes for s in plan.seats):
+            return False
+        if self._idle[0] != plan.generation:
+            without = {(s.worker_id, s.stage) for s in plan.seats if not s.lanes}
+            again = self.seats(plan.worker_ids, plan.seats, anew=True)
+            self._idle = (plan.generation, any((s.worker_id, s.stage) in without and s.lanes for s in again))
+        return self._idle[1]
+
+    # ---- what is known
+
+    def say(self, key: WorkerKey, ms_per_lane: float) -> None:
+        """A worker says how long a lane takes it, 0 if it does not know. From the first one on, look now and then."""
+        if key in self._times:
+            self._times[key].say(ms_per_lane)
+        elif ms_per_lane > 0:
+            self._times[key] = _LaneTimes(ms_per_lane)
+        if ms_per_lane > 0 and not self.watching:
+            self.watching = True
+            self.look_later()
+
+    def look_later(self) -> None:
+        """Ring for the next look at the speeds."""
+        self._desk.alarms.set(SpeedsDue(), self._desk.now + self._desk.config.look_ns)
+
+    def measured(self, plan: Plan) -> dict[int, float] | None:
+        """ms per lane: the median over the looks, this one included, by member; None while one is not known.
+
+        Without lanes one counts as the others.
+        """
+        self._times = {key: times for key, times in self._times.items() if self._membership.alive(key) is not None}
+        known: dict[int, float] = {}
+        for member in plan.members:
+            if self._membership.alive(member.key) is None:
+                return None
+            ms = self._times.setdefault(member.key, _LaneTimes()).look()
+            if ms is not None:
+                known[member.worker_id] = ms
+            elif any(seat.lanes for seat in plan.seats_of(member.worker_id)):
+                return None
+        if not known:
+            return None
+        typical = median(known.values())
+        return {i: known.get(i, typical) for i in plan.worker_ids}
+
+    def forget(self, worker_id: int) -> None:
+        """A worker was lost: the next life of its slot may be faster or slower."""
+        self.in_force = {i: speed for i, speed in self.in_force.items() if i != worker_id}
+
+    def restore(self, plan: Plan) -> None:
+        """The speeds by which the newest plan of the journal was made."""
+        self.in_force = dict(plan.speeds)
+
+    # ---- a gain that lasts
+
+    def even(self) -> None:
+        """Nothing is to be gained by other lanes at the moment."""
+        self._uneven_since_ns = None
+
+    def uneven(self) -> bool:
+        """Other lanes would shorten the steps by much. Returns whether that has lasted, and the last change too."""
+        now, lasting_ns = self._desk.now, self._desk.config.lasting_ns
+        if self._uneven_since_ns is None:
+            self._uneven_since_ns = now
+        lasted = now - self._uneven_since_ns >= lasting_ns
+        return lasted and (self._changed_ns is None or now - self._changed_ns >= lasting_ns)
+
+    def change(self, speeds: Mapping[int, float], moving: WorkerKey | None) -> None:
+        """Lanes are laid out by these from now on. moving: a worker that goes to another stage, where a lane takes
+        another time."""
+        self._uneven_since_ns, self._changed_ns = None, self._desk.now
+        self.in_force = dict(speeds)
+        if moving is not None and moving in self._times:
+            newest = self._times[moving].newest
+            self._times[moving] = _LaneTimes(newest)
+
+
+def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:
+    """How long the busiest worker computes in a step, all its stages together; the others wait for it."""
+    busy: dict[int, float] = {}
+    for seat in seats:
+        busy[seat.worker_id] = busy.get(seat.worker_id, 0.0) + len(seat.lanes) * ms_per_lane[seat.worker_id]
+    return max(busy.values(), default=0.0)
+
+
+def by_speed(ms_per_lane: Mapping[int, float]) -> dict[int, float]:
+    """Lanes per second by worker; none if all are about equally fast, so that lanes are spread evenly again."""
+    slowest, fastest = max(ms_per_lane.values()), min(ms_per_lane.values())
+    return {} if slowest <= fastest * _ABOUT_EQUAL else {i: 1000.0 / ms for i, ms in sorted(ms_per_lane.items())}
+
+
+def reason(ms_per_lane: Mapping[int, float], now_ms: float, then_ms: float) -> str:
+    """Why the lanes move."""
+    slowest = max(ms_per_lane, key=lambda i: (ms_per_lane[i], -i))
+    typical = median(ms_per_lane.values())
+    return (
+        f"lanes by speed: worker {slowest} takes {ms_per_lane[slowest]:.0f} ms per lane, the median is {typical:.0f};"
+        f" the busiest worker is to compute {then_ms:.0f} ms per step instead of {now_ms:.0f} ms"
+    )
