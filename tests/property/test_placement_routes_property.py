@@ -5,9 +5,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.base.pipeline.table import KINDS
 from everstep.base.plan import Member, Plan, Seat
-from everstep.placement.routes import PipeOp, holder, ops, route
-from everstep.placement.schedules import schedule
+from everstep.placement.routes import holder, ops, route
+from everstep.placement.schedules import PipeOp, schedule
 
 
 def plan_of(seats, lanes, stages) -> Plan:
@@ -29,7 +30,7 @@ def plans(draw):
     return plan_of(seats, lanes, stages)
 
 
-kinds = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+kinds = st.sampled_from([(k.name, c) for k in KINDS.values() for c in ((2, 3) if k.unlooped else (1,))])
 
 
 def play(lists: dict[int, tuple[PipeOp, ...]], parts: int) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everstep.base.config_fields import key
+from everstep.base.pipeline.table import KINDS
 
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
@@ -251,10 +252,8 @@ class Config:
         "where the model is cut. auto: as map or Task.cuts say, else counted; counted, measured: balanced by units' "
         "parameters, or by their time for one lane, taken once before the start; or the units per part: [4, 4, 2]",
     )
-    schedule: str = key(
-        "1f1b", "str", "order of forward and backward passes in a pipeline", choices=("gpipe", "1f1b", "interleaved")
-    )
-    chunks: int = key(1, "int", "parts of the model per stage, in the interleaved schedule", low=1)
+    schedule: str = key("1f1b", "str", "order of forward and backward passes in a pipeline", choices=tuple(KINDS))
+    chunks: int = key(1, "int", "parts of the model per stage, for schedules that take several", low=1)
     recompute: bool = key(False, "bool", "compute activations again instead of keeping them")
     meta_init: bool = key(
         False,
