@@ -104,7 +104,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--kind", "zigzag"], "'gpipe', '1f1b', 'interleaved'"),
+        (["--kind", "zigzag"], "'gpipe', '1f1b', 'interleaved', 'looped_bfs'"),
         (["--kind", "interleaved"], "set chunks=2"),
         (["--kind", "interleaved", "--chunks", "2", "--micro-batches", "6"], "use 4 or 8"),
         (["--chunks", "2"], "set schedule=interleaved"),

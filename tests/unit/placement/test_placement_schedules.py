@@ -124,6 +124,19 @@ def test_interleaved_equals_torchs():
             assert [torchs_name(op, k) for op in ops] == [str(op) for op in rank_ops if op is not None], (k, m, c)
 
 
+def test_looped_breadth_first_equals_torchs_but_for_the_order_of_backward_passes():
+    """torch's take the micro-batches in reverse; here they go in lane order, chunk by chunk as there."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for _, k, m, c in [case for case in COMBINATIONS if case[0] == "looped_bfs"]:
+        theirs = SimpleNamespace(_stages=[None] * c, pp_group_size=k, _n_microbatches=m)
+        for stage, ops in enumerate(schedule("looped_bfs", k, m, c)):
+            printed = schedules.ScheduleLoopedBFS._calculate_single_rank_operations(theirs, stage)
+            table = [str(op) for op in printed if op is not None]
+            for i in range(m * c, 2 * m * c, m):
+                table[i : i + m] = reversed(table[i : i + m])
+            assert [torchs_name(op, k) for op in ops] == table, (k, m, c)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 def test_schedules_of_one_chunk_equal_torchs(kind: str, name: str):
     """torch's printed 1F1B counts the last stage's micro-batches from 1 and breaks below K of them: left out here."""
@@ -227,8 +240,8 @@ def test_recomputation_costs_time_and_fills_bubbles():
 def test_micro_batches_in_flight():
     for kind, k, m, c in COMBINATIONS:
         peak = peak_in_flight(schedule(kind, k, m, c))
-        if kind == "gpipe":
-            assert peak == (m,) * k
+        if kind in ("gpipe", "looped_bfs"):
+            assert peak == (c * m,) * k
         elif kind == "1f1b":
             assert peak == tuple(min(k - stage, m) for stage in range(k))
         elif (
@@ -256,11 +269,11 @@ def test_backward_passes_of_a_chunk_come_in_lane_order():
 
 def test_what_is_impossible_is_refused_in_one_line():
     cases = [
-        (("1fib", 4, 8), "one of gpipe, 1f1b, interleaved, got '1fib'; did you mean '1f1b'?"),
+        (("1fib", 4, 8), "one of gpipe, 1f1b, interleaved, looped_bfs, got '1fib'; did you mean '1f1b'?"),
         (("gpipe", 0, 8), "at least 1 of stages, got 0"),
         (("gpipe", 4, -1), "at least 1 of micro-batches, got -1"),
         (("interleaved", 4, 8, 0), "at least 1 of chunks, got 0"),
-        (("1f1b", 4, 8, 2), "chunks: expected 1 with schedule 1f1b, got 2: set schedule=interleaved"),
+        (("1f1b", 4, 8, 2), "chunks: expected 1 with schedule 1f1b, got 2: set schedule=interleaved or looped_bfs"),
         (
             ("interleaved", 4, 8),
             "chunks: expected at least 2 with schedule interleaved, got 1: set chunks=2, or schedule=1f1b",
@@ -272,6 +285,10 @@ def test_what_is_impossible_is_refused_in_one_line():
         (
             ("interleaved", 4, 3, 2),
             "micro-batches: expected a multiple of the 4 stages with schedule interleaved, got 3: use 4, or",
+        ),
+        (
+            ("looped_bfs", 4, 3, 2),
+            "micro-batches: expected at least the 4 stages with schedule looped_bfs, got 3: use 4, or",
         ),
     ]
     for arguments, message in cases:

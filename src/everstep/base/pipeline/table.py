@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from everstep.base.errors import ConfigError
-from everstep.base.pipeline import gpipe, interleaved, one_f_one_b
+from everstep.base.pipeline import gpipe, interleaved, looped_bfs, one_f_one_b
 from everstep.base.pipeline.kind import Kind
 
-KINDS: dict[str, Kind] = {room.KIND.name: room.KIND for room in (gpipe, one_f_one_b, interleaved)}
+KINDS: dict[str, Kind] = {room.KIND.name: room.KIND for room in (gpipe, one_f_one_b, interleaved, looped_bfs)}
 
 
 def check_possible(name: str, stages: int, micro_batches: int, chunks: int, *, called: str = "lanes") -> None:
