@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.chaos.spec import COMPUTE_PHASES, DRAWN, Fault, RandomFaults, Target, parse, parse_now, simulated_failure
+from everstep.chaos.fault import COMPUTE_PHASES, Fault
+from everstep.chaos.spec import DRAWN, RandomFaults, Target, parse, parse_now, simulated_failure
 
 EXAMPLE = (
     "kill:target=worker:2,at=30; stop:target=worker:1,at=50,for=5; "
@@ -76,9 +77,9 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("partition:target=worker:1,at=1", ["for=SECONDS", "whole again"]),
         ("kill:at=1,from=peers", ["belongs to partition"]),
         ("partition:at=1,for=1,from=nobody", ["coordinator or peers", "'nobody'"]),
-        ("kill:at=1,by=1", ["by belongs to slow"]),
+        ("kill:at=1,by=1", ["by=SECONDS belongs to slow"]),
         ("slow:at=1", ["by=SECONDS"]),
-        ("slow:at=1,by=1,phase=load", ["phase does not belong"]),
+        ("slow:at=1,by=1,phase=load", ["phase=PHASE belongs to", "not to slow"]),
         ("slow:at=1,by=1,until=worker_heald*2", ["'worker_heald*2'", "did you mean 'worker_healed'"]),
         ("kill:target=worker:1+coordinator,at=1", ["'coordinator'", "alone"]),
         ("kill:target=worker:1+worker:1,at=1", ["one twice"]),
