@@ -210,6 +210,19 @@ def test_what_runs_beside_leaves_no_child_behind() -> None:
         victim.communicate()
 
 
+def test_throttled_it_stops_and_goes_on(tmp_path: Path) -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / "coordinator.json").write_text(json.dumps({"pid": victim.pid}))
+        chaos, _ = injector("throttle:target=coordinator,at=1,for=0.2", tmp_path)
+        chaos.at(1, "load", plan_of(0))
+        _, status = os.waitpid(victim.pid, os.WCONTINUED)
+        assert os.WIFCONTINUED(status), "said only of what had been stopped"
+    finally:
+        victim.kill()
+        victim.communicate()
+
+
 def test_without_faults_nothing_is_touched(tmp_path: Path) -> None:
     chaos, reports = injector("", tmp_path)
     for step, phase in CALLS:

@@ -55,7 +55,7 @@ def test_a_fault_prints_as_it_is_written() -> None:
     [
         (
             "kil:target=worker:0,at=1",
-            ["'kil'", "kill, stop, raise, partition, disconnect, slow, flip, random", "did you mean 'kill'"],
+            ["'kil'", "kill, stop, raise, partition, disconnect, slow, flip, throttle, random", "did you mean 'kill'"],
         ),
         ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
         ("kill:target=worker:0", ["at=STEP"]),
@@ -75,6 +75,7 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("raise:target=coordinator,at=1", ["workers only"]),
         ("partition:target=coordinator,at=1,for=1", ["workers only"]),
         ("partition:target=worker:1,at=1", ["for=SECONDS", "whole again"]),
+        ("throttle:at=1", ["for=SECONDS", "all of the time again"]),
         ("kill:at=1,from=peers", ["belongs to partition"]),
         ("partition:at=1,for=1,from=nobody", ["coordinator or peers", "'nobody'"]),
         ("kill:at=1,by=1", ["by=SECONDS belongs to slow"]),
