@@ -12,6 +12,8 @@ from typing import Any, Literal
 from everstep.base.config_fields import key
 from everstep.base.pipeline.table import KINDS
 
+BUCKETS = ("s3",)
+"""Schemes of object stores' URLs."""
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
 
@@ -94,7 +96,7 @@ class ObjectTierConfig(TierConfig):
         None,
         "str",
         "where; none: off. Keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY alone",
-        pattern=r"s3://[^@/?#]+(/[^?#]*)?|file:///.+",
+        pattern=rf"({'|'.join(BUCKETS)})://[^@/?#]+(/[^?#]*)?|file:///.+",
         example="s3://bucket/prefix",
         none=True,
     )

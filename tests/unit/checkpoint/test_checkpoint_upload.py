@@ -18,7 +18,9 @@ from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
-from everstep.checkpoint.store import Bytes, DirectoryStore, open_store
+from everstep.checkpoint.store import Bytes, DirectoryStore
+from everstep.checkpoint.stores.s3 import open_s3
+from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import TransferStopped, transfer
 from everstep.checkpoint.upload import Backoff, Uploader, open_object_tier, open_uploader, retention
 from exchange_cases import write_step, write_unchanged
@@ -324,7 +326,7 @@ def test_config_makes_the_uploader(source: DirectoryStore, tmp_path: Path, monke
             config(**values)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://key:secret@host")
     with pytest.raises(ConfigError, match="keys do not belong into an endpoint"):
-        ObjectStore("s3://bucket")
+        open_s3("s3://bucket")
 
 
 def test_missing_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
