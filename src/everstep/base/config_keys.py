@@ -12,7 +12,7 @@ from typing import Any, Literal
 from everstep.base.config_fields import key
 from everstep.base.pipeline.table import KINDS
 
-BUCKETS = ("s3",)
+BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
@@ -95,7 +95,8 @@ class ObjectTierConfig(TierConfig):
     url: str | None = key(
         None,
         "str",
-        "where; none: off. Keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY alone",
+        "where; none: off. Keys come from the environment alone: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; "
+        "GOOGLE_APPLICATION_CREDENTIALS",
         pattern=rf"({'|'.join(BUCKETS)})://[^@/?#]+(/[^?#]*)?|file:///.+",
         example="s3://bucket/prefix",
         none=True,
@@ -103,12 +104,12 @@ class ObjectTierConfig(TierConfig):
     endpoint: str | None = key(
         None,
         "str",
-        "address of an S3-compatible server; none: AWS_ENDPOINT_URL",
+        "address of another server than the usual; none: AWS_ENDPOINT_URL, GOOGLE_BASE_URL",
         pattern=r"https?://[^@/?#]+/?",
         example="https://host:9000",
         none=True,
     )
-    region: str | None = key(None, "str", "region of the bucket; none: AWS_REGION", none=True)
+    region: str | None = key(None, "str", "region of an s3:// bucket; none: AWS_REGION", none=True)
 
 
 @dataclass(frozen=True)

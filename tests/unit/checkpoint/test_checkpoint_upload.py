@@ -321,7 +321,7 @@ def test_config_makes_the_uploader(source: DirectoryStore, tmp_path: Path, monke
     uploader = open_uploader(config(url=f"file://{tmp_path}/far", keep_last=1), source, Events())
     uploader.offer(1)
     assert uploader.finish(LIMIT_S) and steps_in(DirectoryStore(tmp_path / "far")) == [1]
-    for values in ({"url": "s3://key:secret@bucket"}, {"url": "gs://b"}, {"endpoint": "http://key:secret@host"}):
+    for values in ({"url": "s3://key:secret@bucket"}, {"url": "ftp://b"}, {"endpoint": "http://key:secret@host"}):
         with pytest.raises(ConfigError, match="expected text or none, like"):
             config(**values)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://key:secret@host")

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from everstep.base.errors import ConfigError
 from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.checkpoint.stores.gs import open_gs
 from everstep.checkpoint.stores.s3 import open_s3
 
 STORES: dict[str, Callable[[str, ObjectOptions], BlobStore]] = {
     "file": lambda url, options: DirectoryStore(url.removeprefix("file://")),
     "s3": open_s3,
+    "gs": open_gs,
 }
 
 
