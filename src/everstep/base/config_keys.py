@@ -14,6 +14,7 @@ from everstep.base.pipeline.table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
+TRANSPORTS = ("shm", "gloo", "nccl")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
 
@@ -209,7 +210,7 @@ class Config:
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
-    transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", "shm", "gloo", "nccl"))
+    transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "int", "steps between progress lines; 0: none", low=0)

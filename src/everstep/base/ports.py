@@ -112,6 +112,10 @@ class Transport(Protocol):
         """All-gather of small records: returns every member's payload by worker_id, this one's included."""
         ...
 
+    def settled(self) -> None:
+        """All members are known to have received everything that was sent here in this generation."""
+        ...
+
     def abort(self, generation: int) -> None:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
         ...
