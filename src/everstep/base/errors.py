@@ -55,17 +55,16 @@ class DeterminismError(EverstepError):
 class StateTainted(EverstepError):
     """The workers' states differ before `step`, decided in `generation`; up to `sound` they were alike.
 
-    `outvoted`: most others agree on another state than this worker's. `signature`: of this incident alone.
+    `signature`: of this incident alone.
     """
 
     cause = Cause.CORRUPT
 
-    def __init__(self, message: str, step: int, generation: int, sound: int, outvoted: bool) -> None:
+    def __init__(self, message: str, step: int, generation: int, sound: int) -> None:
         super().__init__(message)
         self.step = step
         self.generation = generation
         self.sound = sound
-        self.outvoted = outvoted
         self.signature = f"tainted:{step}:{generation}:{message}"
 
 

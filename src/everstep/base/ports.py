@@ -1,4 +1,4 @@
-"""What the pure machines and the training loop need from the world, as protocols: clock, transport and channel.
+"""What the pure machines and the training loop need from the world, as protocols: transport and channel.
 
 Apart so that production, tests and the simulator plug in their own.
 """
@@ -45,14 +45,6 @@ class Hop(NamedTuple):
     kind: HopKind
     part: int
     lane: int
-
-
-class Clock(Protocol):
-    """Monotonic and wall time in nanoseconds."""
-
-    def monotonic_ns(self) -> int: ...
-
-    def unix_ns(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -284,12 +284,6 @@ class ObjectStore:
             raise self._told(error, old) from None
         self.delete(old)
 
-    def close(self) -> None:
-        """End the reading threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
-
     # ---- words
 
     def _key(self, name: str) -> str:

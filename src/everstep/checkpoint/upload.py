@@ -162,18 +162,6 @@ class Uploader:
             return frozenset(step for step in (self._busy, self._waiting) if step is not None)
 
     @property
-    def uploaded(self) -> int | None:
-        """The newest step that is complete in the store by this uploader's doing."""
-        with self._changed:
-            return self._last
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """Steps that were never uploaded: overtaken by a newer one, or given up."""
-        with self._changed:
-            return tuple(self._skipped)
-
-    @property
     def idle(self) -> bool:
         """Nothing waits and nothing is being uploaded."""
         with self._changed:

@@ -86,11 +86,6 @@ class Snapshot:
         self.wait()
         return self._image.read_block(index)
 
-    def state_digest(self, step: int) -> str:
-        """As `ModelState.state_digest`, of the copy."""
-        self.wait()
-        return self._image.digest(step)
-
     def release(self) -> None:
         """Gives the memory to the next snapshot; this one cannot be read any more."""
         if self._thread is not None:

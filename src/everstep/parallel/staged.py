@@ -77,11 +77,6 @@ class StagedTransport:
         """Single messages between any two members; opened, aborted and closed with the transport."""
         return self._channel
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages that this worker held when `open` was last called, ascending."""
-        return tuple(self._pools)
-
     def open(self, plan: Plan, layouts: Mapping[int, GradientLayout]) -> None:
         """Regroup: meet the members of the plan, and those of the pools of the own stages.
 

@@ -60,11 +60,6 @@ def holder(plan: Plan, part: int, lane: int) -> int:
     return plan.holder(part % plan.stages, lane)
 
 
-def route(plan: Plan, lane: int, chunks: int = 1) -> tuple[int, ...]:
-    """The workers that a lane goes through, part by part."""
-    return tuple(holder(plan, part, lane) for part in range(plan.stages * chunks))
-
-
 @lru_cache(maxsize=64)
 def _all_ops(
     seats: tuple[Seat, ...], stages: int, lanes: tuple[int, ...], kind: str, chunks: int, recompute: bool
