@@ -34,6 +34,14 @@ class EverstepError(Exception):
     cause = Cause.UNKNOWN
 
 
+def did_you_mean(word: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """The end of a message about an unknown word: the nearest known one, if any is near. form: how it is written."""
+    import difflib  # not for every command that makes no mistake
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {form.format(close[0])}?" if close else ""
+
+
 class ConfigError(EverstepError):
     """The job cannot be started as asked."""
 

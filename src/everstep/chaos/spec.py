@@ -6,13 +6,12 @@ same random faults from (seed, step) without talking to the others.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
 from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault
 from everstep.chaos.kinds.kind import FaultKind
 from everstep.chaos.kinds.table import KINDS
@@ -120,9 +119,7 @@ def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
     if kind == "random":
         return _parse_random(text, _pairs(text, rest, _RANDOM_KEYS), index)
     if kind not in KINDS:
-        raise _error(
-            text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{_nearest(kind, tuple(KINDS))}"
-        )
+        raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{did_you_mean(kind, KINDS)}")
     values = _pairs(text, rest, _FAULT_KEYS)
     if "at" not in values and not now:
         raise _error(text, "it must say at=STEP")
@@ -131,7 +128,7 @@ def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
     if phase == "any":
         phase = None
     if phase is not None and phase not in PHASES:
-        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{_nearest(phase, PHASES)}")
+        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(phase, PHASES)}")
     try:
         target = parse_target(values.get("target", "random"))
     except ConfigError as error:
@@ -176,7 +173,7 @@ def _until(text: str, values: Mapping[str, str]) -> tuple[str, int] | None:
     event, _, count = values["until"].partition("*")
     if event not in EVENTS or (count and not count.isdecimal()):
         raise _error(
-            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{_nearest(event, EVENTS)}"
+            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{did_you_mean(event, EVENTS)}"
         )
     return event, int(count or 1)
 
@@ -199,7 +196,7 @@ def _pairs(text: str, rest: str, known: Sequence[str]) -> dict[str, str]:
         if not equals or not value:
             raise _error(text, f"expected key=value, got {part!r}")
         if key not in known:
-            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{_nearest(key, known)}")
+            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{did_you_mean(key, known)}")
         if key in values:
             raise _error(text, f"{key} is given twice")
         values[key] = value
@@ -224,11 +221,6 @@ def _number(text: str, values: Mapping[str, str], key: str, low: float) -> float
     if not math.isfinite(number) or number < low:
         raise _error(text, f"{key} must be a finite number of at least {low:g}, got {values[key]}")
     return number
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _error(text: str, what: str) -> ConfigError:

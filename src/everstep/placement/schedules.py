@@ -19,11 +19,10 @@ save, so there is no `recompute` and that forward pass keeps its activations (th
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from everstep.base.errors import ConfigError, check
+from everstep.base.errors import ConfigError, check, did_you_mean
 from everstep.base.pipeline.kind import Kind, Shape
 from everstep.base.pipeline.table import KINDS, check_possible
 
@@ -72,9 +71,7 @@ def schedule(kind: str, stages: int, micro_batches: int, chunks: int = 1, recomp
 
 def _check_numbers(kind: str, stages: int, micro_batches: int, chunks: int) -> None:
     if kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"a schedule is one of {', '.join(KINDS)}, got {kind!r}{hint}")
+        raise ConfigError(f"a schedule is one of {', '.join(KINDS)}, got {kind!r}{did_you_mean(kind, KINDS)}")
     for name, value in (("stages", stages), ("micro-batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise ConfigError(f"a schedule needs at least 1 of {name}, got {value}: give a positive number")
