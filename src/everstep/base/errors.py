@@ -70,8 +70,6 @@ class StateTainted(EverstepError):
 
     def __init__(self, message: str, step: int, generation: int, sound: int) -> None:
         super().__init__(message)
-        self.step = step
-        self.generation = generation
         self.sound = sound
         self.signature = f"tainted:{step}:{generation}:{message}"
 
