@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import everstep
-from everstep.zoo.resnet import resnet
+from everstep.zoo.resnet import ResNet
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 
@@ -53,7 +53,7 @@ class ResNet18(everstep.Task):
     defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 8, "steps": 20, "verify_every": 0}
 
     def build_model(self) -> nn.Module:
-        return resnet(18, classes=10, small_input=False)
+        return ResNet(18, classes=10, small_input=False)
 
     def build_dataset(self, split: str) -> Dataset[Any]:
         return RandomImages()

@@ -145,7 +145,7 @@ def save(
                 )
             )
         if not ended.wait(60.0):
-            raise TimeoutError(writer.waiting_for)
+            raise TimeoutError("the checkpoint was not complete in time")
     finally:
         writer.close()
     if outcomes[0].manifest is None:

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from everstep.base.config_keys import TierConfig
-from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.upload import Backoff, Uploader, retention
 
 
@@ -24,7 +24,7 @@ def upload(source: str, url: str, steps: list[int]) -> None:
             os.write(2, f"{fields}\n".encode())
 
     backoff = Backoff(initial_s=0.01, max_s=0.1, attempts=1000)
-    uploader = Uploader(DirectoryStore(source), ObjectStore(url), report, retention(TierConfig(keep_last=3)), backoff)
+    uploader = Uploader(DirectoryStore(source), open_s3(url), report, retention(TierConfig(keep_last=3)), backoff)
     for step in steps:
         uploader.offer(step)
         while not uploader.idle:

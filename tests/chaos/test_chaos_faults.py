@@ -38,6 +38,13 @@ def test_a_hang_is_evicted_and_replaced(jobs: Jobs) -> None:
     assert "no progress" in evicted[0]["reason"] and evicted[0]["cause"] == "hung"
 
 
+def test_a_throttled_worker_and_coordinator_are_late_and_nothing_else(jobs: Jobs) -> None:
+    chaos = "throttle:target=worker:1,at=4,for=1; throttle:target=coordinator,at=8,for=1"
+    job = jobs.run("Pictures", chaos=chaos, numerics=STEPS)
+    assert [e["fault"] for e in job.of_kind("fault_injected")] == ["throttle", "throttle"]
+    assert not job.of_kind("worker_evicted") and not job.of_kind("coordinator_restarted")
+
+
 def test_exceptions_in_workers(jobs: Jobs) -> None:
     chaos = "raise:target=worker:1,at=4,phase=forward; raise:target=leader:0,at=9,phase=reduce"
     job = jobs.run("Pictures", chaos=chaos, numerics=STEPS, pace=[healed(1), healed(0)])

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint.names import manifest_name
-from everstep.checkpoint.object_store import ObjectOptions, ObjectStore
+from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.pointers import write_pins
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.stores.s3 import open_s3
 from everstep.cli.ledger import audit_run
 from everstep.protocol.driver.policy import best_of
 from job_harness import Event, Job, Jobs
@@ -56,7 +57,7 @@ def test_a_store_that_fails_meanwhile_and_a_job_that_begins_with_what_it_holds(
         proxy.set("pass")
         os.kill(job.launcher_pid(), signal.SIGTERM)
         assert job.end() == 143
-        there = steps_in(ObjectStore(url, ObjectOptions(object_server.endpoint, request_timeout_s=20.0)))
+        there = steps_in(open_s3(url, ObjectOptions(object_server.endpoint, request_timeout_s=20.0)))
         assert there[-1] >= second
         resumed = {"checkpoint.object.endpoint": proxy.endpoint}
         numerics = {"steps": there[-1] + 6}

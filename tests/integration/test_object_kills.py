@@ -20,6 +20,7 @@ from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
 from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.whole import write_whole
 from everstep.exact.state import ModelState
 from exchange_cases import write_unchanged
@@ -60,7 +61,7 @@ def uploaders(
             text=True,
             env={**environment, "AWS_ENDPOINT_URL": proxy.endpoint},
         ) as process:
-            yield proxy, ObjectStore(url), process
+            yield proxy, open_s3(url), process
             assert process.stdin is not None
             process.stdin.close()
     for name in object_server.environment:

@@ -20,7 +20,9 @@ from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
-from everstep.checkpoint.store import DirectoryStore, open_store
+from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.stores.s3 import open_s3
+from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import transfer
 from everstep.checkpoint.upload import Backoff, Uploader
 from everstep.checkpoint.verify import verify_store
@@ -61,7 +63,7 @@ def through(proxy: Proxy, bucket: str) -> ObjectStore:
     options = ObjectOptions(
         proxy.endpoint, request_timeout_s=QUICK.request_timeout_s, connect_timeout_s=2.0, retries=QUICK.retries
     )
-    return ObjectStore(f"s3://{bucket}/job", options)
+    return open_s3(f"s3://{bucket}/job", options)
 
 
 class Events:
@@ -100,7 +102,7 @@ def test_names_ranges_parts_and_conditions(bucket: str) -> None:
     assert bytes(store.read("d/large", 5, 17_000_000)) == data[5:17_000_005]
     assert bytes(store.read("d/small", 4, 100)) == b"ef" and bytes(store.read("d/small", 6, 1)) == b""
     assert bytes(store.read("empty")) == b""
-    assert ObjectStore(f"s3://{bucket}").list("a/b/d/s") == ["a/b/d/small"]
+    assert open_s3(f"s3://{bucket}").list("a/b/d/s") == ["a/b/d/small"]
     store.move("d/small", "d/moved")
     with pytest.raises(BlobExists):
         store.move("d/moved", "empty")
@@ -116,7 +118,7 @@ def test_what_a_server_names_leads_nowhere(bucket: str, tmp_path: Path, capsys: 
     """A bucket that others filled: keys that are no names are none, and a manifest's escape is refused."""
     evil = tmp_path / "evil" / "a" / "b" / "checkpoints"
     escaping(evil)
-    store = ObjectStore(f"s3://{bucket}/job")
+    store = open_s3(f"s3://{bucket}/job")
     copy_of(DirectoryStore(evil), store)
     for key in (f"job/{PART}/deeper/manifest.json", "job/step-0000000002/a b", "jobs/step-0000000003/manifest.json"):
         obstore.put(store._store, key, b"x")
@@ -141,7 +143,7 @@ def test_what_a_server_names_leads_nowhere(bucket: str, tmp_path: Path, capsys: 
 
 
 def test_exactly_one_writer_wins(bucket: str) -> None:
-    store = ObjectStore(f"s3://{bucket}")
+    store = open_s3(f"s3://{bucket}")
 
     def write(number: int) -> int | None:
         try:
@@ -156,7 +158,7 @@ def test_exactly_one_writer_wins(bucket: str) -> None:
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(bucket: str) -> None:
-    store = ObjectStore(f"s3://{bucket}")
+    store = open_s3(f"s3://{bucket}")
 
     def chunks() -> Iterator[bytes]:
         yield bytes(20_000_000)
@@ -180,17 +182,17 @@ def test_what_is_wrong_is_said_in_one_line(
         assert "\n" not in text and "testsecret" not in text and "Debug" not in text
         return text
 
-    assert "there is no bucket 'everstep-none'" in said(ObjectStore("s3://everstep-none"), StoreRefused)
+    assert "there is no bucket 'everstep-none'" in said(open_s3("s3://everstep-none"), StoreRefused)
     gone = ObjectOptions("http://127.0.0.1:9", retries=0)
-    assert said(ObjectStore(f"s3://{bucket}", gone)).count("connection refused") == 3
+    assert said(open_s3(f"s3://{bucket}", gone)).count("connection refused") == 3
     proxy.set("error")
     assert said(through(proxy, bucket)).count("503") == 3
     proxy.set("silent")
     impatient = ObjectOptions(proxy.endpoint, request_timeout_s=0.3, retries=0)
-    assert said(ObjectStore(f"s3://{bucket}", impatient)).count("did not answer in time") == 3
+    assert said(open_s3(f"s3://{bucket}", impatient)).count("did not answer in time") == 3
     if object_server.kind == "rgw":  # moto takes any key
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "expired")
-        assert "refuses these credentials (SignatureDoesNotMatch)" in said(ObjectStore(f"s3://{bucket}"), StoreRefused)
+        assert "refuses these credentials (SignatureDoesNotMatch)" in said(open_s3(f"s3://{bucket}"), StoreRefused)
 
 
 def test_a_full_store_is_told_and_damages_nothing(
@@ -201,7 +203,7 @@ def test_a_full_store_is_told_and_damages_nothing(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", SMALL_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SMALL_SECRET)
     small = object_server.bucket(SMALL_KEY, SMALL_SECRET)
-    store = ObjectStore(f"s3://{small}/job")
+    store = open_s3(f"s3://{small}/job")
     write_step(source, 1)
     transfer(source, store, 1)
     with pytest.raises(StoreRefused, match="the store is full"):
@@ -215,7 +217,7 @@ def test_a_full_store_is_told_and_damages_nothing(
 def test_checkpoints_are_read_from_it_like_from_a_directory(bucket: str, source: DirectoryStore) -> None:
     first = write_step(source, 1)
     write_unchanged(source, first, 2)
-    store = ObjectStore(f"s3://{bucket}/runs/a")
+    store = open_s3(f"s3://{bucket}/runs/a")
     assert transfer(source, store, 1).files == 1
     assert transfer(source, store, 2).files == 0
     found = newest_complete(store)
@@ -234,7 +236,7 @@ def test_checkpoints_are_read_from_it_like_from_a_directory(bucket: str, source:
 
 def test_resuming_a_transfer_sends_only_what_lacks(bucket: str, source: DirectoryStore) -> None:
     checkpoint = write_step(source, 1)
-    store = ObjectStore(f"s3://{bucket}")
+    store = open_s3(f"s3://{bucket}")
     part = checkpoint.manifest.files[0]
     data = bytes(source.read(part.name))
     store.write(part.name, [data], len(data), digest=part.head + part.tree)  # as the interrupted one did
@@ -260,7 +262,7 @@ def test_upload_gets_through_once_the_store_works_again(
     assert events.told.wait(LIMIT_S)
     proxy.wait_for_connections(3)  # it tries again and again
     assert events.kinds == ["checkpoint_failed"]  # and says so once
-    store = ObjectStore(f"s3://{bucket}/job")
+    store = open_s3(f"s3://{bucket}/job")
     assert newest_complete(store) is None
     proxy.set("pass")
     assert uploader.finish(LIMIT_S)
@@ -278,10 +280,10 @@ def test_a_slow_store_skips_checkpoints_and_gets_the_newest(bucket: str, source:
     proxy.wait_for_connections(1)
     uploader.offer(2)
     uploader.offer(3)
-    assert uploader.skipped == (2,) and events.kinds == ["checkpoint_failed"]
+    assert uploader._skipped == [2] and events.kinds == ["checkpoint_failed"]
     proxy.set("pass")  # resets the connection in the middle of it, too
     assert uploader.finish(LIMIT_S)
-    found = newest_complete(ObjectStore(f"s3://{bucket}/job"))
+    found = newest_complete(open_s3(f"s3://{bucket}/job"))
     assert found is not None and found.step == 3
 
 
@@ -296,7 +298,7 @@ def test_finishing_does_not_wait_longer_than_its_grace(bucket: str, source: Dire
 
 def test_manifests_keep_their_bytes(bucket: str, source: DirectoryStore) -> None:
     checkpoint = write_step(source, 4)
-    store = ObjectStore(f"s3://{bucket}")
+    store = open_s3(f"s3://{bucket}")
     transfer(source, store, 4)
     there: Manifest = open_checkpoint(store, 4).manifest
     assert there == checkpoint.manifest and json.loads(there.application["names"])["names"]["head.weight"]

@@ -28,9 +28,12 @@ def test_three_stages(jobs: Jobs, task: str, workers: int, settings: dict[str, A
     jobs.run(task, workers=workers, settings={"stages": 3, **settings}, numerics=numerics)
 
 
-@pytest.mark.parametrize(("workers", "transport"), [(2, "gloo"), (4, "shm")])
-def test_interleaved(jobs: Jobs, workers: int, transport: str) -> None:
-    settings = {"stages": 2, "chunks": 2, "schedule": "interleaved", "transport": transport}
+@pytest.mark.parametrize(
+    ("workers", "schedule", "transport"),
+    [(2, "interleaved", "gloo"), (4, "interleaved", "shm"), (3, "looped_bfs", "shm")],
+)
+def test_several_chunks_per_stage(jobs: Jobs, workers: int, schedule: str, transport: str) -> None:
+    settings = {"stages": 2, "chunks": 2, "schedule": schedule, "transport": transport}
     jobs.run("Layers", workers=workers, settings=settings, numerics=STEPS)
 
 

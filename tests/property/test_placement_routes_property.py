@@ -5,9 +5,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.base.pipeline.table import KINDS
 from everstep.base.plan import Member, Plan, Seat
-from everstep.placement.routes import PipeOp, holder, ops, route
-from everstep.placement.schedules import schedule
+from everstep.placement.routes import holder, ops
+from everstep.placement.schedules import PipeOp, schedule
 
 
 def plan_of(seats, lanes, stages) -> Plan:
@@ -29,7 +30,7 @@ def plans(draw):
     return plan_of(seats, lanes, stages)
 
 
-kinds = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+kinds = st.sampled_from([(k.name, c) for k in KINDS.values() for c in ((2, 3) if k.unlooped else (1,))])
 
 
 def play(lists: dict[int, tuple[PipeOp, ...]], parts: int) -> list[str]:
@@ -115,7 +116,7 @@ def test_a_worker_that_holds_everything_finishes_lane_by_lane(stages, lanes):
     plan = plan_of([Seat(3, k, "active", tuple(range(lanes))) for k in range(stages)], lanes, stages)
     once = [*range(stages), *reversed(range(stages))]
     assert [(op.lane, op.part) for op in ops(plan, 3, range(lanes))] == [(a, p) for a in range(lanes) for p in once]
-    assert route(plan, 0) == (3,) * stages
+    assert [holder(plan, part, 0) for part in range(stages)] == [3] * stages
 
 
 def test_lists_that_would_wait_for_each_other_are_mended():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.ports import Node
-from everstep.placement.tree import children, cover, fold, fold_order, is_node, root
+from everstep.placement.tree import children, cover, fold, fold_order, root
 
 
 def add(a, b):
@@ -55,15 +55,6 @@ def test_cover_is_the_set_of_maximal_nodes(n, data):
     inside = [node for node in naive_nodes(root(n)) if set(range(node.lo, node.hi)) <= lanes]
     maximal = [a for a in inside if not any(b != a and b.lo <= a.lo and a.hi <= b.hi for b in inside)]
     assert list(cover(lanes, n)) == sorted(maximal)
-
-
-@given(st.integers(1, 40))
-def test_is_node_agrees_with_the_list_of_nodes(n):
-    nodes = set(naive_nodes(root(n)))
-    assert len(nodes) == 2 * n - 1
-    for lo in range(-1, n + 1):
-        for hi in range(-1, n + 2):
-            assert is_node(n, Node(lo, hi)) == (Node(lo, hi) in nodes)
 
 
 @given(st.integers(1, 17), st.data())

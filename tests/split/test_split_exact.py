@@ -79,10 +79,11 @@ def test_transformer_in_three_stages(kind: str, recompute: bool, precision: str)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_interleaved(recompute: bool) -> None:
+@pytest.mark.parametrize("kind", ["interleaved", "looped_bfs"])
+def test_several_chunks_per_stage(kind: str, recompute: bool) -> None:
     cut = tuple((k, k + 1) for k in range(6))
-    same(Text, "text", cut, 3, TEXT, kind="interleaved", recompute=recompute)
-    same(Text, "text", ((0, 1), (1, 3), (3, 5), (5, 6)), 2, TEXT, kind="interleaved", recompute=recompute)
+    same(Text, "text", cut, 3, TEXT, kind=kind, recompute=recompute)
+    same(Text, "text", ((0, 1), (1, 3), (3, 5), (5, 6)), 2, TEXT, kind=kind, recompute=recompute)
 
 
 def test_several_workers_per_stage() -> None:

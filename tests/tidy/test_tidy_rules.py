@@ -118,6 +118,17 @@ def test_dead_modules() -> None:
     assert list(rules.dead_modules(sources, ["everstep.a", "everstep.f"])) == ["everstep.d: nothing imports it"]
 
 
+def test_unused_names() -> None:
+    texts = {
+        "everstep.a": "A = 1\nB: int = A\ndef f():\n    f()\n"
+        "class C:\n    x: int\n    def g(self): return self.y\n    y = 2",
+        "everstep.b": "from everstep.a import f\n@cli.command()\ndef run(): pass\nMAIN = 'everstep.b:start'\n"
+        "def start(): print(MAIN)\ndef __getattr__(name): pass\n@property\ndef h(): pass",
+    }
+    sources = {name: source_of(name, text) for name, text in texts.items()}
+    assert [name for name, _ in rules.unused_names(sources)] == ["B", "f", "C", "x", "g", "h"]
+
+
 def test_rooms_without_name() -> None:
     assert len(list(rules.rooms_without_name(["everstep.base.utils", "everstep.order.cursor"]))) == 1
 

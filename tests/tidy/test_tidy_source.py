@@ -51,6 +51,13 @@ def test_no_files_import_each_other() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_nothing_is_unused() -> None:
+    found = dict(rules.unused_names({source.module: source for source in rules.all_sources()}))
+    known = rules.CALLED_BY_OTHERS | rules.PUBLIC | rules.SEAMS | rules.UNUSED
+    assert not found.keys() - known, "\n" + "\n".join(text for name, text in found.items() if name not in known)
+    assert not known - found.keys(), "let off without need"
+
+
 def test_what_is_let_off_needs_it() -> None:
     assert {name for source in rules.all_sources() for name, _ in rules.crowds(source)} == rules.CROWDED
 

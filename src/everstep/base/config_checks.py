@@ -7,6 +7,7 @@ from typing import Any
 
 from everstep.base.config_keys import Config
 from everstep.base.errors import ConfigError
+from everstep.base.pipeline.table import check_possible
 from everstep.base.pool_wish import even_homes, parse_cut
 from everstep.base.stage_map import StageMap, devices_of, parse_map
 
@@ -33,7 +34,8 @@ def check_together(config: Config) -> None:
     _check_pools(config, stage_maps)
     _check_devices(config, stage_maps)
     _check_lanes(config, stage_maps)
-    _check_schedule(config)
+    if config.stages > 1:
+        check_possible(config.schedule, config.stages, config.lanes, config.chunks)
     _check_cut(config, stage_maps)
     if config.min_workers > config.workers:
         raise ConfigError(
@@ -121,24 +123,4 @@ def _check_cut(config: Config, stage_maps: Sequence[StageMap]) -> None:
         raise ConfigError(
             "cut: measured needs the whole model in one process, which meta_init never builds: use cut=counted, or "
             "give the sizes"
-        )
-
-
-def _check_schedule(config: Config) -> None:
-    if config.stages == 1:
-        return
-    if config.schedule != "interleaved":
-        if config.chunks > 1:
-            raise ConfigError(
-                f"chunks: expected 1 with schedule {config.schedule}, got {config.chunks}: set schedule=interleaved"
-            )
-        return
-    if config.chunks < 2:
-        raise ConfigError(f"chunks: expected at least 2 with schedule interleaved, got {config.chunks}: set chunks=2")
-    if config.lanes % config.stages:
-        below = config.lanes - config.lanes % config.stages
-        near = f"{below} or {below + config.stages}" if below else f"{config.stages}"
-        raise ConfigError(
-            f"lanes: expected a multiple of the {config.stages} stages with schedule interleaved, got {config.lanes}: "
-            f"use {near}, or schedule=1f1b"
         )

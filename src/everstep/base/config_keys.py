@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everstep.base.config_fields import key
+from everstep.base.pipeline.table import KINDS
 
+BUCKETS = ("s3", "gs")
+"""Schemes of object stores' URLs."""
+TRANSPORTS = ("shm", "gloo", "nccl")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
 
@@ -92,20 +96,21 @@ class ObjectTierConfig(TierConfig):
     url: str | None = key(
         None,
         "str",
-        "where; none: off. Keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY alone",
-        pattern=r"s3://[^@/?#]+(/[^?#]*)?|file:///.+",
+        "where; none: off. Keys come from the environment alone: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; "
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        pattern=rf"({'|'.join(BUCKETS)})://[^@/?#]+(/[^?#]*)?|file:///.+",
         example="s3://bucket/prefix",
         none=True,
     )
     endpoint: str | None = key(
         None,
         "str",
-        "address of an S3-compatible server; none: AWS_ENDPOINT_URL",
+        "address of another server than the usual; none: AWS_ENDPOINT_URL, GOOGLE_BASE_URL",
         pattern=r"https?://[^@/?#]+/?",
         example="https://host:9000",
         none=True,
     )
-    region: str | None = key(None, "str", "region of the bucket; none: AWS_REGION", none=True)
+    region: str | None = key(None, "str", "region of an s3:// bucket; none: AWS_REGION", none=True)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class Config:
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
-    transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", "shm", "gloo", "nccl"))
+    transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)
     log_every: int = key(1, "int", "steps between progress lines; 0: none", low=0)
@@ -251,10 +256,8 @@ class Config:
         "where the model is cut. auto: as map or Task.cuts say, else counted; counted, measured: balanced by units' "
         "parameters, or by their time for one lane, taken once before the start; or the units per part: [4, 4, 2]",
     )
-    schedule: str = key(
-        "1f1b", "str", "order of forward and backward passes in a pipeline", choices=("gpipe", "1f1b", "interleaved")
-    )
-    chunks: int = key(1, "int", "parts of the model per stage, in the interleaved schedule", low=1)
+    schedule: str = key("1f1b", "str", "order of forward and backward passes in a pipeline", choices=tuple(KINDS))
+    chunks: int = key(1, "int", "parts of the model per stage, for schedules that take several", low=1)
     recompute: bool = key(False, "bool", "compute activations again instead of keeping them")
     meta_init: bool = key(
         False,

@@ -34,6 +34,14 @@ class EverstepError(Exception):
     cause = Cause.UNKNOWN
 
 
+def did_you_mean(word: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """The end of a message about an unknown word: the nearest known one, if any is near. form: how it is written."""
+    import difflib  # not for every command that makes no mistake
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {form.format(close[0])}?" if close else ""
+
+
 class ConfigError(EverstepError):
     """The job cannot be started as asked."""
 
@@ -55,17 +63,14 @@ class DeterminismError(EverstepError):
 class StateTainted(EverstepError):
     """The workers' states differ before `step`, decided in `generation`; up to `sound` they were alike.
 
-    `outvoted`: most others agree on another state than this worker's. `signature`: of this incident alone.
+    `signature`: of this incident alone.
     """
 
     cause = Cause.CORRUPT
 
-    def __init__(self, message: str, step: int, generation: int, sound: int, outvoted: bool) -> None:
+    def __init__(self, message: str, step: int, generation: int, sound: int) -> None:
         super().__init__(message)
-        self.step = step
-        self.generation = generation
         self.sound = sound
-        self.outvoted = outvoted
         self.signature = f"tainted:{step}:{generation}:{message}"
 
 

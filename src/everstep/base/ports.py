@@ -1,4 +1,4 @@
-"""What the pure machines and the training loop need from the world, as protocols: clock, transport and channel.
+"""What the pure machines and the training loop need from the world, as protocols: transport and channel.
 
 Apart so that production, tests and the simulator plug in their own.
 """
@@ -45,14 +45,6 @@ class Hop(NamedTuple):
     kind: HopKind
     part: int
     lane: int
-
-
-class Clock(Protocol):
-    """Monotonic and wall time in nanoseconds."""
-
-    def monotonic_ns(self) -> int: ...
-
-    def unix_ns(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,10 @@ class Transport(Protocol):
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records: returns every member's payload by worker_id, this one's included."""
+        ...
+
+    def settled(self) -> None:
+        """All members are known to have received everything that was sent here in this generation."""
         ...
 
     def abort(self, generation: int) -> None:

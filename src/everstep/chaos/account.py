@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause
+from everstep.chaos.kinds.table import KINDS
 from everstep.chaos.scenarios import Scenario
 
 Event = Mapping[str, Any]
@@ -107,8 +108,9 @@ def _struck(event: Event, later: Sequence[Event]) -> Struck:
 
 def _outcome(event: Event, later: Sequence[Event]) -> tuple[str, float | None]:
     struck_ns, who = int(event["time_unix_ns"]), event.get("worker_id")
-    if event.get("fault") == "slow":
-        return "slowed down", None
+    kind = KINDS.get(str(event.get("fault")))
+    if kind is not None and kind.outcome is not None:
+        return kind.outcome, None
     if who is None:
         back = next((e for e in later if e["kind"] == "coordinator_restarted"), None)
         return ("the coordinator was restarted", None) if back is not None else ("nothing was reported", None)

@@ -9,42 +9,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.chaos.pace import Pace
-from everstep.chaos.spec import COMPUTE_PHASES, CUTS, AnyFault, Fault, RandomFaults, choose, parse_now
+from everstep.chaos.fault import COMPUTE_PHASES, Fault
+from everstep.chaos.kinds.kind import Blow, Cut, Lasting
+from everstep.chaos.kinds.table import KINDS
+from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
 from everstep.runtime.address import EVENTS_FILE
-from everstep.runtime.process import OUTLIVES_WORKERS
 
 Report = Callable[..., Any]
-Cut = Callable[[float, bool, bool], None]
 NO_PLAN = Plan(0, "none yet", (), (), 0)
 
 
 def _cannot(for_s: float, lose: bool, peers: bool) -> None:
     """Of a worker that has no link to cut."""
-
-
-class ChaosError(EverstepError):
-    """The exception of a `raise` fault.
-
-    `signature` differs from fault to fault, so that the coordinator never takes it for an error of the user's task
-    that every restart would repeat.
-    """
-
-    cause = Cause.EXCEPTION
-
-    def __init__(self, message: str, signature: str) -> None:
-        super().__init__(message)
-        self.signature = signature
 
 
 class Injector:
@@ -61,7 +44,7 @@ class Injector:
         self, faults: Sequence[AnyFault], run_dir: Path, worker: WorkerKey, report: Report, seed: int = 0
     ) -> None:
         self._once: list[Fault] = []
-        self._slow: list[Pace] = []
+        self._lasting: list[Lasting] = []
         self._random = [fault for fault in faults if isinstance(fault, RandomFaults)]
         self._run_dir = run_dir
         self._worker = worker
@@ -77,8 +60,9 @@ class Injector:
                 self._expect(fault)
 
     def _expect(self, fault: Fault) -> None:
-        if fault.kind == "slow":
-            self._slow.append(Pace(fault, self._run_dir / EVENTS_FILE))
+        lasting = KINDS[fault.kind].lasting
+        if lasting is not None:
+            self._lasting.append(lasting(fault, self._run_dir / EVENTS_FILE))
         else:
             self._once.append(fault)
 
@@ -96,11 +80,11 @@ class Injector:
                     self._once.remove(fault)
                     if self._claim(f"{fault.index}", victims if fault.target.several else None):
                         self._strike(fault, step, phase, plan, f"{fault.index}")
-        for pace in self._slow:
-            if pace.due(step, phase) and self._worker.worker_id in self._victims(pace.fault, plan):
-                if self._claim(f"{pace.fault.index}", None):
-                    self._tell(pace.fault, step, phase, plan, os.getpid())
-                pace.wait()
+        for lasting in self._lasting:
+            if lasting.due(step, phase) and self._worker.worker_id in self._victims(lasting.fault, plan):
+                if self._claim(f"{lasting.fault.index}", None):
+                    self._tell(lasting.fault, step, phase, plan, os.getpid())
+                lasting.act()
         for source in self._random:
             drawn = self._draw(source, step, plan)
             if drawn is not None and self._phase_fits(drawn, phase):
@@ -118,7 +102,7 @@ class Injector:
         """
         fault = replace(parse_now(text), index=number)
         known = plan if plan is not None else NO_PLAN
-        if fault.kind in ("kill", "stop") and not fault.at and fault.phase is None:
+        if KINDS[fault.kind].at_once and not fault.at and fault.phase is None:
             victims = self._victims(fault, known)
             several = victims if fault.target.several else None
             if self._worker.worker_id in victims and self._claim(f"{number}", several):
@@ -146,23 +130,10 @@ class Injector:
         if pid is None:
             return
         self._tell(fault, step, phase, plan, pid)
-        if fault.kind == "raise":
-            raise ChaosError(
-                f"chaos fault {str(fault)!r} raised in phase {phase} of step {step}",
-                f"chaos:{name}:{self._worker}:{step}",
-            )
-        if fault.kind == "flip":
-            self.flip()
-            return
-        if fault.kind in CUTS:
-            self.cut_off(fault.for_s or 0.0, fault.kind == "disconnect", fault.peers)
-            return
-        if fault.kind == "stop" and fault.for_s is not None:
-            continue_later(pid, fault.for_s)
-        try:
-            os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        except ProcessLookupError:
-            pass  # a coordinator that is dead already cannot die again
+        strike = KINDS[fault.kind].strike
+        if strike is not None:
+            signature = f"chaos:{name}:{self._worker}:{step}"
+            strike(Blow(fault, pid, f"phase {phase} of step {step}", signature, self.cut_off, self.flip))
 
     def _tell(self, fault: Fault, step: int, phase: str, plan: Plan, pid: int) -> None:
         rank = f"rank {fault.target.rank} of " if fault.target.rank else ""
@@ -224,19 +195,3 @@ def _create(path: Path, text: str) -> bool:
     finally:
         draft.unlink()
     return True
-
-
-def continue_later(pid: int, after_s: float) -> None:
-    """Send SIGCONT to `pid` after so many seconds, from a process of its own that outlives the caller.
-
-    Its name tells the fork server, which ends what dead workers leave running, to let this one be.
-    """
-    subprocess.run(
-        [OUTLIVES_WORKERS, "-c", f"(sleep {after_s:.3f}; kill -CONT {pid}) >/dev/null 2>&1 &"],
-        executable="/bin/sh",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        check=True,
-    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
 
 SIX_AS_3x2: Mapping[str, Any] = {"stages": 3, "workers": 6}
 SIX_AS_2x3: Mapping[str, Any] = {"stages": 2, "workers": 6}
@@ -182,12 +182,8 @@ def named(names: Iterable[str]) -> tuple[Scenario, ...]:
 
     Raises: ConfigError for a name that is none, with the nearest.
     """
-    import difflib
-
     known = {scenario.name: scenario for scenario in SCENARIOS}
     wanted = set(names)
     for name in sorted(wanted - known.keys()):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"no scenario is called {name!r}; known: {', '.join(known)}{hint}")
+        raise ConfigError(f"no scenario is called {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
     return tuple(s for s in SCENARIOS if not wanted or s.name in wanted)

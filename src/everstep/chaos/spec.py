@@ -1,4 +1,4 @@
-"""What `--chaos` says, as data: which fault strikes whom, at which step and in which phase. Pure.
+"""What `--chaos` says: how text becomes faults. No clock, no input or output.
 
 Apart from the injector so that a specification is checked before a job starts, and so that every worker draws the
 same random faults from (seed, step) without talking to the others.
@@ -6,76 +6,32 @@ same random faults from (seed, step) without talking to the others.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
+from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault
+from everstep.chaos.kinds.kind import FaultKind
+from everstep.chaos.kinds.table import KINDS
 from everstep.chaos.targets import Target, parse_target
 from everstep.observe.events import KINDS as EVENT_KINDS
 
-KINDS = ("kill", "stop", "raise", "partition", "disconnect", "slow", "flip")
-DRAWN = ("kill", "stop", "raise", "partition", "disconnect")
+DRAWN = tuple(kind.name for kind in KINDS.values() if kind.drawn)
 """What random faults are made of."""
-COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
-PHASES = (*COMPUTE_PHASES, "settle", "heal", "finish")
-CUTS = ("partition", "disconnect")
 EVENTS = tuple(sorted(EVENT_KINDS))
 SIDES = ("coordinator", "peers")
 
-_FAULT_KEYS = ("target", "at", "phase", "for", "from", "by", "until")
-_LASTING = ("stop", *CUTS, "slow")
+_FORMS = {
+    "phase": "phase=PHASE",
+    "for": "for=SECONDS",
+    "from": f"from={'|'.join(SIDES)}",
+    "by": "by=SECONDS",
+    "until": "until=EVENT*COUNT",
+}
+_FAULT_KEYS = ("target", "at", *_FORMS)
 _RANDOM_KEYS = ("p", "seed", "after_step")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault that strikes each of its victims once.
-
-    kind: kill, stop (SIGSTOP), raise; partition (nothing reaches the coordinator, and its agent's sight of it ends),
-    disconnect (its control connection breaks, and cannot be made again for a while; its agent still sees it), slow
-    (each forward pass takes `by_s` seconds longer, for whoever the target is at the time), flip (one bit of its first
-    parameter, as a damaged memory cell would).
-    `at`: 0, at once; else the step being computed (with phase heal: the step being healed to; with phase settle: the
-    last step done; with phase finish, when final/ is about to be made: the last step), or the first later one in which
-    the target takes part. `phase` None: as soon as the target computes the step.
-    `for_s`: seconds until SIGCONT (None: never), until the link is whole again, or until the target is fast again.
-    `until`: slow until so many events of this kind were reported. `peers`: a partition from the other workers too.
-    `index`: its place in the specification.
-    """
-
-    kind: str
-    target: Target
-    at: int
-    phase: str | None = None
-    for_s: float | None = None
-    index: int = 0
-    peers: bool = False
-    by_s: float = 0.0
-    until: tuple[str, int] | None = None
-
-    def __str__(self) -> str:
-        parts = [f"target={self.target}", *([f"at={self.at}"] if self.at else [])]
-        if self.phase is not None:
-            parts.append(f"phase={self.phase}")
-        if self.for_s is not None:
-            parts.append(f"for={self.for_s:g}")
-        if self.peers:
-            parts.append("from=peers")
-        if self.by_s:
-            parts.append(f"by={self.by_s:g}")
-        if self.until is not None:
-            parts.append(f"until={self.until[0]}*{self.until[1]}")
-        return f"{self.kind}:{','.join(parts)}"
-
-    def request(self) -> dict[str, Any]:
-        """What a coordinator is asked, who looks whether there is anybody whom the fault means."""
-        target = self.target
-        stages = target.numbers("leader", "backups", "stage")
-        return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +52,7 @@ class RandomFaults:
             return Fault("kill", Target("coordinator"), step, index=self.index)
         kind = DRAWN[choose(len(DRAWN), self.seed, step, 2)]
         phase = COMPUTE_PHASES[choose(len(COMPUTE_PHASES), self.seed, step, 3)]
-        for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if kind in _LASTING else None
+        for_s = 0.5 + 2.5 * uniform(self.seed, step, 4) if "for" in KINDS[kind].takes else None
         return Fault(kind, Target("worker", worker_ids[who]), step, phase, for_s, self.index)
 
     def __str__(self) -> str:
@@ -163,63 +119,66 @@ def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
     if kind == "random":
         return _parse_random(text, _pairs(text, rest, _RANDOM_KEYS), index)
     if kind not in KINDS:
-        raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{_nearest(kind, KINDS)}")
+        raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{did_you_mean(kind, KINDS)}")
     values = _pairs(text, rest, _FAULT_KEYS)
     if "at" not in values and not now:
         raise _error(text, "it must say at=STEP")
+    _check_taken(text, KINDS[kind], values)
     phase = values.get("phase")
     if phase == "any":
         phase = None
     if phase is not None and phase not in PHASES:
-        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{_nearest(phase, PHASES)}")
+        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(phase, PHASES)}")
     try:
         target = parse_target(values.get("target", "random"))
     except ConfigError as error:
         raise _error(text, str(error)) from None
-    if target.kind == "coordinator" and kind not in ("kill", "stop"):
-        raise _error(text, f"the coordinator can be killed or stopped; {kind} is for workers only")
-    if target.rank and kind not in ("kill", "stop"):
-        raise _error(text, f"one rank of a worker can be killed or stopped; {kind} is for whole workers")
-    for_s, peers = _lasting(text, kind, values)
-    by_s, until = _slow(text, kind, values)
-    at = _integer(text, values, "at", low=1) if "at" in values else 0
-    return Fault(kind, target, at, phase, for_s, index, peers, by_s, until)
+    if target.kind == "coordinator" and not KINDS[kind].of_coordinator:
+        able = " or ".join(other.name for other in KINDS.values() if other.of_coordinator)
+        raise _error(text, f"what strikes the coordinator is {able}; {kind} is for workers only")
+    if target.rank and not KINDS[kind].of_coordinator:
+        able = " or ".join(other.name for other in KINDS.values() if other.of_coordinator)
+        raise _error(text, f"what strikes one rank of a worker is {able}; {kind} is for whole workers")
+    return Fault(
+        kind,
+        target,
+        _integer(text, values, "at", low=1) if "at" in values else 0,
+        phase,
+        _number(text, values, "for", low=0.0) if "for" in values else None,
+        index,
+        _side(text, values) == "peers",
+        _number(text, values, "by", low=0.0) if "by" in values else 0.0,
+        _until(text, values),
+    )
 
 
-def _lasting(text: str, kind: str, values: Mapping[str, str]) -> tuple[float | None, bool]:
-    """`for` and `from`, where they belong."""
-    if "for" in values and kind not in _LASTING:
-        raise _error(text, f"for=SECONDS belongs to {', '.join(_LASTING)}, not to {kind}")
-    if "for" not in values and kind in CUTS:
-        raise _error(text, "it must say for=SECONDS, after which the link is whole again")
-    if "from" in values and kind != "partition":
-        raise _error(text, f"from=coordinator|peers belongs to partition, not to {kind}")
+def _check_taken(text: str, kind: FaultKind, values: Mapping[str, str]) -> None:
+    """Raises: ConfigError for a key that belongs to other kinds, or one that is lacking."""
+    for key in values:
+        if key in _FORMS and key not in kind.takes:
+            takers = ", ".join(other.name for other in KINDS.values() if key in other.takes)
+            raise _error(text, f"{_FORMS[key]} belongs to {takers}, not to {kind.name}")
+    for key, why in kind.needs.items():
+        if key not in values:
+            raise _error(text, f"it must say {_FORMS[key]}, {why}")
+
+
+def _side(text: str, values: Mapping[str, str]) -> str:
     side = values.get("from", SIDES[0])
     if side not in SIDES:
         raise _error(text, f"from must be {' or '.join(SIDES)}, got {side!r}")
-    return (_number(text, values, "for", low=0.0) if "for" in values else None), side == "peers"
+    return side
 
 
-def _slow(text: str, kind: str, values: Mapping[str, str]) -> tuple[float, tuple[str, int] | None]:
-    """`by` and `until`, where they belong."""
-    if kind != "slow":
-        for key in ("by", "until"):
-            if key in values:
-                raise _error(text, f"{key} belongs to slow, not to {kind}")
-        return 0.0, None
-    if "by" not in values:
-        raise _error(text, "it must say by=SECONDS, by which each forward pass takes longer")
-    if "phase" in values:
-        raise _error(text, "it slows forward passes down; phase does not belong to it")
-    by_s = _number(text, values, "by", low=0.0)
+def _until(text: str, values: Mapping[str, str]) -> tuple[str, int] | None:
     if "until" not in values:
-        return by_s, None
+        return None
     event, _, count = values["until"].partition("*")
     if event not in EVENTS or (count and not count.isdecimal()):
         raise _error(
-            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{_nearest(event, EVENTS)}"
+            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{did_you_mean(event, EVENTS)}"
         )
-    return by_s, (event, int(count or 1))
+    return event, int(count or 1)
 
 
 def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFaults:
@@ -240,7 +199,7 @@ def _pairs(text: str, rest: str, known: Sequence[str]) -> dict[str, str]:
         if not equals or not value:
             raise _error(text, f"expected key=value, got {part!r}")
         if key not in known:
-            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{_nearest(key, known)}")
+            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{did_you_mean(key, known)}")
         if key in values:
             raise _error(text, f"{key} is given twice")
         values[key] = value
@@ -265,11 +224,6 @@ def _number(text: str, values: Mapping[str, str], key: str, low: float) -> float
     if not math.isfinite(number) or number < low:
         raise _error(text, f"{key} must be a finite number of at least {low:g}, got {values[key]}")
     return number
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _error(text: str, what: str) -> ConfigError:

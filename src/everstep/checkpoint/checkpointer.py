@@ -399,18 +399,6 @@ class Checkpointer:
 
     # ---- the end
 
-    def finish(self, grace_s: float) -> bool:
-        """Waits until everything that began is durable, for at most so long; then ends. Whether it all is.
-
-        The state must not change meanwhile, or `before_update` have been called.
-        """
-        deadline = time.monotonic() + grace_s
-        done = self.drain(grace_s)
-        if self._uploader is not None:
-            done &= self._uploader.finish(max(0.0, deadline - time.monotonic()))
-        self.close()
-        return done
-
     def drain(self, grace_s: float) -> bool:
         """Waits, for at most so long, until what began is on disk; whether it is. The state must not change meanwhile,
         or `before_update` have been called."""

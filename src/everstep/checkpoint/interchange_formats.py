@@ -25,18 +25,16 @@ from everstep.base.errors import ConfigError, StoreError
 from everstep.checkpoint.interchange import Weights
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
-FORMATS = (SAFETENSORS, DCP, TORCH, HF)
 WITH_OPTIMIZER = (DCP, TORCH)
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_OWN_KEYS = {"model", "optimizer"}
 
 
 def write_weights(
     weights: Weights, path: Path, kind: str, *, hf_config: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Writes one of `FORMATS` to a path that does not exist yet; returns the files. All of it appears at once.
+    """Writes one of these formats to a path that does not exist yet; returns the files. All of it appears at once.
 
     hf_config: config.json, or a folder with one, that is copied beside. shard_bytes: of a Hugging Face shard.
 
@@ -152,7 +150,7 @@ def _shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> list[dict[str, T
 
 
 def detect(path: Path) -> str:
-    """Which of `FORMATS` lies at a path.
+    """Which format lies at a path.
 
     Raises: ConfigError if there is nothing, or nothing known.
     """

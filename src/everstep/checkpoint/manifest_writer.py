@@ -117,12 +117,6 @@ class ManifestWriter:
             if self._current is not None:
                 self._hand_over(Why(why.cause, f"{why.reason}; {self._current.missing()} had not arrived"))
 
-    @property
-    def waiting_for(self) -> str:
-        """What the current checkpoint lacks, in words; empty if there is none or nothing is missing."""
-        with self._lock:
-            return self._current.missing() if self._current is not None else ""
-
     def drain(self, timeout_s: float) -> bool:
         """Until every checkpoint that began is durable or has failed; whether that came in time."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Checkpoint files in an S3-compatible object store, as a `BlobStore`.
+"""Checkpoint files in an object store, as a `BlobStore`, whatever the service (`stores`).
 
 Apart from `store` because it alone needs the client (obstore, the extra `object`), and because everything that such a
 store answers is turned here into one line that says what to do. Credentials come from the environment and stay there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,8 @@ _HASH = "everstep-xxh3"
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 
+_ROLES = ("169.254.169.254", "metadata.google.internal")
+"""Who is asked for the role of a machine, where no keys are set."""
 _CREDENTIALS = frozenset(
     {
         "InvalidAccessKeyId",
@@ -55,10 +57,9 @@ class StoreRefused(ObjectStoreError):
 
 @dataclass(frozen=True)
 class ObjectOptions:
-    """How to reach a store. None: from AWS_ENDPOINT_URL(_S3), AWS_REGION or AWS_DEFAULT_REGION; times in seconds.
+    """How to reach a store. None: as the service's environment variables say; times in seconds.
 
-    Keys are only ever taken from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or from the role of
-    the machine where these are not set.
+    Keys are only ever taken from the environment, or from the role of the machine where it has none.
 
     unsigned_payload: requests are signed, their bodies are not: signing takes 3.4 of 4.0 CPU seconds per GB (measured,
     SHA-256 without instructions for it), which training needs. Checkpoints bear hashes of their own.
@@ -73,46 +74,59 @@ class ObjectOptions:
     unsigned_payload: bool = True
 
 
-class ObjectStore:
-    """Names under `s3://bucket/prefix`. Thread-safe."""
+@dataclass(frozen=True)
+class Service:
+    """What one kind of object store has of its own.
 
-    def __init__(self, url: str, options: ObjectOptions | None = None) -> None:
-        """Raises: ConfigError if the URL is no S3 one, or the client is not installed. Asks the store nothing yet."""
+    scheme: of its URLs. title: for people. keys: where credentials come from, likewise. endpoint_from: environment
+    variables that name a server other than the usual. connect: (obstore.store, bucket, endpoint, options, what all
+    services take) -> the client's store.
+    """
+
+    scheme: str
+    title: str
+    keys: str
+    endpoint_from: tuple[str, ...]
+    connect: Callable[[Any, str, str | None, ObjectOptions, dict[str, Any]], Any]
+
+
+class ObjectStore:
+    """Names under `scheme://bucket/prefix`. Thread-safe."""
+
+    def __init__(self, service: Service, url: str, options: ObjectOptions | None = None) -> None:
+        """Raises: ConfigError if the URL is none of the service, or the client is not installed. Asks nothing yet."""
         self.url = url.rstrip("/")
-        self.bucket, self._prefix = parse_url(url)
-        self._options = options or ObjectOptions()
-        self._endpoint = self._options.endpoint or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        self._service = service
+        self.bucket, self._prefix = _parse_url(url, service)
+        options = options or ObjectOptions()
+        self._endpoint = options.endpoint or environment(*service.endpoint_from)
         if self._endpoint and "@" in self._endpoint:
-            raise ConfigError("keys do not belong into an endpoint: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            raise ConfigError(f"keys do not belong into an endpoint: set {service.keys}")
         self._obstore = _client()
-        self._store = self._connect()
+        self._store = self._connect(options)
         self._pool: ThreadPoolExecutor | None = None
 
-    def _connect(self) -> Any:
-        options = self._options
-        region = options.region or _environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
-        where: dict[str, Any] = {"region": region, "unsigned_payload": options.unsigned_payload}
-        if self._endpoint:
-            where |= {"endpoint": self._endpoint, "virtual_hosted_style_request": False}
+    def _connect(self, options: ObjectOptions) -> Any:
+        common: dict[str, Any] = {
+            "client_options": {
+                "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
+                "timeout": timedelta(seconds=options.request_timeout_s),
+                "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            },
+            "retry_config": {
+                "max_retries": options.retries,
+                "retry_timeout": timedelta(seconds=options.retry_timeout_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=5),
+                    "base": 2,
+                },
+            },
+        }
         try:
-            return self._obstore.store.S3Store(
-                self.bucket,
-                **where,
-                client_options={
-                    "allow_http": bool(self._endpoint and self._endpoint.startswith("http://")),
-                    "timeout": timedelta(seconds=options.request_timeout_s),
-                    "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-                },
-                retry_config={
-                    "max_retries": options.retries,
-                    "retry_timeout": timedelta(seconds=options.retry_timeout_s),
-                    "backoff": {
-                        "init_backoff": timedelta(milliseconds=100),
-                        "max_backoff": timedelta(seconds=5),
-                        "base": 2,
-                    },
-                },
-            )
+            return self._service.connect(self._obstore.store, self.bucket, self._endpoint, options, common)
+        except ConfigError:
+            raise
         except Exception as error:
             raise self._told(error, "") from None
 
@@ -226,7 +240,7 @@ class ObjectStore:
         """Store the bytes of the chunks under a name, all or nothing; in parts, several at once, if it is large.
 
         size: in bytes, of all chunks together. if_absent: exactly one of several writers wins (one request, so at most
-        64 MiB: S3 servers do not check conditions when a multipart upload is completed). digest: kept beside it, for
+        64 MiB: servers do not check conditions when a multipart upload is completed). digest: kept beside it, for
         `fingerprint`.
 
         Raises: BlobExists; StoreError.
@@ -270,12 +284,6 @@ class ObjectStore:
             raise self._told(error, old) from None
         self.delete(old)
 
-    def close(self) -> None:
-        """End the reading threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
-
     # ---- words
 
     def _key(self, name: str) -> str:
@@ -299,36 +307,32 @@ class ObjectStore:
             text = f"cannot write {where}: the store is full ({code or status}): make room there"
             return StoreRefused(text, code or status)
         if code in _CREDENTIALS or status in ("401", "403"):
+            who = at or f" of {self._service.title}"
             return StoreRefused(
-                f"the store{at or ' of AWS'} refuses these credentials ({code or status}) for {where}: check "
-                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and whether they have expired",
+                f"the store{who} refuses these credentials ({code or status}) for {where}: check "
+                f"{self._service.keys} and whether they have expired",
                 code or status,
             )
         if isinstance(error, FileNotFoundError) or code == "NoSuchKey" or status == "404":
             return BlobMissing(f"there is no {where}")
-        trouble = _shortened(said, code, status)
+        trouble = _shortened(said, code, status, self._service.keys)
         return ObjectStoreError(f"cannot use {where}{at}: {trouble}", trouble)
 
     def _client_errors(self) -> tuple[type[Exception], ...]:
         return (self._obstore.exceptions.BaseError, OSError, ValueError)
 
 
-def open_object_store(url: str, endpoint: str | None = None, region: str | None = None) -> ObjectStore:
-    """The store at an S3 URL. endpoint, region: None: from the environment. Raises: ConfigError."""
-    return ObjectStore(url, ObjectOptions(endpoint, region))
-
-
-def parse_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends) of `s3://bucket/prefix`.
+def _parse_url(url: str, service: Service) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of `scheme://bucket/prefix`.
 
     Raises: ConfigError.
     """
     scheme, separator, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not separator or not bucket or "?" in rest or "#" in rest:
-        raise ConfigError(f"expected a URL such as s3://bucket/prefix, got {url!r}")
+    if scheme != service.scheme or not separator or not bucket or "?" in rest or "#" in rest:
+        raise ConfigError(f"expected a URL such as {service.scheme}://bucket/prefix, got {url!r}")
     if "@" in bucket:
-        raise ConfigError("keys do not belong into a URL: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+        raise ConfigError(f"keys do not belong into a URL: set {service.keys} instead")
     return bucket, prefix.strip("/")
 
 
@@ -344,7 +348,8 @@ def _client() -> Any:
     return obstore
 
 
-def _environment(*names: str) -> str | None:
+def environment(*names: str) -> str | None:
+    """The first of these environment variables that says anything."""
     return next((value for name in names if (value := os.environ.get(name))), None)
 
 
@@ -359,13 +364,13 @@ def _copies(name: str, chunks: Iterable[Bytes], size: int) -> Iterator[bytes]:
     check(seen == size, f"{name} was to have {size} bytes and has {seen}")
 
 
-def _shortened(text: str, code: str, status: str) -> str:
+def _shortened(text: str, code: str, status: str, keys: str) -> str:
     """The client's words, which are long, as a few."""
     if code or status:
         return f"it answered {' '.join(w for w in (status, code) if w)}"
     lower = text.lower()
-    if "169.254.169.254" in text:
-        return "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    if any(host in text for host in _ROLES):
+        return f"no credentials: set {keys}"
     for sign, words in (
         ("connectionrefused", "connection refused; is it running, and is the endpoint right?"),
         ("dns error", "its host name is not known; is the endpoint right?"),

@@ -11,12 +11,11 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, ConfigError, StoreError, check
+from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError, check
 from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 
 Bytes = bytes | bytearray | memoryview
@@ -239,25 +238,6 @@ class DirectoryStore:
         if not stat.S_ISREG(found.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no regular file"
             raise BlobForeign(f"{self.path / name} is {kind}: expected a file that Everstep wrote")
-
-
-def open_store(url: str, endpoint: str | None = None, region: str | None = None) -> BlobStore:
-    """The store at a path or URL (`file://`, or an object store's such as `s3://bucket/prefix`). endpoint, region: of
-    an object store; None: from the environment.
-
-    Raises: ConfigError for a URL of an unknown kind.
-    """
-    scheme, found, rest = url.partition("://")
-    if not found:
-        return DirectoryStore(url)
-    if scheme == "file":
-        return DirectoryStore(rest)
-    try:
-        module = import_module("everstep.checkpoint.object_store")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot open {url}: {error}; give a directory, or install the missing package") from None
-    store: BlobStore = module.open_object_store(url, endpoint, region)
-    return store
 
 
 def write_all(fd: int, data: memoryview, at: int) -> int:

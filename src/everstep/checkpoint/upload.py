@@ -18,11 +18,12 @@ from everstep.base.config_keys import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError, cause_of
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.names import BEST, LATEST
-from everstep.checkpoint.object_store import StoreRefused
+from everstep.checkpoint.object_store import ObjectOptions, StoreRefused
 from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.reader import set_aside_after
 from everstep.checkpoint.retention import Shelf
-from everstep.checkpoint.store import BlobStore, open_store
+from everstep.checkpoint.store import BlobStore
+from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
 from everstep.protocol.driver.policy import best_of, kept
 
@@ -159,18 +160,6 @@ class Uploader:
         """Steps that must stay on disk for now: the one being uploaded and the one that waits."""
         with self._changed:
             return frozenset(step for step in (self._busy, self._waiting) if step is not None)
-
-    @property
-    def uploaded(self) -> int | None:
-        """The newest step that is complete in the store by this uploader's doing."""
-        with self._changed:
-            return self._last
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """Steps that were never uploaded: overtaken by a newer one, or given up."""
-        with self._changed:
-            return tuple(self._skipped)
 
     @property
     def idle(self) -> bool:
@@ -344,7 +333,7 @@ def open_object_tier(config: CheckpointConfig) -> BlobStore | None:
     rule = config.object
     if rule.url is None:
         return None
-    return open_store(rule.url, rule.endpoint, rule.region)
+    return open_store(rule.url, ObjectOptions(rule.endpoint, rule.region))
 
 
 def open_uploader(

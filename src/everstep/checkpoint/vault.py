@@ -80,12 +80,6 @@ class Vault:
         self._complete: set[int] = set()
         self._lock = threading.Lock()
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all that is held."""
-        with self._lock:
-            return self._size()
-
     def make_room(self, stage: int, n_blocks: int) -> bool:
         """Whether a snapshot of so many blocks fits, with what it would displace gone. If it does not, all complete
         ones but the newest are dropped first."""

@@ -13,6 +13,7 @@ import click
 from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError
 from everstep.chaos.account import account
+from everstep.chaos.kinds.table import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
 from everstep.chaos.spec import parse, parse_now
 from everstep.cli.chaos_suite import UNDISTURBED, Result, Suite, judge, print_result, print_title, undisturbed_options
@@ -21,18 +22,11 @@ from everstep.cli.scale import ask_running
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE
 
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def command() -> None:
-    """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
+_HELP = """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
 
     \b
     A specification is "FAULT; FAULT; ...", a fault KIND:KEY=VALUE,KEY=VALUE.
-    kill        SIGKILL                  stop   SIGSTOP, with for=S until SIGCONT
-    raise       an exception             flip   one bit of its state changes
-    partition   for=S: cut off from the coordinator; from=peers: from all others
-    disconnect  for=S: its connection to the coordinator breaks
-    slow        by=S: each forward pass takes longer, for=S or until=EVENT*COUNT
+    {kinds}
     random      p=P,seed=N,after_step=N: at each step, with probability P, one
 
     \b
@@ -47,6 +41,12 @@ def command() -> None:
     \b
     Example: "kill:target=leader:0,at=9,phase=reduce; stop:target=random,at=12,for=3"
     """
+_KINDS = "\n    ".join(f"{kind.name:11} {kind.about}" for kind in KINDS.values())
+
+
+@click.group(help=_HELP.format(kinds=_KINDS), context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """The commands below it; its help is above, with the kinds of faults."""
 
 
 @command.command()

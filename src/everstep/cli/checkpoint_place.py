@@ -14,9 +14,11 @@ from pathlib import Path
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.names import BEST, LATEST, step_of
+from everstep.checkpoint.object_store import ObjectOptions
 from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
-from everstep.checkpoint.store import BlobStore, DirectoryStore, open_store
+from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.checkpoint.stores.table import open_store
 from everstep.runtime.address import JOB_FILE
 
 _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
@@ -33,7 +35,8 @@ class Place:
 def find_place(text: str, endpoint: str | None = None, region: str | None = None) -> Place:
     """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. It may still be empty.
 
-    A run directory stands for where its job puts checkpoints. endpoint, region: as for `open_store`.
+    A run directory stands for where its job puts checkpoints. endpoint, region: of an object store; None: from the
+    environment.
 
     Raises: ConfigError.
     """
@@ -41,7 +44,7 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
     step = step_of(found["step"]) if found else None
     top = (found["top"] or ("/" if text.startswith("/") else ".")) if found else text
     if "://" in top and not top.startswith("file://"):
-        return Place(open_store(top, endpoint, region), step)
+        return Place(open_store(top, ObjectOptions(endpoint, region)), step)
     folder = Path(top.removeprefix("file://"))
     if (folder / JOB_FILE).is_file():
         return Place(open_store(_of_run(folder)), step)

@@ -41,7 +41,7 @@ def command() -> None:
     """Look at, verify, compare and tidy up checkpoints.
 
     PLACE is a run directory, a directory with checkpoints, one of them (.../step-0000000010), or a URL such as
-    s3://bucket/prefix.
+    s3://bucket/prefix or gs://bucket/prefix.
     """
 
 

@@ -22,8 +22,6 @@ from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
 from everstep.runtime.address import DATASET_FILE, JOB_FILE, write_atomically
 
-Layers = Sequence[tuple[str, Mapping[str, Any]]]
-
 _LOOPBACK = ("localhost", "127.0.0.1")
 _VERSIONED = ("everstep", "torch", "numpy", "safetensors", "msgspec")
 

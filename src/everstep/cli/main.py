@@ -22,6 +22,7 @@ from everstep.base.errors import (
     EverstepError,
     QuorumLost,
     StoreError,
+    did_you_mean,
 )
 from everstep.runtime.private import write_privately
 
@@ -66,13 +67,10 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        import difflib
-
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in COMMANDS:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise click.UsageError(f"no such command {name!r}; known: {', '.join(COMMANDS)}{hint}")
+            near = did_you_mean(name, COMMANDS)
+            raise click.UsageError(f"no such command {name!r}; known: {', '.join(COMMANDS)}{near}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from everstep.base.pipeline.table import KINDS
 from everstep.placement.schedules import (
-    KINDS,
     Op,
     Schedule,
     expected_bubble_fraction,
@@ -26,11 +26,16 @@ _COLOURS = {"F": "blue", "B": "green", "R": "yellow"}
 _NARROWEST = 40
 
 
-@click.command()
-@click.option("--kind", type=click.Choice(KINDS), default="1f1b", show_default=True, help="The schedule.")
+_KINDS = "\b\n" + "\n".join(f"{kind.name:12} {kind.about}" for kind in KINDS.values())
+
+
+@click.command(epilog=_KINDS)
+@click.option("--kind", type=click.Choice(tuple(KINDS)), default="1f1b", show_default=True, help="The schedule.")
 @click.option("--stages", type=int, default=4, show_default=True, help="Stage workers along the pipeline.")
 @click.option("--micro-batches", type=int, default=8, show_default=True, help="Micro-batches per step.")
-@click.option("--chunks", type=int, default=1, show_default=True, help="Chunks per worker, with interleaved.")
+@click.option(
+    "--chunks", type=int, default=1, show_default=True, help="Chunks per worker, where the schedule takes several."
+)
 @click.option("--recompute", is_flag=True, help="Compute activations again instead of keeping them.")
 @click.option("--forward", type=int, default=1, show_default=True, help="Time steps of a forward pass of one chunk.")
 @click.option("--backward", type=int, default=1, show_default=True, help="Time steps of a backward pass of one chunk.")

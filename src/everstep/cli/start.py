@@ -73,15 +73,18 @@ def ask_object_store(rule: CheckpointConfig) -> str:
 
     Raises: ConfigError if it refuses: there is no such bucket, or the credentials are wrong or have expired.
     """
-    if not rule.enabled or rule.object.url is None or not rule.object.url.startswith("s3://"):
+    if not rule.enabled or rule.object.url is None:
         return ""
     from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
+    from everstep.checkpoint.stores.table import open_store
 
     where = ObjectOptions(
         rule.object.endpoint, rule.object.region, request_timeout_s=_ASK_S, connect_timeout_s=_ASK_S, retries=0
     )
     try:
-        ObjectStore(rule.object.url, where).ask()
+        store = open_store(rule.object.url, where)
+        if isinstance(store, ObjectStore):
+            store.ask()
     except StoreRefused as error:
         raise ConfigError(f"checkpoint.object.url: {error}") from None
     except StoreError as error:

@@ -6,7 +6,6 @@ to check a job before it starts, every worker uses it to build the job.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from everstep.base.config import Config
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
 from everstep.train.importing import importing_from
 
 if TYPE_CHECKING:
@@ -57,10 +56,9 @@ def parse_task(text: str) -> TaskSpec:
         return TaskSpec("zoo", head, tail, text)
     if colon and tail.isidentifier() and all(part.isidentifier() for part in head.split(".")):
         return TaskSpec("module", head, tail, text)
-    close = difflib.get_close_matches(head, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(
-        f"task {text!r} is no ready task ({', '.join(known)}), no module:Class, no file.py:Class and no script.py{hint}"
+        f"task {text!r} is no ready task ({', '.join(known)}), no module:Class, no file.py:Class and no "
+        f"script.py{did_you_mean(head, known)}"
     )
 
 

@@ -68,7 +68,7 @@ class GradientHandOver:
         """
         check(len(reduced.presence) == len(self.layout.entries), "the presence is not of this layout")
         with torch.no_grad():
-            flat = self._memory(reduced)
+            flat = self._memory()
             for piece in reduced.pieces:
                 torch.mul(piece.data, scale, out=flat[piece.start : piece.stop])
             present = self._join_places(reduced.presence)
@@ -103,7 +103,7 @@ class GradientHandOver:
                     statistic: Tensor = getattr(module, attribute)
                     statistic.copy_(torch.div(total[:-1], count).view(entry.shape))
 
-    def _memory(self, reduced: Reduced) -> Tensor:
+    def _memory(self) -> Tensor:
         if self._flat is None:
             device = self._params[0][1].device if self._params else torch.device("cpu")
             self._flat = torch.zeros(self.layout.numel, device=device)

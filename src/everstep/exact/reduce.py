@@ -18,7 +18,7 @@ from torch import Tensor
 from everstep.base.errors import check
 from everstep.base.ports import Node, Reduced
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.placement.tree import fold_order, total_sumsq
+from everstep.placement.tree import fold_order
 
 CHUNK_ELEMENTS = 32_768
 """Elements that are folded at a time, so that partial sums stay in the processor's cache."""
@@ -111,17 +111,13 @@ def block_norms(layout: GradientLayout, data: Tensor, start: int) -> npt.NDArray
     return result
 
 
-def tied_sumsq(layout: GradientLayout, reduced: Reduced) -> float:
-    """What to add to the sum of the block norms so that it is that of the gradient in which places of use are added up.
-
-    |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; 0.0 without ties. Every worker of an unsplit model
-    gets the same number; only one may contribute it.
-    """
-    return total_sumsq(tied_terms(layout, reduced))
-
-
 def tied_terms(layout: GradientLayout, reduced: Reduced, apart: frozenset[int] = frozenset()) -> list[float]:
-    """The summands of `tied_sumsq`, float64; without those of the layout entries `apart`."""
+    """What to add to the squared block norms so that it is the norm of the gradient in which places of use are added
+    up: float64, without those of the layout entries `apart`.
+
+    |a + b|^2 = |a|^2 + |b|^2 + 2 ab for a parameter with two places; nothing without ties. Every worker of an unsplit
+    model gets the same numbers; only one may contribute them.
+    """
     terms: list[float] = []
     for places in _places(layout).values():
         if not apart.intersection(places):

@@ -95,11 +95,6 @@ class Snapshot:
         self.wait()
         return self._image.block_digest(index)
 
-    def state_digest(self, step: int) -> str:
-        """As `ModelState.state_digest`, of the copy."""
-        self.wait()
-        return self._image.digest(step)
-
     def release(self) -> None:
         """Gives the memory to the next snapshot; this one cannot be read any more."""
         if self._thread is not None:

@@ -55,21 +55,16 @@ class EventLog:
     """Appends events to a file. Thread-safe; never raises for the file's sake.
 
     `defaults` are fields (worker_id, incarnation, pid, ...) that every event of this process bears unless it says
-    otherwise; they may be changed later with `set_defaults`. `dropped` counts the events that could not be written.
+    otherwise.
     """
 
     def __init__(self, path: str | os.PathLike[str], **defaults: Any) -> None:
         self.path = Path(path)
-        self.dropped = 0
         self._defaults = dict(defaults)
         self._fd: int | None = None
         self._unsaid = 0
         self._torn = False
         self._lock = threading.Lock()
-
-    def set_defaults(self, **defaults: Any) -> None:
-        """Change fields that later events bear by default."""
-        self._defaults.update(defaults)
 
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
         """Append one event; `time_unix_ns` is now unless given. Returns False if it had to be dropped."""
@@ -108,7 +103,6 @@ class EventLog:
         return format_event("warning", None, {**self._defaults, "cause": Cause.DISK, "reason": reason})
 
     def _drop(self, error: OSError) -> None:
-        self.dropped += 1
         self._unsaid += 1
         if self._fd is not None:
             os.close(self._fd)  # the file may have been replaced or the mount come back: open anew next time

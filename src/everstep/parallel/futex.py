@@ -45,11 +45,6 @@ _FUTEX = _find()
 _FENCE = ctypes.c_uint32(0)
 
 
-def available() -> bool:
-    """Whether waiting is done by the kernel here, not by polling."""
-    return _FUTEX is not None
-
-
 def wait(address: int, expected: int, timeout_s: float) -> None:
     """Sleep while the word at `address` is `expected`, `timeout_s` seconds at most (below one second)."""
     if _FUTEX is None:

@@ -111,9 +111,6 @@ class PeerSockets:
                     del pending[descriptor]
         return dict(sorted(found.items()))
 
-    def cut(self) -> None:
-        """Thread-safe. Whoever waits looks at the fence every few milliseconds, so there is nothing to do."""
-
     def retire(self) -> None:
         """Hang up."""
         for sock in self._sockets.values():

@@ -130,6 +130,9 @@ class SharedMemoryTransport:
         self._await(lambda _, peer: peer.read(RESULT[parity], key) is not None, f"results of step {step}")
         return Reduced(step, self._pieces(parity), union(parts), self._owned[self._me.worker_id])
 
+    def settled(self) -> None:
+        """Nothing is on its way: peers read where it lies."""
+
     def abort(self, generation: int) -> None:
         """Thread-safe; the waiter sees it within 5 ms."""
         self._fence.abort(generation)

@@ -18,28 +18,22 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Channel, Node, Reduced, Tag, Tick
+from everstep.base.ports import Channel, Node, Reduced, Tag, Tick, Transport
 from everstep.exact.layout import GradientLayout
-from everstep.parallel.channel import SharedMemoryChannel
 from everstep.parallel.fence import Fence
-from everstep.parallel.group import GroupTransport
-from everstep.parallel.group_channel import GroupChannel
+from everstep.parallel.kinds.kind import Site
+from everstep.parallel.kinds.table import KINDS
 from everstep.parallel.reaper import Reaper
-from everstep.parallel.shared_memory import SharedMemoryTransport
 
-_NO_GRADIENTS = GradientLayout((), (), 0)
 _OPEN = "open"
-
-_Pool = SharedMemoryTransport | GroupTransport
 
 
 class StagedTransport:
     """Moves gradients, records and activations among the members of one generation, whatever their stages.
 
-    kind: 'shm' (members of one host), 'gloo' or 'nccl' (any hosts; with nccl gradients stay on the CUDA device, and
-    records and single messages go through host memory). store: for gloo and nccl, as `GroupTransport` wants it. device:
-    where gradients and received tensors are. bind_host: as for `GroupTransport`. cell_rank: of this process in its
-    worker's cell; it meets those of the same rank.
+    kind: a name of `kinds`. store: where groups meet, for kinds that need one. device: where gradients and received
+    tensors are. bind_host: as for `GroupTransport`. cell_rank: of this process in its worker's cell; it meets
+    those of the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -60,31 +54,22 @@ class StagedTransport:
         bind_host: str | None = None,
         cell_rank: int = 0,
     ) -> None:
-        if kind not in ("shm", "gloo", "nccl"):
-            raise ConfigError(f"expected transport shm, gloo or nccl, got {kind!r}")
-        if kind != "shm" and (kind == "nccl") != (torch.device(device).type == "cuda"):
-            raise ConfigError(f"expected gloo with cpu or nccl with cuda, got {kind} with {device}")
-        self._me = me
-        self._n_lanes = n_lanes
-        self._tick = tick
-        self._kind = kind
-        self._store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._device = torch.device(device)
-        self._bind_host = bind_host
+        if kind not in KINDS:
+            raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
+        self._kind = KINDS[kind]
+        store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
+        self._site = Site(me, n_lanes, tick, torch.device(device), store, bind_host)
         self._cell_rank = cell_rank
+        if self._site.device.type not in self._kind.devices:
+            raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")
+        if self._kind.meets and store is None:
+            raise ConfigError(f"transport {kind} needs a store through which its groups meet")
         self._fence = Fence()
         self._lock = threading.Lock()
         self._reaper = Reaper()
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[int, Transport] = {}
         self._layouts: dict[int, str] = {}
-        self._records: _Pool
-        self._channel: SharedMemoryChannel | GroupChannel
-        if kind == "shm":
-            self._records = SharedMemoryTransport(me, _NO_GRADIENTS, n_lanes, tick)
-            self._channel = SharedMemoryChannel(me, tick, device=self._device)
-        else:
-            self._records = self._group(_NO_GRADIENTS, "", torch.device("cpu"))
-            self._channel = GroupChannel(me, self._records, device=self._device)
+        self._records, self._channel = self._kind.meet(self._site)
 
     @property
     def segment(self) -> str:
@@ -96,11 +81,6 @@ class StagedTransport:
         """Single messages between any two members; opened, aborted and closed with the transport."""
         return self._channel
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages that this worker held when `open` was last called, ascending."""
-        return tuple(self._pools)
-
     def open(self, plan: Plan, layouts: Mapping[int, GradientLayout]) -> None:
         """Regroup: meet the members of the plan, and those of the pools of the own stages.
 
@@ -111,8 +91,9 @@ class StagedTransport:
         a segment is not that of a member, a stage has another layout there, or a member has no such rank.
         """
         plan = plan.at_rank(self._cell_rank)
-        check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
-        seats = {s.stage for s in plan.seats if s.worker_id == self._me.worker_id}
+        me = self._site.me
+        check(plan.has(me), f"{me} is no member of generation {plan.generation}")
+        seats = {s.stage for s in plan.seats if s.worker_id == me.worker_id}
         check(seats == set(layouts), f"expected layouts of the stages {sorted(seats)}, got {sorted(layouts)}")
         self._fence.enter(plan.generation)
         self._records.open(plan)
@@ -129,7 +110,8 @@ class StagedTransport:
         The same (stage, step, node) gives the same memory for as long as the worker keeps the stage, so results survive
         a change of generation. Calling with a new step frees those of the stage's step before.
         """
-        return self._pools[stage].node(step, node)
+        flat: torch.Tensor = self._pools[stage].node(step, node)
+        return flat
 
     def reduce(self, stage: int, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer the filled nodes of this step, wait for everybody's in the stage's pool, finish the tree.
@@ -144,22 +126,22 @@ class StagedTransport:
         """All-gather of small records over all members of all stages, by worker id, this one's included."""
         found = self._records.exchange(tag, payload)
         for pool in self._pools.values():
-            if isinstance(pool, GroupTransport):
-                pool.settled()  # whoever wrote a record has left the reductions before it
+            pool.settled()  # whoever wrote a record has left the reductions before it
         return found
 
     def abort(self, generation: int) -> None:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
-            for part in (self._records, self._channel, *self._pools.values()):
+            parts: tuple[Transport | Channel, ...] = (self._records, self._channel, *self._pools.values())
+            for part in parts:
                 part.abort(generation)
 
     def close(self) -> None:
         """Give everything back. Tensors that were handed out stay valid for as long as they are referred to."""
         self.abort(1 << 62)
         with self._lock:
-            parts = (self._channel, *self._pools.values(), self._records)
+            parts: tuple[Transport | Channel, ...] = (self._channel, *self._pools.values(), self._records)
             self._pools = {}
         for part in parts:
             part.close()
@@ -167,25 +149,12 @@ class StagedTransport:
 
     # ---- inside
 
-    def _group(self, layout: GradientLayout, name: str, device: torch.device) -> GroupTransport:
-        store = self._store
-        if store is None:
-            raise ConfigError(f"transport {self._kind} needs a store through which its groups meet")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        common = (self._me, layout, self._n_lanes, store, self._tick)
-        return GroupTransport(*common, backend, device, bind_host=self._bind_host, name=name)
-
-    def _new_pool(self, stage: int, layout: GradientLayout) -> _Pool:
-        if self._kind == "shm":
-            return SharedMemoryTransport(self._me, layout, self._n_lanes, self._tick)
-        return self._group(layout, f"stage{stage}", self._device)
-
     def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
         """Close the transports of stages that are gone, make those of stages that are new, keep the others."""
         prints = {stage: layouts[stage].fingerprint() for stage in sorted(layouts)}
         kept = {s: pool for s, pool in self._pools.items() if prints.get(s) == self._layouts[s]}
         gone = [pool for s, pool in self._pools.items() if s not in kept]
-        fresh = {s: self._new_pool(s, layouts[s]) for s in prints if s not in kept}
+        fresh = {s: self._kind.pool(self._site, layouts[s], f"stage{s}") for s in prints if s not in kept}
         with self._lock:
             for pool in fresh.values():
                 pool.abort(self._fence.aborted)
@@ -204,7 +173,7 @@ class StagedTransport:
 class _Closing:
     """A transport that is no longer needed, for the reaper."""
 
-    def __init__(self, transport: _Pool) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def retire(self) -> None:

@@ -24,22 +24,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from everstep.base.errors import check
+from everstep.base.pipeline.kind import Shape
+from everstep.base.pipeline.table import KINDS
 from everstep.base.plan import Plan, Seat
-from everstep.placement.schedules import OpKind
+from everstep.placement.schedules import PipeOp, order, with_recompute
 
 _TIME: Mapping[str, int] = {"forward": 1, "backward": 2}
-
-
-class PipeOp(NamedTuple):
-    """One pass of one lane through one part of the model; `stage` is `part % stages`."""
-
-    kind: OpKind
-    part: int
-    stage: int
-    lane: int
 
 
 def ops(
@@ -53,8 +45,8 @@ def ops(
 ) -> tuple[PipeOp, ...]:
     """What a worker computes, in order: the passes of these lanes through the parts that its seats hold.
 
-    lanes_to_run: the same at every worker (all lanes of a step, or those to be done again), in any order. kind: gpipe,
-    1f1b or interleaved. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly
+    lanes_to_run: the same at every worker (all lanes of a step, or those to be done again), in any order. kind: a
+    schedule's name. chunks: parts per stage. recompute: keep inputs only, and compute activations again directly
     before a backward pass that does not follow its own forward pass.
 
     Raises: InvariantViolation if a lane is held by nobody in some stage.
@@ -66,11 +58,6 @@ def ops(
 def holder(plan: Plan, part: int, lane: int) -> int:
     """worker_id of the one that computes this lane's passes through this part."""
     return plan.holder(part % plan.stages, lane)
-
-
-def route(plan: Plan, lane: int, chunks: int = 1) -> tuple[int, ...]:
-    """The workers that a lane goes through, part by part."""
-    return tuple(holder(plan, part, lane) for part in range(plan.stages * chunks))
 
 
 @lru_cache(maxsize=64)
@@ -87,48 +74,18 @@ def _all_ops(
         own = sorted(wanted.intersection(seat.lanes))
         if own:
             hops = max(_hops_behind(owner, seat, lane, stages) for lane in own)
-            lists[seat.worker_id, seat.stage] = deque(_canonical(seat.stage, stages, own, hops, kind, chunks))
+            lists[seat.worker_id, seat.stage] = deque(
+                PipeOp(op.kind, op.chunk * stages + op.stage, op.stage, own[op.micro_batch])
+                for op in order(KINDS[kind], seat.stage, Shape(stages, hops, len(own), chunks))
+            )
     played = _Play(owner, lists, stages, stages * chunks).run()
-    return {worker_id: tuple(_with_recompute(done)) if recompute else tuple(done) for worker_id, done in played.items()}
+    return {worker_id: tuple(with_recompute(done)) if recompute else tuple(done) for worker_id, done in played.items()}
 
 
 def _hops_behind(owner: Mapping[tuple[int, int], int], seat: Seat, lane: int, stages: int) -> int:
     """How often the lane changes workers behind this stage: that many forward passes are run ahead."""
     way = [owner[stage, lane] for stage in range(seat.stage, stages)]
     return sum(a != b for a, b in pairwise(way))
-
-
-def _canonical(stage: int, stages: int, lanes: list[int], behind: int, kind: str, chunks: int) -> Iterator[PipeOp]:
-    """The schedule of one stage over these lanes: `schedules.schedule` wherever that is defined.
-
-    behind: how many other workers come behind. Interleaved, the last group of lanes may be smaller than the stages.
-    """
-    order = list(_passes(len(lanes), stages if kind == "interleaved" else len(lanes), chunks))
-    ahead = {"gpipe": len(order), "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * stages}[kind]
-    ahead = min(ahead, len(order))
-    for i in range(len(order) + ahead):
-        if i < len(order):
-            chunk, nth = order[i]
-            yield PipeOp("forward", chunk * stages + stage, stage, lanes[nth])
-        if i >= ahead:
-            chunk, nth = order[i - ahead]
-            yield PipeOp("backward", (chunks - 1 - chunk) * stages + stage, stage, lanes[nth])
-
-
-def _passes(lanes: int, group: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """(chunk, position of the lane) of a worker's forward passes: groups of lanes, chunk after chunk."""
-    for first in range(0, lanes, max(1, group)):
-        for chunk in range(chunks):
-            yield from ((chunk, nth) for nth in range(first, min(first + group, lanes)))
-
-
-def _with_recompute(done: Iterable[PipeOp]) -> Iterator[PipeOp]:
-    before: PipeOp | None = None
-    for op in done:
-        if op.kind == "backward" and before != op._replace(kind="forward"):
-            yield op._replace(kind="recompute")
-        yield op
-        before = op
 
 
 class _Play:

@@ -1,17 +1,13 @@
 """Pipeline schedules as lists of operations: what every stage worker computes, in which order. Pure.
 
 A worker goes through its list from the front and starts each operation as soon as the `inputs` of it are there; nothing
-else decides the order. The three kinds differ only in how many forward passes a worker runs ahead of its first backward
-pass (`_warmup`); after that one forward and one backward pass take turns until the forward passes are used up.
-
-- `gpipe`: all forward passes, then all backward passes. Every micro-batch is in flight at once.
-- `1f1b`: as many forward passes ahead as there are stages behind. At most K - stage micro-batches are in flight.
-- `interleaved`: each worker holds several stage chunks; chunk c of worker s is part c * K + s of the model. The bubble
-  shrinks by the number of chunks, for more activations held and more messages.
+else decides the order. What makes one schedule differ from another is a `Kind` (`base/pipeline`): how many forward
+passes a worker runs ahead of its first backward pass, and whose turn it is among its chunks. After the passes ahead one
+forward and one backward pass take turns until the forward passes are used up.
 
 Micro-batch m is the m-th of the lanes that go this way, in lane order. **Gradients fold by lane, never by arrival**:
 the order of backward passes belongs to the schedule, the bits may not. The gradient of a chunk for one micro-batch is a
-leaf of `placement.tree`, and a worker adds up complete subtrees only, left child first. In all three kinds the backward
+leaf of `placement.tree`, and a worker adds up complete subtrees only, left child first. In all kinds the backward
 passes of one chunk come in micro-batch order, so its subtrees complete from left to right and only about log2 of the
 lanes are open at once; chunks fold apart from each other, because they are different parameters. Nothing but memory may
 depend on that: a lane taken over from a dead worker is folded into the same place of the tree, whenever it comes.
@@ -19,21 +15,18 @@ depend on that: a lane taken over from a dead worker is folded into the same pla
 Recomputation: a forward pass keeps only what came in, and is repeated directly before its backward pass; it waits for
 no gradient, so it may fill a bubble. Where the backward pass directly follows its own forward pass there is nothing to
 save, so there is no `recompute` and that forward pass keeps its activations (the last stage of 1F1B).
-
-Source: GPipe, arXiv:1811.06965, figure 2; its backward passes go through the micro-batches in reverse, here they go in
-lane order as in Megatron-LM, arXiv:2104.04473, figures 3 (GPipe) and 4 (1F1B and interleaved), section 2.2.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from everstep.base.errors import ConfigError, check
+from everstep.base.errors import ConfigError, check, did_you_mean
+from everstep.base.pipeline.kind import Kind, Shape
+from everstep.base.pipeline.table import KINDS, check_possible
 
 OpKind: TypeAlias = Literal["forward", "backward", "recompute"]
-KINDS = ("gpipe", "1f1b", "interleaved")
 
 
 class Op(NamedTuple):
@@ -45,88 +38,69 @@ class Op(NamedTuple):
     micro_batch: int
 
 
+class PipeOp(NamedTuple):
+    """One pass of one lane through one part of the model; `stage` is `part % stages`."""
+
+    kind: OpKind
+    part: int
+    stage: int
+    lane: int
+
+
+_AnyOp = TypeVar("_AnyOp", Op, PipeOp)
 Schedule: TypeAlias = tuple[tuple[Op, ...], ...]
 
 
 def schedule(kind: str, stages: int, micro_batches: int, chunks: int = 1, recompute: bool = False) -> Schedule:
     """The operations of each stage worker, in order.
 
-    kind: gpipe, 1f1b or interleaved. stages: workers along the pipeline. micro_batches: per step. chunks: parts of the
-    model per worker, 1 unless interleaved. recompute: keep inputs only, and compute activations again.
+    kind: one of `KINDS`. stages: workers along the pipeline. micro_batches: per step. chunks: parts of the model per
+    worker. recompute: keep inputs only, and compute activations again.
 
     Raises: ConfigError for a combination that the kind does not allow.
     """
-    _check_possible(kind, stages, micro_batches, chunks)
+    _check_numbers(kind, stages, micro_batches, chunks)
+    check_possible(kind, stages, micro_batches, chunks, called="micro-batches")
     lists = []
     for stage in range(stages):
-        ahead = _warmup(kind, stage, stages, micro_batches, chunks)
-        ops = tuple(_alternate(stage, ahead, stages, micro_batches, chunks))
-        lists.append(tuple(_with_recompute(ops)) if recompute else ops)
+        shape = Shape(stages, stages - 1 - stage, micro_batches, chunks)
+        ops = order(KINDS[kind], stage, shape)
+        lists.append(tuple(with_recompute(ops) if recompute else ops))
     return tuple(lists)
 
 
-def _check_possible(kind: str, stages: int, micro_batches: int, chunks: int) -> None:
+def _check_numbers(kind: str, stages: int, micro_batches: int, chunks: int) -> None:
     if kind not in KINDS:
-        close = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"a schedule is one of {', '.join(KINDS)}, got {kind!r}{hint}")
+        raise ConfigError(f"a schedule is one of {', '.join(KINDS)}, got {kind!r}{did_you_mean(kind, KINDS)}")
     for name, value in (("stages", stages), ("micro-batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise ConfigError(f"a schedule needs at least 1 of {name}, got {value}: give a positive number")
-    if kind != "interleaved":
-        if chunks > 1:
-            raise ConfigError(
-                f"schedule {kind} has 1 chunk per worker, got chunks {chunks}: set chunks to 1, or take interleaved"
-            )
-        return
-    if chunks < 2:
-        raise ConfigError(
-            f"schedule interleaved needs 2 or more chunks per worker, got {chunks}: set chunks to 2, or take 1f1b"
-        )
-    if micro_batches % stages:
-        below = micro_batches - micro_batches % stages
-        fitting = f"{below} or {below + stages}" if below else f"{stages}"
-        raise ConfigError(
-            f"schedule interleaved needs micro-batches in multiples of its {stages} stages, got {micro_batches}: "
-            f"take {fitting}, or schedule 1f1b"
-        )
 
 
-def _warmup(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) -> int:
-    """How many forward passes a worker does before forward and backward passes take turns.
-
-    1f1b: one per stage behind it. interleaved: the first group's passes through all chunks but the last, and two per
-    stage behind, because there is enough to do while a gradient is on its way back.
-    Source: arXiv:2104.04473, section 2.2 and figure 4.
-    """
-    behind = stages - 1 - stage
-    ahead = {"gpipe": micro_batches, "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * stages}[kind]
-    return min(ahead, micro_batches * chunks)
-
-
-def _alternate(stage: int, ahead: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Op]:
-    """`ahead` forward passes, then one forward and one backward pass in turn, then the backward passes left."""
-    passes = micro_batches * chunks
-    for i in range(passes + ahead):
-        if i < passes:
-            chunk, micro_batch = _nth(i, stages, chunks)
+def order(kind: Kind, stage: int, shape: Shape) -> Iterator[Op]:
+    """What one stage worker computes, whether or not the kind was made for these numbers: a last group that is smaller
+    than the others has its turns like them."""
+    passes = list(_forward_passes(shape.micro_batches, max(1, kind.group(shape)), shape.chunks))
+    ahead = min(kind.ahead(shape), len(passes))
+    for i in range(len(passes) + ahead):
+        if i < len(passes):
+            chunk, micro_batch = passes[i]
             yield Op("forward", stage, chunk, micro_batch)
         if i >= ahead:
-            chunk, micro_batch = _nth(i - ahead, stages, chunks)
-            yield Op("backward", stage, chunks - 1 - chunk, micro_batch)
+            chunk, micro_batch = passes[i - ahead]
+            yield Op("backward", stage, shape.chunks - 1 - chunk, micro_batch)
 
 
-def _nth(i: int, stages: int, chunks: int) -> tuple[int, int]:
-    """(chunk, micro-batch) of a worker's i-th forward pass: groups of `stages` micro-batches, chunk after chunk."""
-    if chunks == 1:
-        return 0, i
-    group, within = divmod(i, stages * chunks)
-    return within // stages, group * stages + within % stages
+def _forward_passes(micro_batches: int, group: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """(chunk, micro-batch), in order: groups of micro-batches, chunk after chunk."""
+    for first in range(0, micro_batches, group):
+        for chunk in range(chunks):
+            yield from ((chunk, i) for i in range(first, min(first + group, micro_batches)))
 
 
-def _with_recompute(ops: tuple[Op, ...]) -> Iterator[Op]:
+def with_recompute(ops: Iterable[_AnyOp]) -> Iterator[_AnyOp]:
     """The same list with a recomputation directly before each backward pass that does not follow its own forward."""
-    before: Op | None = None
+    before: _AnyOp | None = None
     for op in ops:
         if op.kind == "backward" and before != op._replace(kind="forward"):
             yield op._replace(kind="recompute")

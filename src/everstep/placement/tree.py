@@ -43,22 +43,6 @@ def children(node: Node) -> tuple[Node, Node]:
     return Node(node.lo, middle), Node(middle, node.hi)
 
 
-def is_node(n_lanes: int, node: Node) -> bool:
-    """Whether (lo, hi) is a node of the tree over `n_lanes` lanes."""
-    at = root(n_lanes)
-    if not at.lo <= node.lo < node.hi <= at.hi:
-        return False
-    while at != node:
-        left, right = children(at)
-        if node.hi <= left.hi:
-            at = left
-        elif node.lo >= right.lo:
-            at = right
-        else:
-            return False
-    return True
-
-
 def cover(lanes: Iterable[int], n_lanes: int) -> tuple[Node, ...]:
     """The maximal nodes all of whose lanes are in the set, ascending: what a worker with these lanes adds up alone."""
     ascending = sorted(set(lanes))

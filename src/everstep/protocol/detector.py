@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from everstep.base.errors import check
 
-SUSPECT_PHI = 5.0
-DEAD_PHI = 10.0
-# Quantiles of the normal distribution at which phi reaches SUSPECT_PHI and DEAD_PHI: P(Z > z) = 10**-phi.
+# Quantiles of the normal distribution at which phi reaches 5 and 10: P(Z > z) = 10**-phi.
 _SUSPECT_Z = 4.264890793922825
 _DEAD_Z = 6.361340902404057
 _WINDOW = 100
@@ -26,11 +24,10 @@ _MIN_DEVIATION_NS = 10_000_000
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What to think of a peer. `phi` is capped at 99; `reason` is plain text, empty while there is nothing to say."""
+    """What to think of a peer. `reason` is plain text, empty while there is nothing to say."""
 
     suspect: bool
     dead: bool
-    phi: float
     reason: str
 
 
@@ -93,12 +90,12 @@ class PhiDetector:
         silence = self.silence_ns(now_ns)
         suspect_after, dead_after = self._limits()
         if silence < suspect_after:
-            return Suspicion(False, False, self._phi(silence), "")
+            return Suspicion(False, False, "")
         text = f"no heartbeat for {silence / 1e9:.2f} s"
         mean_s = self._sum / len(self._intervals) / 1e9
         if silence < dead_after:
-            return Suspicion(True, False, self._phi(silence), f"{text} (they came every {mean_s:.2f} s)")
-        return Suspicion(True, True, self._phi(silence), f"{text} (limit {dead_after / 1e9:.2f} s)")
+            return Suspicion(True, False, f"{text} (they came every {mean_s:.2f} s)")
+        return Suspicion(True, True, f"{text} (limit {dead_after / 1e9:.2f} s)")
 
     def next_change_ns(self, now_ns: int) -> int:
         """The next moment at which `suspicion` can change, if no heartbeat comes until then."""
@@ -118,8 +115,3 @@ class PhiDetector:
         dead = min(max(int(mean + _DEAD_Z * deviation), self._floor_ns), self._ceiling_ns)
         suspect = min(max(int(mean + _SUSPECT_Z * deviation), self._floor_ns // 2), dead)
         return suspect, dead
-
-    def _phi(self, silence_ns: int) -> float:
-        mean, deviation = self._moments()
-        tail = 0.5 * math.erfc((silence_ns - mean) / deviation / math.sqrt(2))
-        return min(99.0, -math.log10(tail)) if tail > 0 else 99.0

@@ -226,16 +226,6 @@ class StepMachine:
         """The lanes that all members compute anew in the present step; None: all of the plan."""
         return self._rerun
 
-    @property
-    def held(self) -> frozenset[tuple[int, int]]:
-        """(stage, lane) of the next step that have been computed here."""
-        return frozenset(self._held)
-
-    @property
-    def gradient_step(self) -> int:
-        """The next step, if its whole reduced gradient is held here; else 0."""
-        return self._gradient_step
-
     def handle(self, now_ns: int, event: StepEvent) -> list[StepEffect]:
         """Take in one event; the effects are to be carried out in order. `now_ns` is not used: no step has a timer."""
         phases, name, reach = _BY_EVENT[type(event)]

@@ -15,7 +15,7 @@ from everstep.report.series import POINTS, Series
 from everstep.report.words import Event, cause, level, number, one_line, sentence, whole_number
 
 MEMBERS = ("leader", "active", "standby")
-STEP_COLUMNS = ("time_s", "loss", "loss_min", "loss_max", "lr", "samples", "workers")
+# time_s, loss, loss_min, loss_max, lr, samples, workers
 _STEP_RULES = ("last", "mean", "min", "max", "last", "sum", "last")
 _MOST_LOG = 4000
 _MOST_LISTED = 1000

@@ -21,11 +21,6 @@ class Histogram:
         self._sum = 0
 
     @property
-    def count(self) -> int:
-        """How many values there were."""
-        return sum(self._counts)
-
-    @property
     def sum(self) -> float:
         """What they add up to."""
         return self._sum / 1e9

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
-from everstep.base.errors import ConfigError
 from everstep.base.plan import WorkerKey
 
 
@@ -79,17 +78,3 @@ class WorkerContext:
     def load_config(self) -> Config:
         """The effective config. Raises: ConfigError."""
         return load_config([("job.json", self.config)])
-
-    def to_json(self) -> str:
-        """As text; `from_json` undoes it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerContext:
-        """Raises: ConfigError for anything else than `to_json` makes."""
-        try:
-            data = json.loads(text)
-            names = {f.name for f in fields(cls)}
-            return cls(**{k: v for k, v in data.items() if k in names})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"expected a worker context as JSON, got something else: {error}") from None

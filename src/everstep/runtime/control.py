@@ -75,7 +75,6 @@ class ControlClient:
         self._cut_breaks = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.connects = 0
-        self.dropped = 0
         self._thread = threading.Thread(target=self._run, name=f"control-{role}-{name}", daemon=True)
         self._thread.start()
 
@@ -98,7 +97,6 @@ class ControlClient:
             if passing and self._sock is None:
                 return
             if len(self._queue) >= MAX_QUEUED and not self._make_room() and passing:
-                self.dropped += 1
                 return
             self._queue.append((data, passing))
             if self._sock is not None:
@@ -269,7 +267,6 @@ class ControlClient:
         for index, (_data, passing) in enumerate(self._queue):
             if passing and (index > 0 or self._offset == 0):
                 del self._queue[index]
-                self.dropped += 1
                 return True
         return False
 

@@ -51,10 +51,6 @@ class PeerConnection:
         """For select: readable means that something has come, or that the other side is gone."""
         return self._sock.fileno()
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """How long an operation may stand still."""
-        self._sock.settimeout(timeout_s)
-
     def send_json(self, value: Any) -> None:
         """Send a small JSON-able value."""
         with _faults("sending to a peer"):
@@ -150,7 +146,6 @@ class PeerServer:
         self._lock = threading.Lock()
         self._closed = False
         self._deaf_until_ns = 0
-        self.refused = 0
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="peer-server", daemon=True)
@@ -193,7 +188,6 @@ class PeerServer:
                 continue
             with self._lock:
                 if len(self._open) >= MAX_CONNECTIONS or time.monotonic_ns() < self._deaf_until_ns:
-                    self.refused += 1
                     sock.close()
                     continue
                 self._open.add(sock)
@@ -208,7 +202,6 @@ class PeerServer:
                 if not isinstance(request, dict):
                     raise ProtocolError("expected a request as a JSON object")
             except (OSError, EverstepError) as error:
-                self.refused += 1
                 log.warning("refused a peer: %s", error)
                 return
             try:

@@ -133,7 +133,7 @@ class Executor:
             if isinstance(effect, do.Exit):
                 raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
             if isinstance(effect, do.Outvoted):
-                raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound, True)
+                raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound)
             if isinstance(effect, _ANSWERS):
                 return effect
             if isinstance(effect, do.Compute) and do.Compute not in self._handlers:

@@ -17,7 +17,7 @@ from everstep.base.ports import Channel, Hop, HopKind
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.order.ledger import use_digest
 from everstep.placement import routes
-from everstep.placement.routes import PipeOp
+from everstep.placement.schedules import PipeOp
 from everstep.train.replica import StageReplica
 
 _AHEAD = 8

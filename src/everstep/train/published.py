@@ -33,9 +33,7 @@ class Publisher:
     `run_dir` None: nothing is written (a job without a directory).
     """
 
-    def __init__(self, run_dir: Path | None, me: WorkerKey, log_every: int) -> None:
-        self.me = me
-        self.log_every = log_every
+    def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
         self.run_dir = run_dir
         self.events: EventLog | None = None
         self._pending: dict[int, _Held] = {}

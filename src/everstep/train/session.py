@@ -65,7 +65,7 @@ class Session:
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
         transport = open_transport(link, rendezvous, device)
-        publisher = Publisher(link.run_dir, link.me, config.log_every)
+        publisher = Publisher(link.run_dir, link.me)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher)
         executor = Executor(driver, view.cutter, view.tick)
         loop = LoopState(stages)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from everstep.base.errors import check
 from everstep.exact.layout import GradientLayout
-from everstep.exact.state import ModelState
 from everstep.train.replica import StageReplica
 
 
@@ -80,7 +79,3 @@ class Stages(Mapping[int, StageReplica]):
     def layouts(self, stages: Iterable[int]) -> dict[int, GradientLayout]:
         """Of these stages."""
         return {stage: self._held[stage].layout for stage in stages}
-
-    def states(self) -> dict[int, ModelState]:
-        """By stage."""
-        return {stage: self._held[stage].state for stage in self}

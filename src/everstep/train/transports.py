@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from everstep.parallel.kinds.table import KINDS
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
 from everstep.train.link import Link
@@ -16,7 +17,8 @@ def open_transport(link: Link, rendezvous: Rendezvous, device: torch.device) -> 
     Raises: ConfigError if it is not to be had on this device.
     """
     kind = "shm" if link.config.transport == "auto" else link.config.transport
-    store = None if kind == "shm" else ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over)
+    meets = KINDS[kind].meets
+    store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
 
     def tick() -> None:
         link.row.tick()

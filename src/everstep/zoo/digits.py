@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
-from torch.nn import functional
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.data.digits import CLASSES, SIZE, Digits
-from everstep.train.task import Task
-from everstep.zoo.recipe import classification_metrics, decay_groups, options, total_steps, warmup_cosine
+from everstep.zoo.classifier import Classifier, ResNetClassifier
+from everstep.zoo.recipe import total_steps, warmup_cosine
 from everstep.zoo.resnet import ResNet
 
 _TRAIN_SIZE = 1437
 
 
-class _DigitsTask(Task):
-    """Images in, classes out; cross-entropy."""
-
-    option_defaults: ClassVar[Mapping[str, Any]] = {}
-
-    def option(self, name: str) -> Any:
-        """One of the task's own options."""
-        return options(self.config, self.option_defaults)[name]
-
+class _Digits(Classifier):
     def build_dataset(self, split: str) -> Dataset[Any]:
         return Digits(split, shift=self.option("shift"))
-
-    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        groups = decay_groups(params, self.option("weight_decay"))
-        return SGD(groups, lr=self.option("lr"), momentum=0.9, nesterov=True)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         steps = total_steps(self.config, _TRAIN_SIZE, int(self.defaults["steps"]))
         return warmup_cosine(optimizer, steps, warmup=0.2)
 
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        images, labels = batch
-        return functional.cross_entropy(model(images), labels)
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """loss and accuracy."""
-        images, labels = batch
-        return classification_metrics(model(images), labels)
-
-
-class ResNet18Digits(_DigitsTask):
+class ResNet18Digits(_Digits, ResNetClassifier):
     """A ResNet on images of 8x8 pixels: 3x3 stem of stride 2, so that the maps are 4x4, 2x2, 1x1 and 1x1.
 
     Options: `task.lr`, `task.weight_decay`, `task.shift` (share of the training images that are shifted by a pixel).
     The running statistics follow faster than usual, because the job has few and large steps.
     """
 
-    depth: ClassVar[int] = 18
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 32, "steps": 36}
     option_defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.05, "weight_decay": 5e-4, "shift": 0.2}
 
@@ -67,14 +43,6 @@ class ResNet18Digits(_DigitsTask):
             if isinstance(module, nn.BatchNorm2d):
                 module.momentum = 0.3
         return model
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """Stem, residual blocks, head."""
-        return model.units()  # type: ignore[operator, no-any-return]
-
-    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
-        """The five classic stages."""
-        return model.cuts(parts)  # type: ignore[operator, no-any-return]
 
 
 class ResNet34Digits(ResNet18Digits):
@@ -101,7 +69,7 @@ class ResNet152Digits(ResNet18Digits):
     depth = 152
 
 
-class MLPDigits(_DigitsTask):
+class MLPDigits(_Digits):
     """Two hidden layers of 64: a job of seconds, for a first look and for tests. Options as `ResNet18Digits`."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 20}

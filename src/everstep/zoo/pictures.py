@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
-from torch.nn import functional
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
 from everstep.data.folder import PictureFolder
-from everstep.train.task import Task
-from everstep.zoo.recipe import classification_metrics, decay_groups, options, total_steps, warmup_cosine
+from everstep.zoo.classifier import ResNetClassifier
+from everstep.zoo.recipe import total_steps, warmup_cosine
 from everstep.zoo.resnet import ResNet
 
 
-class ResNet18Folder(Task):
+class ResNet18Folder(ResNetClassifier):
     """path: a folder with one folder of pictures per class (see `PictureFolder`).
 
     Options: `task.path`, `task.size` (of the squares that pictures are brought to, in pixels), `task.weights` (a
@@ -27,7 +25,6 @@ class ResNet18Folder(Task):
     `task.lr`, `task.weight_decay`.
     """
 
-    depth: ClassVar[int] = 18
     defaults: ClassVar[Mapping[str, Any]] = {"lanes": 8, "micro_batch": 8, "epochs": 10}
     option_defaults: ClassVar[Mapping[str, Any]] = {
         "path": "",
@@ -40,10 +37,6 @@ class ResNet18Folder(Task):
     def __init__(self, path: str = "") -> None:
         self.path = path
         self._train: PictureFolder | None = None
-
-    def option(self, name: str) -> Any:
-        """One of the task's own options."""
-        return options(self.config, self.option_defaults)[name]
 
     def _pictures(self, split: str) -> PictureFolder:
         path = self.path or self.option("path")
@@ -61,33 +54,12 @@ class ResNet18Folder(Task):
             _load_weights(model, self.option("weights"))
         return model
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """Stem, residual blocks, head."""
-        return model.units()  # type: ignore[operator, no-any-return]
-
-    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
-        """The five classic stages."""
-        return model.cuts(parts)  # type: ignore[operator, no-any-return]
-
     def build_dataset(self, split: str) -> Dataset[Any]:
         return self._pictures(split)
-
-    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        groups = decay_groups(params, self.option("weight_decay"))
-        return SGD(groups, lr=self.option("lr"), momentum=0.9, nesterov=True)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         size = len(self._pictures("train"))
         return warmup_cosine(optimizer, total_steps(self.config, size, otherwise=100), warmup=0.1)
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        images, labels = batch
-        return functional.cross_entropy(model(images), labels)
-
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """loss and accuracy."""
-        images, labels = batch
-        return classification_metrics(model(images), labels)
 
 
 class ResNet34Folder(ResNet18Folder):

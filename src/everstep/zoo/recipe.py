@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
 from everstep.order.cursor import SampleOrder
 
 
@@ -24,8 +23,7 @@ def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     chosen = dict(defaults)
     for name, value in dict(getattr(config, "task", None) or {}).items():
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
-            hint = f"; did you mean 'task.{close[0]}'?" if close else ""
+            hint = did_you_mean(name, defaults, "'task.{}'")
             raise ConfigError(f"this task has no option 'task.{name}' (it has {', '.join(sorted(defaults))}){hint}")
         kind = type(defaults[name])
         try:

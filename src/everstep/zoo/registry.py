@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
@@ -30,8 +29,6 @@ def load(name: str) -> type[Task]:
     Raises: ConfigError for an unknown name.
     """
     if name not in _TASKS:
-        close = difflib.get_close_matches(name, _TASKS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"expected a ready task ({', '.join(_TASKS)}), got {name!r}{hint}")
+        raise ConfigError(f"expected a ready task ({', '.join(_TASKS)}), got {name!r}{did_you_mean(name, _TASKS)}")
     module, kind = _TASKS[name]
     return cast("type[Task]", getattr(importlib.import_module(f"everstep.zoo.{module}"), kind))

@@ -171,7 +171,6 @@ class ResNet(nn.Module):
         if depth not in LAYERS:
             raise ConfigError(f"expected a ResNet depth of {', '.join(map(str, LAYERS))}, got {depth}")
         block: type[BasicBlock | Bottleneck] = Bottleneck if depth >= 50 else BasicBlock
-        self.depth = depth
         kernel, stride = (3, 1) if small_input else (7, 2)
         self.conv1 = _conv(channels, 64, kernel, stem_stride or stride)
         self.bn1 = BatchNorm2d(64)
@@ -238,8 +237,3 @@ def _layer(block: type[BasicBlock | Bottleneck], inputs: int, width: int, blocks
         downsample = nn.Sequential(_conv(inputs, outputs, 1, stride), BatchNorm2d(outputs))
     first = block(inputs, width, stride, downsample)
     return nn.Sequential(first, *(block(outputs, width) for _ in range(1, blocks)))
-
-
-def resnet(depth: int, classes: int = 1000, **options: object) -> ResNet:
-    """`ResNet(depth, classes, **options)`, under the name that people look for."""
-    return ResNet(depth, classes, **options)  # type: ignore[arg-type]

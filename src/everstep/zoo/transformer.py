@@ -33,16 +33,6 @@ class TransformerConfig:
             raise ConfigError(f"expected a width that {self.heads} heads divide, got {self.width}")
 
 
-def small(vocabulary: int = 256) -> TransformerConfig:
-    """0.84 million parameters with a vocabulary of 256."""
-    return TransformerConfig(vocabulary)
-
-
-def with_25m(vocabulary: int = 256) -> TransformerConfig:
-    """25.4 million parameters with a vocabulary of 256."""
-    return TransformerConfig(vocabulary, context=128, layers=8, width=512, heads=8)
-
-
 class Embedding(nn.Module):
     """Tokens and positions. A unit."""
 
@@ -156,13 +146,3 @@ class Transformer(nn.Module):
         for unit in self.units():
             x = unit(x)
         return x
-
-
-def transformer_small(vocabulary: int = 256) -> Transformer:
-    """The model of `transformer-text`'s default size."""
-    return Transformer(small(vocabulary))
-
-
-def transformer_25m(vocabulary: int = 256) -> Transformer:
-    """A model of about 25 million parameters, for benchmarks."""
-    return Transformer(with_25m(vocabulary))

@@ -57,7 +57,7 @@ def _of_the_task(error: Exception) -> TaskError:
         (ConfigError("lanes: expected ..."), Cause.CONFIG),
         (StoreError("cannot write it"), Cause.DISK),
         (CheckpointCorrupt("a block differs"), Cause.CORRUPT),
-        (StateTainted("they differ", 3, 1, 2, True), Cause.CORRUPT),
+        (StateTainted("they differ", 3, 1, 2), Cause.CORRUPT),
         (CollectiveAborted("left", [1]), Cause.LINK),
         (EverstepError("something"), Cause.UNKNOWN),
     ],

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.chaos.inject import ChaosError, Injector, continue_later
+from everstep.chaos.beside import run_beside
+from everstep.chaos.inject import Injector
+from everstep.chaos.kinds.exception import ChaosError
 from everstep.chaos.spec import parse
 
 
@@ -219,14 +221,27 @@ def test_stop_for_a_while_goes_on_by_itself(tmp_path: Path) -> None:
     assert time.monotonic() - begin >= 0.3
 
 
-def test_continue_later_leaves_no_child_behind() -> None:
+def test_what_runs_beside_leaves_no_child_behind() -> None:
     victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
         victim.send_signal(signal.SIGSTOP)
         os.waitpid(victim.pid, os.WUNTRACED)
-        continue_later(victim.pid, 0.05)
+        run_beside(f"sleep 0.05; kill -CONT {victim.pid}")
         _, status = os.waitpid(victim.pid, os.WCONTINUED)
         assert os.WIFCONTINUED(status)
+    finally:
+        victim.kill()
+        victim.communicate()
+
+
+def test_throttled_it_stops_and_goes_on(tmp_path: Path) -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / "coordinator.json").write_text(json.dumps({"pid": victim.pid}))
+        chaos, _ = injector("throttle:target=coordinator,at=1,for=0.2", tmp_path)
+        chaos.at(1, "load", plan_of(0))
+        _, status = os.waitpid(victim.pid, os.WCONTINUED)
+        assert os.WIFCONTINUED(status), "said only of what had been stopped"
     finally:
         victim.kill()
         victim.communicate()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError
-from everstep.chaos.spec import COMPUTE_PHASES, DRAWN, Fault, RandomFaults, Target, parse, parse_now, simulated_failure
+from everstep.chaos.fault import COMPUTE_PHASES, Fault
+from everstep.chaos.spec import DRAWN, RandomFaults, Target, parse, parse_now, simulated_failure
 
 EXAMPLE = (
     "kill:target=worker:2,at=30; stop:target=worker:1,at=50,for=5; "
@@ -66,7 +67,7 @@ def test_a_fault_prints_as_it_is_written() -> None:
     [
         (
             "kil:target=worker:0,at=1",
-            ["'kil'", "kill, stop, raise, partition, disconnect, slow, flip, random", "did you mean 'kill'"],
+            ["'kil'", "kill, stop, raise, partition, disconnect, slow, flip, throttle, random", "did you mean 'kill'"],
         ),
         ("kill:target=worker:0,att=1", ["'att'", "target, at, phase, for", "'at'"]),
         ("kill:target=worker:0", ["at=STEP"]),
@@ -86,11 +87,12 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("raise:target=coordinator,at=1", ["workers only"]),
         ("partition:target=coordinator,at=1,for=1", ["workers only"]),
         ("partition:target=worker:1,at=1", ["for=SECONDS", "whole again"]),
+        ("throttle:at=1", ["for=SECONDS", "all of the time again"]),
         ("kill:at=1,from=peers", ["belongs to partition"]),
         ("partition:at=1,for=1,from=nobody", ["coordinator or peers", "'nobody'"]),
-        ("kill:at=1,by=1", ["by belongs to slow"]),
+        ("kill:at=1,by=1", ["by=SECONDS belongs to slow"]),
         ("slow:at=1", ["by=SECONDS"]),
-        ("slow:at=1,by=1,phase=load", ["phase does not belong"]),
+        ("slow:at=1,by=1,phase=load", ["phase=PHASE belongs to", "not to slow"]),
         ("slow:at=1,by=1,until=worker_heald*2", ["'worker_heald*2'", "did you mean 'worker_healed'"]),
         ("kill:target=worker:1+coordinator,at=1", ["'coordinator'", "alone"]),
         ("kill:target=worker:1+worker:1,at=1", ["one twice"]),
@@ -98,7 +100,7 @@ def test_a_fault_prints_as_it_is_written() -> None:
         ("kill:target=worker:1/,at=1", ["'worker:1/'"]),
         ("kill:target=leader:0/1,at=1", ["'leader:0/1'"]),
         ("kill:target=worker:1/1+worker:2,at=1", ["'worker:1/1'"]),
-        ("raise:target=worker:1/1,at=1", ["one rank", "killed or stopped", "raise is for whole workers"]),
+        ("raise:target=worker:1/1,at=1", ["one rank", "kill or stop", "raise is for whole workers"]),
         ("random:seed=1", ["p=PROBABILITY"]),
         ("random:p=2", ["from 0 to 1"]),
         ("random:p=0.1,at=3", ["'at'", "p, seed, after_step"]),

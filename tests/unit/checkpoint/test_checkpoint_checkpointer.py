@@ -220,7 +220,7 @@ def test_a_dead_disk_stops_nothing(start: Callable[..., Job], tmp_path: Path) ->
     job.update(1)
     kind, fields = job.wait_told(1)[0]
     assert kind == "checkpoint_failed" and "worker " in fields["reason"]
-    assert job.workers[0].finish(10.0)
+    assert job.workers[0].drain(10.0)
 
 
 def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callable[..., Job]) -> None:
@@ -238,10 +238,10 @@ def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callabl
     assert job.workers[1].restorable(limit=2) == (2,) and job.workers[1].restorable() == (3,)
 
 
-def test_finish_waits_for_what_began(start: Callable[..., Job]) -> None:
+def test_draining_waits_for_what_began(start: Callable[..., Job]) -> None:
     job = start(3)
     job.save(5, Due(("disk",), "SIGTERM"))
-    assert all(worker.finish(60.0) for worker in reversed(job.workers))
+    assert all(worker.drain(60.0) for worker in reversed(job.workers))
     assert steps_in(job.workers[0].store) == [5]
 
 

@@ -20,7 +20,8 @@ from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.pointers import read_pins, read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
 from everstep.checkpoint.sealed import seal
-from everstep.checkpoint.store import DirectoryStore, open_store
+from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.verify import verify_store
 from everstep.exact.image import BLOCK_BYTES
 

@@ -85,7 +85,7 @@ def test_export_that_cannot_be(folder: Path, tmp_path: Path) -> None:
     fails(ConfigError, "belong to --format hf", "export", folder, *to, "--hf-config", tmp_path)
     fails(ConfigError, "expected a size", "export", folder, *to[:3], "hf", "--shard-size", "many")
     fails(ConfigError, "holds no optimizer state", "export", folder, *to, "--optimizer")
-    fails(ConfigError, "expected a URL such as", "export", "gs://bucket", *to)
+    fails(ConfigError, "expected a directory or a URL", "export", "ftp://bucket", *to)
     fails(click.ClickException, "is not one of", "export", folder, "--to", tmp_path / "x", "--format", "onnx")
     manifest = folder / "checkpoints" / "step-0000000003" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"step":3', b'"step":4'))

@@ -104,10 +104,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--kind", "zigzag"], "'gpipe', '1f1b', 'interleaved'"),
-        (["--kind", "interleaved"], "set chunks to 2"),
-        (["--kind", "interleaved", "--chunks", "2", "--micro-batches", "6"], "take 4 or 8"),
-        (["--chunks", "2"], "take interleaved"),
+        (["--kind", "zigzag"], "'gpipe', '1f1b', 'interleaved', 'looped_bfs'"),
+        (["--kind", "interleaved"], "set chunks=2"),
+        (["--kind", "interleaved", "--chunks", "2", "--micro-batches", "6"], "use 4 or 8"),
+        (["--chunks", "2"], "set schedule=interleaved"),
         (["--stages", "0"], "got 0"),
         (["--micro-batches", "many"], "many"),
         (["--backward", "0"], "at least 1 time step"),

@@ -12,7 +12,7 @@ from torch import nn
 from everstep.base.errors import InvariantViolation
 from everstep.base.ports import Node, Piece, Reduced
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, untie
-from everstep.exact.reduce import NodePart, block_norms, finish, merge_presence, tied_sumsq
+from everstep.exact.reduce import NodePart, block_norms, finish, merge_presence, tied_terms
 from everstep.placement.tree import total_sumsq
 
 
@@ -81,10 +81,12 @@ def test_tied_places_count_as_one_gradient() -> None:
         flat[entry.offset : entry.stop] = part
     pieces = (Piece(0, 5, flat[:5]), Piece(5, layout.numel, flat[5:]))
     reduced = Reduced(1, pieces, bytes([1, 1, 1]), (0, 3))
-    total = total_sumsq(block_norms(layout, flat, 0)) + tied_sumsq(layout, reduced)
+    total = total_sumsq(block_norms(layout, flat, 0)) + total_sumsq(tied_terms(layout, reduced))
     assert math.isclose(total, float(((parts[0] + parts[1] + parts[2]).double() ** 2).sum()), rel_tol=1e-6)
     reduced = Reduced(1, pieces, bytes([1, 1, 0]), (0, 3))
-    assert math.isclose(tied_sumsq(layout, reduced), 2 * float((parts[0] * parts[1]).double().sum()), rel_tol=1e-5)
+    assert math.isclose(
+        total_sumsq(tied_terms(layout, reduced)), 2 * float((parts[0] * parts[1]).double().sum()), rel_tol=1e-5
+    )
 
 
 def test_merge_presence() -> None:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
+from everstep.base.pipeline.table import KINDS
 from everstep.placement.schedules import (
-    KINDS,
     Op,
     Schedule,
     expected_bubble_fraction,
@@ -28,9 +28,14 @@ from everstep.placement.tree import cover
 
 def combinations() -> list[tuple[str, int, int, int]]:
     """Every (kind, stages, micro-batches, chunks) of 1..8, 1..16, 1..4 that is possible."""
-    found = [(kind, k, m, 1) for kind in ("gpipe", "1f1b") for k in range(1, 9) for m in range(1, 17)]
-    found += [("interleaved", k, m, c) for k in range(1, 9) for m in range(1, 17) for c in (2, 3, 4) if m % k == 0]
-    return found
+    return [
+        (kind.name, k, m, c)
+        for kind in KINDS.values()
+        for k in range(1, 9)
+        for m in range(1, 17)
+        for c in ((2, 3, 4) if kind.unlooped else (1,))
+        if kind.fits(k, m) is None
+    ]
 
 
 COMBINATIONS = combinations()
@@ -117,6 +122,19 @@ def test_interleaved_equals_torchs():
         for stage, ops in enumerate(schedule("interleaved", k, m, c)):
             rank_ops = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(theirs, stage)
             assert [torchs_name(op, k) for op in ops] == [str(op) for op in rank_ops if op is not None], (k, m, c)
+
+
+def test_looped_breadth_first_equals_torchs_but_for_the_order_of_backward_passes():
+    """torch's take the micro-batches in reverse; here they go in lane order, chunk by chunk as there."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for _, k, m, c in [case for case in COMBINATIONS if case[0] == "looped_bfs"]:
+        theirs = SimpleNamespace(_stages=[None] * c, pp_group_size=k, _n_microbatches=m)
+        for stage, ops in enumerate(schedule("looped_bfs", k, m, c)):
+            printed = schedules.ScheduleLoopedBFS._calculate_single_rank_operations(theirs, stage)
+            table = [str(op) for op in printed if op is not None]
+            for i in range(m * c, 2 * m * c, m):
+                table[i : i + m] = reversed(table[i : i + m])
+            assert [torchs_name(op, k) for op in ops] == table, (k, m, c)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
@@ -222,11 +240,13 @@ def test_recomputation_costs_time_and_fills_bubbles():
 def test_micro_batches_in_flight():
     for kind, k, m, c in COMBINATIONS:
         peak = peak_in_flight(schedule(kind, k, m, c))
-        if kind == "gpipe":
-            assert peak == (m,) * k
+        if kind in ("gpipe", "looped_bfs"):
+            assert peak == (c * m,) * k
         elif kind == "1f1b":
             assert peak == tuple(min(k - stage, m) for stage in range(k))
-        else:  # chunks of the first stage: K (1 + (K-1)/(K C)) micro-batches' worth, arXiv:2205.05198, section 4.2.3
+        elif (
+            kind == "interleaved"
+        ):  # chunks of the first stage: K (1 + (K-1)/(K C)) micro-batches' worth, arXiv:2205.05198, section 4.2.3
             assert peak[0] == min(k * c + k - 1, c * m)
             assert all(one >= two for one, two in pairwise(peak))
 
@@ -249,14 +269,27 @@ def test_backward_passes_of_a_chunk_come_in_lane_order():
 
 def test_what_is_impossible_is_refused_in_one_line():
     cases = [
-        (("1fib", 4, 8), "one of gpipe, 1f1b, interleaved, got '1fib'; did you mean '1f1b'?"),
+        (("1fib", 4, 8), "one of gpipe, 1f1b, interleaved, looped_bfs, got '1fib'; did you mean '1f1b'?"),
         (("gpipe", 0, 8), "at least 1 of stages, got 0"),
         (("gpipe", 4, -1), "at least 1 of micro-batches, got -1"),
         (("interleaved", 4, 8, 0), "at least 1 of chunks, got 0"),
-        (("1f1b", 4, 8, 2), "1f1b has 1 chunk per worker, got chunks 2: set chunks to 1, or take interleaved"),
-        (("interleaved", 4, 8), "2 or more chunks per worker, got 1: set chunks to 2, or take 1f1b"),
-        (("interleaved", 4, 10, 2), "multiples of its 4 stages, got 10: take 8 or 12, or schedule 1f1b"),
-        (("interleaved", 4, 3, 2), "multiples of its 4 stages, got 3: take 4, or schedule 1f1b"),
+        (("1f1b", 4, 8, 2), "chunks: expected 1 with schedule 1f1b, got 2: set schedule=interleaved or looped_bfs"),
+        (
+            ("interleaved", 4, 8),
+            "chunks: expected at least 2 with schedule interleaved, got 1: set chunks=2, or schedule=1f1b",
+        ),
+        (
+            ("interleaved", 4, 10, 2),
+            "a multiple of the 4 stages with schedule interleaved, got 10: use 8 or 12, or schedule=1f1b",
+        ),
+        (
+            ("interleaved", 4, 3, 2),
+            "micro-batches: expected a multiple of the 4 stages with schedule interleaved, got 3: use 4, or",
+        ),
+        (
+            ("looped_bfs", 4, 3, 2),
+            "micro-batches: expected at least the 4 stages with schedule looped_bfs, got 3: use 4, or",
+        ),
     ]
     for arguments, message in cases:
         with pytest.raises(ConfigError, match=re.escape(message)) as caught:
@@ -280,4 +313,3 @@ def test_cells_show_starts_and_what_goes_on():
     assert list(cells((Slot(op, 1, 3),), 4)) == [(None, False), (op, True), (op, False), (None, False)]
     assert Timeline(()).length == 0
     assert bubble_fraction(Timeline(())) == 0.0
-    assert set(KINDS) == {kind for kind, *_ in COMBINATIONS}

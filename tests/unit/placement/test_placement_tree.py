@@ -4,7 +4,7 @@ import pytest
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.ports import Node
-from everstep.placement.tree import Merge, children, cover, fold, fold_order, is_node, root, run_nodes
+from everstep.placement.tree import Merge, children, cover, fold, fold_order, root, run_nodes
 
 
 def test_children_split_at_the_largest_power_of_two_below_the_size():
@@ -30,11 +30,6 @@ def test_cover_refuses_lanes_that_do_not_exist():
     for lanes in ([8], [-1, 0]):
         with pytest.raises(InvariantViolation):
             cover(lanes, 8)
-
-
-def test_is_node():
-    nodes = {Node(lo, hi) for lo in range(5) for hi in range(6) if is_node(5, Node(lo, hi))}
-    assert nodes == {(0, 5), (0, 4), (4, 5), (0, 2), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4)}
 
 
 def test_fold_order_is_postorder():

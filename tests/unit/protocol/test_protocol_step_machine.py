@@ -233,7 +233,7 @@ def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
     assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
     effects = w.hold_all(2)
     assert effects[0] == Entered(2, 0) and isinstance(effects[1], Compute | Reduce)
-    assert w.machine.gradient_step == 1
+    assert w.machine._gradient_step == 1
 
 
 def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
@@ -241,7 +241,7 @@ def test_a_gradient_that_completes_too_late_is_held_but_not_voted_with():
     w.compute()
     w.on(PlanArrived(plan(2, [0, 1])))
     assert w.on(GradientReduced(1, 1, b"old")) == []
-    assert w.machine.gradient_step == 1
+    assert w.machine._gradient_step == 1
     w.on(PlanArrived(plan(3, [0, 1])))
     assert w.effects[-1] == SendHolding(3, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
 
@@ -370,7 +370,7 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     late.handle(0, LaneDone(1, 0, 0))
     assert late.handle(0, HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
     assert late.handle(0, StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
-    assert late.held == frozenset()
+    assert late._held == frozenset()
     again = late.handle(0, PlanArrived(plan(2, [2, 3])))
     assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same", lacking=(1, 3)))
 

@@ -21,7 +21,7 @@ def told(run_dir: Path) -> list[int]:
 
 def pair(run_dir: Path) -> tuple[Publisher, Publisher]:
     """A leader that has told step 2, and the worker that will lead after it."""
-    first, second = Publisher(run_dir, WorkerKey(0, 0), 1), Publisher(run_dir, WorkerKey(1, 0), 1)
+    first, second = Publisher(run_dir, WorkerKey(0, 0)), Publisher(run_dir, WorkerKey(1, 0))
     first.release(1, True)
     second.release(1, False)
     first.report("evaluated", 2, True, {"metrics": {}})
@@ -61,7 +61,7 @@ def warnings(run_dir: Path) -> list[str]:
 
 
 def test_rows_wait_for_a_full_disk_and_it_is_said_once(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path, WorkerKey(0, 0), 1)
+    publisher = Publisher(tmp_path, WorkerKey(0, 0))
     rows = tmp_path / "ledger" / "worker-0-0.jsonl"
     rows.symlink_to("/dev/full")
     for number in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_leaving_without_rows_is_said(
 ) -> None:
     monkeypatch.setattr("everstep.train.published.LedgerFile", functools.partial(LedgerFile, most_bytes=150))
     monkeypatch.setattr(LedgerFile.close, "__defaults__", (0.0,))
-    publisher = Publisher(tmp_path, WorkerKey(0, 0), 1)
+    publisher = Publisher(tmp_path, WorkerKey(0, 0))
     (tmp_path / "ledger" / "worker-0-0.jsonl").symlink_to("/dev/full")
     for number in (1, 2, 3):
         step(publisher, number)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from everstep.base.errors import ConfigError
-from everstep.zoo.resnet import BatchNorm2d, Conv2d, ResNet, resnet
+from everstep.zoo.resnet import BatchNorm2d, Conv2d, ResNet
 
 PUBLISHED = {
     18: (11_689_512, 122),
@@ -84,7 +84,7 @@ def test_small_images_change_the_stem_only() -> None:
 @pytest.mark.parametrize(("depth", "options"), [(18, {"small_input": True}), (50, {}), (18, {})])
 def test_the_forward_pass_is_the_chain_of_units(depth: int, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    model = resnet(depth, 10, **options).eval()
+    model = ResNet(depth, 10, **options).eval()
     units = model.units()
     held = {id(p) for unit in units for p in unit.parameters()}
     assert held == {id(p) for p in model.parameters()}

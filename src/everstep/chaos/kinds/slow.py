@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from everstep.chaos.spec import Fault
+from everstep.chaos.fault import Fault
+from everstep.chaos.kinds.kind import FaultKind
 from everstep.observe.events import read_events
 
 _LOOK_S = 0.05
 
 
-class Pace:
+class _Pace:
     """One `slow` fault in one worker. events: the job's events.jsonl, for its `until`."""
 
     def __init__(self, fault: Fault, events: Path) -> None:
@@ -28,7 +29,7 @@ class Pace:
         """Whether this pass is to be slow, if the worker is the target."""
         return phase == "forward" and step >= self.fault.at and not self._over
 
-    def wait(self) -> None:
+    def act(self) -> None:
         """Take longer, unless it is over by now."""
         now_s = time.monotonic()
         if self.fault.for_s is not None:
@@ -40,3 +41,13 @@ class Pace:
             self._over = sum(event["kind"] == kind for event in read_events(self._events)) >= count
         if not self._over:
             time.sleep(self.fault.by_s)
+
+
+KIND = FaultKind(
+    "slow",
+    "by=S: each forward pass takes longer, for=S or until=EVENT*COUNT",
+    lasting=_Pace,
+    takes=frozenset({"for", "by", "until"}),
+    needs={"by": "by which each forward pass takes longer"},
+    outcome="slowed down",
+)

@@ -1,0 +1,1 @@
+"""The kinds of places that a URL may name, one per file."""

@@ -1,0 +1,1 @@
+"""The kinds of transports, one per file: what each is made of."""
