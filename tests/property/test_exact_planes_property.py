@@ -116,7 +116,7 @@ def _check_image(manifest: dict[str, Any], image: bytes) -> None:
     assert first == len(manifest["entries"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(state=states(), start=st.integers(0, 12), count=st.integers(0, 12))
 def test_blocks_of_a_range_are_those_with_something_of_it(state: ModelState, start: int, count: int) -> None:
     manifest = state.manifest()

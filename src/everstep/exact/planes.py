@@ -64,7 +64,7 @@ class Plane:
         ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
         for (at, first, count), end in zip(self.runs, ends, strict=True):
             low, high = max(0, (start - at) // span), min(count, -(-(stop - at) // span))
-            if start < min(at + count * span, end):
+            if start < min(at + count * span, end, stop):
                 found.extend(range(first + low, first + high))
         return found
 
