@@ -195,6 +195,9 @@ class Coordinator:
             self._worker_hello(name, connection, message)
         elif isinstance(message, m.AgentHello):
             health.agent_hello(state, name, message)
+        elif isinstance(message, m.JobHello):
+            if state.ended is not None:
+                state.send(name, state.ended)
         elif isinstance(message, m.Command):
             commands.command(state, name, message)
         elif state.ended is not None:
@@ -223,6 +226,8 @@ class Coordinator:
             health.worker_exited(state, agent, message)
         elif isinstance(message, m.SlotLost):
             health.slot_lost(state, agent, message)
+        elif isinstance(message, m.HostFailed):
+            state.end("failed", Why(message.cause, message.reason), 1)
 
     def _from_worker(self, name: str, key: WorkerKey, message: m.AnyMessage) -> None:
         state = self._state

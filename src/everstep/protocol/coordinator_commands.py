@@ -163,24 +163,29 @@ def _newest(state: State) -> Plan:
 
 
 def sync_slots(state: State) -> None:
-    """Tell each agent which worker ids to keep running, once the wish differs from what the agents started with.
+    """Tell each agent which worker ids to keep running, where that is not for the agents themselves to say.
 
     A slot that is not wanted any more stays in the list until its process has left. After a restart of the coordinator
-    the agents come back one by one: what the others run must not be started again at the first.
+    the agents come back one by one: what the others run must not be started again at the first. Before the end nothing
+    is started any more.
     """
-    if state.slots is None or state.ended is not None or state.in_grace:
+    if (state.slots is None and not state.config.slots) or state.ended is not None or state.in_grace:
         return
     agents = [a for _, a in sorted(state.agents.items()) if a.connection is not None]
     if not agents:
         return
-    wanted = (state.slots | state.retiring) - set(state.lost_slots)
+    slots = set(range(state.config.slots)) if state.slots is None else state.slots
+    wanted = (slots | state.retiring) - set(state.lost_slots) if state.ending is None else set()
     shares: dict[str, list[int]] = {a.agent_id: [] for a in agents}
     for worker_id in sorted(wanted):
         if state.slot_owner.get(worker_id) in shares:
             shares[state.slot_owner[worker_id]].append(worker_id)
     for worker_id in sorted(wanted):
         if state.slot_owner.get(worker_id) not in state.agents:
-            fewest = min(agents, key=lambda a: (len(shares[a.agent_id]), a.agent_id))
+            free = [a for a in agents if not a.room or len(shares[a.agent_id]) < a.room]
+            fewest = min(free, key=lambda a: (len(shares[a.agent_id]), a.agent_id), default=None)
+            if fewest is None:
+                break
             shares[fewest.agent_id].append(worker_id)
             state.slot_owner[worker_id] = fewest.agent_id
     for agent in agents:
@@ -190,7 +195,7 @@ def sync_slots(state: State) -> None:
 def _send_slots(state: State, agent: Agent, ids: list[int]) -> None:
     if agent.sent_slots != ids:
         agent.sent_slots = ids
-        state.send(agent.connection, SetSlots(worker_ids=ids))
+        state.send(agent.connection, SetSlots(worker_ids=ids, first=[state.next_incarnation(i) for i in ids]))
 
 
 # ---- status

@@ -120,12 +120,14 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
         agent = state.agents[hello.agent_id] = watch_agent(state, hello.agent_id, hello.host)
     elif agent.connection is not None and agent.connection != connection:
         state.close(agent.connection, "replaced by a newer connection of the same agent")
+    anew = bool(agent.process) and agent.process != hello.process
     agent.connection, agent.host, agent.slots = connection, hello.host, hello.slots
+    agent.room, agent.process = hello.room, hello.process
     agent.sent_slots, agent.suspected = None, False
     agent.killed_ns.clear()
     agent.detector.resume(state.now)
     state.connections[connection].agent_id = hello.agent_id
-    state.dirty = state.dirty or state.plan is None or state.slots is not None
+    state.dirty = state.dirty or state.plan is None or state.slots is not None or not hello.slots
     if state.ended is not None:
         state.send(connection, state.ended)
         return
@@ -137,7 +139,10 @@ def agent_hello(state: State, connection: str, hello: AgentHello) -> None:
     for key in sorted(before - agent.lives):
         worker = state.alive(key)
         if worker is not None and worker.agent_id == agent.agent_id:
-            evict(state, worker, Why(Cause.EXITED, f"it no longer runs on host {agent.host}"), kill=False)
+            why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
+            if anew:
+                why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
+            evict(state, worker, why, kill=False)
     running = {key.worker_id for key in agent.lives}
     state.retiring -= {i for i in state.retiring - running if state.slot_owner.get(i) == agent.agent_id}
 
@@ -201,7 +206,7 @@ def worker_exited(state: State, agent: Agent, message: WorkerExited) -> None:
     agent.lives.discard(key)
     agent.killed_ns.pop(key, None)
     state.retiring.discard(key.worker_id)
-    if state.slot_wanted(key.worker_id):
+    if state.slots is not None and state.slot_wanted(key.worker_id):
         # It may have left as once asked, and its slot be wanted again by now: say so anew.
         agent.sent_slots = None
     state.dirty = True

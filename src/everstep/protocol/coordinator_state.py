@@ -74,6 +74,8 @@ class Agent:
     lives: set[WorkerKey] = field(default_factory=set)
     restored: set[WorkerKey] = field(default_factory=set)
     slots: int = 0
+    room: int = 0
+    process: str = ""
     sent_slots: list[int] | None = None
     suspected: bool = False
     rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
@@ -349,7 +351,13 @@ class State:
         if self.slots is not None:
             return self.slots
         announced = sum(agent.slots for agent in self.agents.values())
-        return set(range(max(self.config.workers, announced))) | set(self.workers)
+        return set(range(max(self.config.workers, self.config.slots, announced))) | set(self.workers)
+
+    def next_incarnation(self, worker_id: int) -> int:
+        """The least that a life of this slot may have that is to be started where the others are not known."""
+        known = self.workers.get(worker_id)
+        newest = self.fenced.get(worker_id, -1)
+        return 1 + (newest if known is None else max(newest, known.key.incarnation))
 
     def slot_wanted(self, worker_id: int) -> bool:
         return self.slots is None or worker_id in self.slots
