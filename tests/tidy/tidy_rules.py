@@ -66,7 +66,7 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoint_import",
     "everstep.cli.checkpoints",
 }
-DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.sim.")
+DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.sim.", "everstep.runtime.job", "everstep.runtime.host")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet

@@ -113,7 +113,7 @@ class HostFailed(Message, frozen=True, kw_only=True):
 
 
 class AgentNotice(Message, frozen=True, kw_only=True):
-    """What an agent does, for whoever watches the job: handed on to the job's process, and no decision depends on it."""
+    """What an agent does, for whoever watches the job: handed on to its process, and no decision depends on it."""
 
     agent_id: str
     kind: str
@@ -361,8 +361,8 @@ class Agents(Message, frozen=True, kw_only=True):
 class JobFacts(Message, frozen=True, kw_only=True):
     """Answer to each hello of an agent: all that it needs to start workers of the job.
 
-    config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share the
-    run directory. job_pid: of the process whose end is the job's, on the machine of this name.
+    config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
+    the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
     """
 
     task: str

@@ -19,8 +19,8 @@ class WorkerContext:
 
     `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
     coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
-    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: the launcher counts this slot beyond
-    the wanted workers. `agent_pid` is the launcher's.
+    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
+    beyond those of the wanted workers.
     """
 
     run_dir: str
@@ -35,7 +35,6 @@ class WorkerContext:
     task: str
     argv: list[str] = field(default_factory=list)
     spare: bool = False
-    agent_pid: int = 0
 
     @property
     def key(self) -> WorkerKey:
@@ -47,12 +46,12 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """Where the launcher writes what this worker prints and logs."""
+        """Where the agent writes what this worker prints and logs."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
 
     @property
     def last_words_path(self) -> Path:
-        """Says why this worker died, written by itself; the launcher adds it to the reason."""
+        """Says why this worker died, written by itself; the agent adds it to the reason."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.error"
 
     def write_last_words(self, why: Why) -> None:

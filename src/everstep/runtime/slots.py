@@ -45,7 +45,7 @@ class Slot:
     """One worker slot of this host and its lives.
 
     state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
-    in order), 'lost' (given up).
+    in order), 'lost' (given up). first: the least incarnation that a next life may have.
     """
 
     worker_id: int
@@ -59,6 +59,7 @@ class Slot:
     early_own: int = 0
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
+    first: int = 0
 
     @property
     def live(self) -> bool:
@@ -66,7 +67,7 @@ class Slot:
 
     def begin(self, now_s: float) -> int:
         """A new life is asked for. Returns its incarnation."""
-        self.incarnation += 1
+        self.incarnation = max(self.incarnation + 1, self.first)
         self.state, self.pid, self.started_s = "starting", 0, now_s
         return self.incarnation
 

@@ -1,4 +1,4 @@
-"""The launcher's workers: slots, their processes, and the fork server that makes them."""
+"""The workers of a host: slots, their processes, and the fork server that makes them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime.agent import Agent
+from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
@@ -30,8 +30,8 @@ _ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
 class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
-    make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
-    collector: takes what the workers print and log.
+    make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
+    watches. collector: takes what the workers print and log.
     `hopeless`: why no restart can help, None while there is no such reason.
     """
 
@@ -41,6 +41,7 @@ class Workers:
         entry: str,
         policy: RestartPolicy,
         make_context: Callable[[int, int], WorkerContext],
+        link: AgentLink,
         notify: Callable[..., None],
         collector: Collector,
     ) -> None:
@@ -48,15 +49,15 @@ class Workers:
         self._entry = entry
         self._policy = policy
         self._make_context = make_context
+        self._link = link
         self._notify = notify
         self._collector = collector
         self._slots: dict[int, Slot] = {}
         self._pidfds: dict[int, int] = {}
         self._lives: tuple[WorkerLife, ...] = ()
         self._jitter = random.Random()
-        self.zygote: ZygoteClient | None = None
-        self.agent: Agent | None = None
-        self.stopping = False
+        self._server: ZygoteClient | None = None
+        self._stopping = False
         self.hopeless: Why | None = None
         self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
@@ -85,8 +86,19 @@ class Workers:
 
     # ---- slots
 
-    def want(self, worker_ids: list[int]) -> None:
-        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`."""
+    def use(self, server: ZygoteClient) -> None:
+        """From now on this fork server makes the workers."""
+        self._server = server
+
+    def stop(self) -> None:
+        """Start nothing any more."""
+        self._stopping = True
+
+    def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
+        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.
+
+        first: the least incarnation that the next life of each may have.
+        """
         now_s = time.monotonic()
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
@@ -97,6 +109,9 @@ class Workers:
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
                 slot.state, slot.restart_at_s = "resting", now_s
             slot.wanted = True
+        for worker_id, least in zip(worker_ids, first, strict=False):
+            if worker_id in self._slots:
+                self._slots[worker_id].first = least
         for worker_id, slot in self._slots.items():
             slot.wanted = worker_id in worker_ids
             if not slot.wanted and slot.state in ("resting", "empty"):
@@ -104,7 +119,7 @@ class Workers:
 
     def due_in(self, now_s: float) -> float | None:
         """Seconds until a slot has to be started, None if none waits or none can be started now."""
-        if self.stopping or self.zygote is None or not self.zygote.ready:
+        if self._stopping or self._server is None or not self._server.ready:
             return None
         waiting = [s.restart_at_s for s in self._slots.values() if s.state in ("empty", "resting")]
         return max(0.0, min(waiting) - now_s) if waiting else None
@@ -112,7 +127,7 @@ class Workers:
     def start_due(self, now_s: float) -> None:
         """Start every slot whose time has come."""
         self._memory_kills.look(now_s)
-        if self.stopping or self.zygote is None or not self.zygote.ready:
+        if self._stopping or self._server is None or not self._server.ready:
             return
         for slot in self.slots:
             if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
@@ -121,7 +136,7 @@ class Workers:
                 with contextlib.suppress(OSError):
                     context.last_words_path.unlink(missing_ok=True)
                 self._board.row(slot.worker_id).reset(incarnation, 0)
-                self.zygote.start(self._entry, context, self._collector.open(slot.worker_id, incarnation))
+                self._server.start(self._entry, context, self._collector.open(slot.worker_id, incarnation))
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
         """SIGKILL this life. Returns False if it does not run."""
@@ -146,8 +161,9 @@ class Workers:
             status = message["status"]
             self._exited(message["worker_id"], message["incarnation"], status, self._death(status), message["unix_ns"])
 
-    def zygote_died(self) -> None:
+    def server_died(self) -> None:
         """The fork server is dead, and its children with it."""
+        self._server = None
         for slot in self.slots:
             if slot.state not in ("starting", "running"):
                 continue
@@ -173,10 +189,9 @@ class Workers:
         with contextlib.suppress(ProcessLookupError):  # dead and reaped already: the next message says so
             self._pidfds[worker_id] = os.pidfd_open(pid)
         self._lives = self._list_lives()
-        if self.agent is not None:
-            self.agent.worker_started(WorkerLife(worker_id=worker_id, incarnation=incarnation, pid=pid))
+        self._link.worker_started(WorkerLife(worker_id=worker_id, incarnation=incarnation, pid=pid))
         self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=pid)
-        if self.stopping and worker_id in self._pidfds:
+        if self._stopping and worker_id in self._pidfds:
             _send_signal(self._pidfds[worker_id], signal.SIGKILL)
 
     def _exited(self, worker_id: int, incarnation: int, status: int, why: Why, unix_ns: int) -> None:
@@ -197,20 +212,18 @@ class Workers:
             random=self._jitter.random(),
         )
         self._lives = self._list_lives()
-        if self.agent is not None:
-            self.agent.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
+        self._link.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
         pidfd = self._pidfds.pop(worker_id, None)
         if pidfd is not None:
             os.close(pidfd)
         about = {"worker_id": worker_id, "incarnation": incarnation, "pid": pid, "in_order": status == 0}
         self._notify("worker_exited", why, **about)
-        if self.stopping:
+        if self._stopping:
             return
         if ready and not words:
             self._judge_crash(worker_id, status, why.reason)
         if isinstance(verdict, GiveUp):
-            if self.agent is not None:
-                self.agent.slot_lost(worker_id, verdict.why)
+            self._link.slot_lost(worker_id, verdict.why)
             self._notify("slot_lost", verdict.why, worker_id=worker_id)
         elif isinstance(verdict, Restart):
             delay_s = verdict.at_s - time.monotonic()

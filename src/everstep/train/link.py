@@ -139,7 +139,7 @@ class LaunchedLink:
         self.flip = flip
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
-        self._peers = PeerServer("127.0.0.1", self.token, handler)
+        self._peers = PeerServer(self.config.network.address, self.token, handler)
         return self._peers.address
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
