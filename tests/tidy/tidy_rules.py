@@ -66,7 +66,8 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoint_import",
     "everstep.cli.checkpoints",
 }
-DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.sim.", "everstep.runtime.job", "everstep.runtime.host")
+DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.sim.")
+DRIVING += ("everstep.runtime.job", "everstep.runtime.host")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
@@ -320,7 +321,7 @@ def causeless(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: a reason without its cause"
 
 
-# ---- the rooms where a worker is driven
+# ---- the rooms where a worker is driven, a job and a host
 
 
 def crowded_types(source: Source) -> Iterator[str]:

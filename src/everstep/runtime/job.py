@@ -183,7 +183,7 @@ class Job:
         if self._local is None:
             return
         why, hopeless = self._local.died(time.monotonic())
-        if self._end.outcome is not None:
+        if self._end.outcome is not None or self._local.restart_at_s is None:
             return  # it has left, as it was to
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
         if hopeless:

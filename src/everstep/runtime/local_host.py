@@ -54,10 +54,13 @@ class LocalHost(Supervised):
         self._early.let_go()
 
     def died(self, now_s: float) -> tuple[Why, bool]:
-        """As ever; the early fork server, a child of this process, does not outlive the agent that had it."""
-        if self._early is not None:
+        """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again."""
+        if self._early is not None:  # a child of this process, which does not outlive the agent that had it
             self._early.close(_SERVER_WAIT_S)
-        return super().died(now_s)
+        found = super().died(now_s)
+        if self.exit_code == 0:
+            self.restart_at_s = None
+        return found
 
     def end(self, timeout_s: float = LAST_WAIT_S) -> None:
         """Stop it for good, and its workers with it."""

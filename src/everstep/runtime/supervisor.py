@@ -23,7 +23,10 @@ MAX_BACKOFF_S = 5.0
 
 
 class Supervised(ABC):
-    """One process and its lives. `pidfd` is readable when it has died; -1 while none runs."""
+    """One process and its lives. `pidfd` is readable when it has died; -1 while none runs.
+
+    death, exit_code (negative: by that signal), died_unix_ns: of its last life.
+    """
 
     def __init__(self, log_path: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,6 +34,7 @@ class Supervised(ABC):
         self._silent = False
         self._short_lives = 0
         self.death: Why | None = None
+        self.exit_code = 0
         self.died_unix_ns = 0
         self.pidfd = -1
         self.restart_at_s: float | None = None
@@ -72,7 +76,7 @@ class Supervised(ABC):
         Returns why it died, and whether another start is hopeless.
         """
         self.died_unix_ns = time.time_ns()
-        code = self._process.wait() if self._process is not None else 0
+        code = self.exit_code = self._process.wait() if self._process is not None else 0
         status = -code if code < 0 else code << 8
         cause = Cause.HUNG if self._silent else cause_of_status(status)
         self.death, self._silent = Why(cause, describe_status(status)), False
