@@ -158,7 +158,8 @@ def test_signals_become_commands(started: Started) -> None:
     started.over(130, "interrupted")
     assert started.end() == 130
     said = [event["reason"] for event in started.events if event["kind"] == "warning"]
-    assert "a preemption is coming" in said[0] and said[1] == "no worker" and "ending in order" in said[2]
+    assert "no worker" in said and len(said) == 3
+    assert any("a preemption is coming" in text for text in said) and any("ending in order" in text for text in said)
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
