@@ -51,8 +51,8 @@ class FakeProcess(Supervised):
         self.started.release()
 
     def die(self) -> None:
-        os.close(self._alive)
-        self._alive = -1
+        alive, self._alive = self._alive, -1
+        os.close(alive)  # from here on there may be another life
 
     def kill(self) -> None:
         self.kills.release()
