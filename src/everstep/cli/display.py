@@ -32,7 +32,7 @@ _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
-_LAUNCHER_WORDS = {
+_PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
     "slot_lost": "worker {worker_id} is given up: {reason}",
@@ -43,7 +43,7 @@ _LAUNCHER_WORDS = {
 
 
 class Display(Protocol):
-    """Shows a job. All methods but `launcher_event` are called from one thread."""
+    """Shows a job. All methods but `process_event` are called from one thread."""
 
     def event(self, event: Event, facts: Facts) -> None:
         """An event was written; `facts` include it."""
@@ -200,9 +200,9 @@ class Watcher:
         self._thread.join()
         self._display.close()
 
-    def launcher_event(self, event: dict[str, Any]) -> None:
+    def process_event(self, event: dict[str, Any]) -> None:
         """What job and agents do themselves; from the job's thread."""
-        words = _LAUNCHER_WORDS.get(event["kind"])
+        words = _PROCESS_WORDS.get(event["kind"])
         if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
             delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
@@ -298,7 +298,7 @@ def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
 
 
 def sentence(event: Event) -> str | None:
-    """An event as a line for people; None for those that say nothing new (each step, what a launcher does)."""
+    """An event as a line for people; None for those that say nothing new (each step, what agents do)."""
     kind = event["kind"]
     return words_of(event) if kind in KINDS and kind not in _UNTOLD else None
 

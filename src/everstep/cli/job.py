@@ -120,7 +120,7 @@ def check_dataset(config: Config, dataset_size: int) -> None:
 
 
 def check_hosts(config: Config) -> None:
-    """Raises: ConfigError if the map names a host other than this, where the launcher starts all workers."""
+    """Raises: ConfigError if the map names a host other than this, where the job starts its workers."""
     here = socket.gethostname()
     for worker_id, host in hosts_of(parse_map(config.map, config.stages)).items():
         if host not in (here, here.partition(".")[0], *_LOOPBACK):

@@ -336,7 +336,7 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
         job.task,
         list(job.argv),
         LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=invocation.server) if invocation.local else None,
-        lambda event: watcher.launcher_event(event),
+        lambda event: watcher.process_event(event),
         port=port,
         token=given_token() if invocation.port is not None else None,
     )

@@ -374,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
     parser.add_argument("--cause", default="", help="what the predecessor died of")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which ends the job in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its notice to all processes
     if arguments.parent:
         die_with_parent(arguments.parent)

@@ -44,7 +44,7 @@ class Host:
         link: AgentLink,
         notify: Callable[..., None],
     ) -> None:
-        self._facts = facts
+        self.facts = facts
         self._joining = joining
         self._token = token
         self._board = board
@@ -138,9 +138,9 @@ class Host:
             coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
             board_fd=self._board.fd,
             board_row=worker_id,
-            config=self._facts.config,
-            task=self._facts.task,
-            argv=list(self._facts.argv),
+            config=self.facts.config,
+            task=self.facts.task,
+            argv=list(self.facts.argv),
             spare=worker_id >= self.config.workers,
         )
 

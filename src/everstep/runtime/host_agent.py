@@ -115,6 +115,8 @@ class HostAgent:
         elif isinstance(item, JobFacts):
             if host is None:
                 self._begin(item)
+            elif item != host.facts:
+                self._leave(Left(3, f"another job listens at {self._joining.address} by now"))
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):

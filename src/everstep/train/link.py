@@ -1,4 +1,4 @@
-"""How a worker is tied to its job: who it is, whom it tells, where it writes. With a launcher, or alone.
+"""How a worker is tied to its job: who it is, whom it tells, where it writes. With an agent, or alone.
 
 Apart so that the session is the same in both cases.
 """
@@ -100,7 +100,7 @@ def _job_facts(context: WorkerContext) -> dict[str, Any]:
 
 
 class LaunchedLink:
-    """A worker that a launcher started."""
+    """A worker that an agent started."""
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         self.me = context.key
@@ -192,7 +192,7 @@ class LaunchedLink:
 
 
 class LoneLink:
-    """A job of one worker, without launcher or coordinator: it plans for itself."""
+    """A job of one worker, without agent or coordinator: it plans for itself."""
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self.me = WorkerKey(0, 0)

@@ -196,9 +196,9 @@ def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1))
-    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
-    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0", "in_order": True})
-    watcher.launcher_event({"kind": "worker_started", "worker_id": 2})
+    watcher.process_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
+    watcher.process_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0", "in_order": True})
+    watcher.process_event({"kind": "worker_started", "worker_id": 2})
     watcher.start()
     watcher.stop()
     assert capsys.readouterr().out == "worker 2 exited: killed by SIGKILL\n"

@@ -200,6 +200,14 @@ def test_when_the_jobs_process_is_gone_its_workers_are_ended(started: Started) -
     assert started.server.workers[0].wait(PATIENCE_S) == -signal.SIGKILL
 
 
+def test_another_job_at_the_same_address_is_not_its_job(started: Started) -> None:
+    started.with_worker()
+    started.coordinator.say(started.facts())
+    started.coordinator.say(started.facts(seed=3))
+    left = started.end()
+    assert left.exit_code == 3 and "another job" in left.words
+
+
 def test_who_is_refused_says_why(started: Started) -> None:
     started.coordinator.hear(m.AgentHello)
     started.coordinator.say(m.AgentRefused(cause=Cause.CONFIG, reason="another agent is called so"))
