@@ -172,7 +172,7 @@ def sync_slots(state: State) -> None:
     if (state.slots is None and not state.config.slots) or state.ended is not None or state.in_grace:
         return
     agents = [a for _, a in sorted(state.agents.items()) if a.connection is not None]
-    if not agents:
+    if not agents or _all_told(state, agents):
         return
     slots = set(range(state.config.slots)) if state.slots is None else state.slots
     wanted = (slots | state.retiring) - set(state.lost_slots) if state.ending is None else set()
@@ -190,6 +190,15 @@ def sync_slots(state: State) -> None:
             state.slot_owner[worker_id] = fewest.agent_id
     for agent in agents:
         _send_slots(state, agent, sorted(shares[agent.agent_id]))
+
+
+def _all_told(state: State, agents: list[Agent]) -> bool:
+    """Whether a job goes on with the slots it began with, and each is some agent's: a thousand hellos need not share
+    out a thousand slots each."""
+    if state.slots is not None or state.ending is not None:
+        return False
+    told = all(agent.sent_slots is not None for agent in agents)
+    return told and all(state.slot_owner.get(i) in state.agents for i in range(state.config.slots))
 
 
 def _send_slots(state: State, agent: Agent, ids: list[int]) -> None:
