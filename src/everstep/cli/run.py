@@ -80,8 +80,8 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. local: this
-    host runs workers."""
+    """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
+    which they know already. local: this host runs workers."""
 
     spec: TaskSpec
     argv: tuple[str, ...]
@@ -93,6 +93,7 @@ class Invocation:
     dashboard: bool = False
     public: bool = False
     port: int | None = None
+    token: bytes | None = None
     local: bool = True
 
 
@@ -178,6 +179,7 @@ def command(
         dashboard=dashboard,
         public=public,
         port=port,
+        token=given_token() if listen is not None else None,
         local=not no_local_workers,
     )
     if dashboard:
@@ -329,7 +331,9 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
     if invocation.port is not None:
         port = invocation.port or free_port(config.network.address)
         where = f"{config.network.address}:{port}"
-        opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir / TOKEN_FILE}")
+        opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
+    if not invocation.local and invocation.server is not None:
+        invocation.server.close()
     process = runtime_job.Job(
         run_dir,
         config,
@@ -338,7 +342,7 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
         LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=invocation.server) if invocation.local else None,
         lambda event: watcher.process_event(event),
         port=port,
-        token=given_token() if invocation.port is not None else None,
+        token=invocation.token,
     )
     total = total_steps(config, job.dataset_size)
     display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)
