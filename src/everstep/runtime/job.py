@@ -206,7 +206,8 @@ class Job:
 
     def _on_notice(self, notice: AgentNotice) -> None:
         if notice.kind == "host_left":
-            self.reached = max(self.reached, int(notice.fields.get("reached", 0)))
+            reached = notice.fields.get("reached")
+            self.reached = max(self.reached, reached if isinstance(reached, int) else 0)
         elif notice.kind == "workers_left":
             self._end.all_left(notice.agent_id)
         else:
