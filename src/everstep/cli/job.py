@@ -125,7 +125,7 @@ def check_hosts(config: Config) -> None:
     for worker_id, host in hosts_of(parse_map(config.map, config.stages)).items():
         if host not in (here, here.partition(".")[0], *_LOOPBACK):
             raise ConfigError(
-                f"map: worker {worker_id} is to run on host {host!r}, but this launcher starts its workers on {here!r} "
+                f"map: worker {worker_id} is to run on host {host!r}, but this job starts its workers on {here!r} "
                 "only: name that, or localhost"
             )
 
