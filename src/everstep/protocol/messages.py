@@ -113,7 +113,7 @@ class HostFailed(Message, frozen=True, kw_only=True):
 
 
 class AgentNotice(Message, frozen=True, kw_only=True):
-    """What an agent does, for whoever watches the job: handed on to its process, and no decision depends on it."""
+    """What an agent does, for whoever watches the job: handed on to its process, and nothing to the coordinator."""
 
     agent_id: str
     kind: str
