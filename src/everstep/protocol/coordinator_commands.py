@@ -166,8 +166,8 @@ def sync_slots(state: State) -> None:
     """Tell each agent which worker ids to keep running, where that is not for the agents themselves to say.
 
     A slot that is not wanted any more stays in the list until its process has left. After a restart of the coordinator
-    the agents come back one by one: what the others run must not be started again at the first. Before the end nothing
-    is started any more.
+    the agents come back one by one: what the others run must not be started again at the first. Before an end
+    that somebody asked for nothing is started any more.
     """
     if (state.slots is None and not state.config.slots) or state.ended is not None or state.in_grace:
         return
@@ -175,7 +175,9 @@ def sync_slots(state: State) -> None:
     if not agents or _all_told(state, agents):
         return
     slots = set(range(state.config.slots)) if state.slots is None else state.slots
-    wanted = (slots | state.retiring) - set(state.lost_slots) if state.ending is None else set()
+    wanted = (slots | state.retiring) - set(state.lost_slots)
+    if state.ending is not None and state.ending.state == "interrupted":
+        wanted = set()
     shares: dict[str, list[int]] = {a.agent_id: [] for a in agents}
     for worker_id in sorted(wanted):
         if state.slot_owner.get(worker_id) in shares:
