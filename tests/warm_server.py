@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import cell_worker
-from everstep.runtime import launcher, zygote
+from everstep.runtime import local_host, zygote, zygote_client
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
-from everstep.runtime.zygote_client import ZygoteClient
 
 PRELOAD = (
     *zygote.DEFAULT_PRELOAD,
@@ -36,7 +35,7 @@ PRELOAD = (
 
 
 class Egg:
-    """A fork that waits to become a job's fork server; made before its launcher has threads."""
+    """A fork that waits to become a job's fork server; made before the job's process has threads."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -60,7 +59,7 @@ def _hatch(control: socket.socket) -> None:
     for number in (1, 2):
         os.dup2(log_fd, number)
     fd, wanted = fcntl.fcntl(fd, fcntl.F_DUPFD, 500), int(message)
-    os.dup2(board_fd, wanted)  # workers are told the launcher's number
+    os.dup2(board_fd, wanted)  # workers are told the number that the agent has
     board_fd = wanted
     close_descriptors({fd, board_fd})
     zygote._SERVER_PID = os.getpid()
@@ -69,56 +68,28 @@ def _hatch(control: socket.socket) -> None:
 
 
 class Child:
-    """What the launcher needs of `Popen`, for a fork."""
+    """What is needed of `Popen`, for a fork."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        import select
-        import subprocess
-
-        if self.returncode is None:
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                if not select.select([pidfd], [], [], timeout_s)[0]:
-                    raise subprocess.TimeoutExpired("fork server", timeout_s or 0.0)
-            finally:
-                os.close(pidfd)
-            self.poll()
-        return self.returncode or 0
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-class WarmZygote(ZygoteClient):
-    """The launcher's end of a fork server that needs no import; a second one in the same job is an ordinary one."""
+def lay(egg: Egg) -> None:
+    """The next fork server of this process is this one, which needs no import; a second one is an ordinary one."""
+    ordinary, eggs = zygote_client.start_fork_server, [egg]
 
-    egg: Egg | None = None
-
-    def __init__(self, log_path: Path, board_fd: int, threads: int, preload: Any) -> None:
-        egg, WarmZygote.egg = WarmZygote.egg, None
-        if egg is None or threads != 1:
-            super().__init__(log_path, board_fd, threads, preload)
-            return
+    def start(log_path: Path | None, board_fd: int, threads: int, preload: Any) -> zygote_client.ZygoteClient:
+        if not eggs or threads != 1:
+            return ordinary(log_path, board_fd, threads, preload)
         ours, theirs = socket.socketpair()
-        with theirs, egg.socket, open(log_path, "ab") as log:
-            socket.send_fds(egg.socket, [str(board_fd).encode()], [theirs.fileno(), board_fd, log.fileno()])
-        self.process = Child(egg.pid)  # type: ignore[assignment]
-        self._sock = ours
-        self._buffer = b""
-        self.ready = False
-        self.pidfd = os.pidfd_open(egg.pid)
+        with theirs, eggs.pop().socket as way, open(log_path or os.devnull, "ab") as log:
+            socket.send_fds(way, [str(board_fd).encode()], [theirs.fileno(), board_fd, log.fileno()])
+        return zygote_client.ZygoteClient(ours, egg.pid, Child(egg.pid))  # type: ignore[arg-type]
+
+    zygote_client.start_fork_server = start
 
 
 def probe_in_fork(task: str, request: Any, *, units: bool = False, server: Any = None) -> Any:
@@ -160,13 +131,12 @@ def run_job(request: dict[str, Any]) -> None:
             sys.argv = request["argv"]
             runpy.run_path(sys.argv[0], run_name="__main__")
             sys.exit(0)
-        WarmZygote.egg = Egg()
-        launcher.ZygoteClient = WarmZygote  # type: ignore[misc]
+        lay(Egg())
         run.probe_task = probe_in_fork
         ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
         if ranks > 1:
             run.ENTRY = cell_worker.ENTRY
-            launcher.Launcher = functools.partial(launcher.Launcher, ranks=ranks)  # type: ignore
+            local_host.LocalHost = functools.partial(local_host.LocalHost, ranks=ranks)  # type: ignore
         code = main.run_command(request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

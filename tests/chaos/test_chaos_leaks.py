@@ -11,6 +11,7 @@ import os
 import random
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from job_harness import Event, Job, Jobs
 from process_resources import children, resources
@@ -44,8 +45,10 @@ class Watched:
         launcher, survivor = job.launcher_pid(), job.pid_of(SURVIVOR)
         pids = {"survivor": survivor, "launcher": launcher}
         for pid in children(launcher):
-            pids["fork server" if survivor in children(pid) else "coordinator"] = pid
-        assert len(pids) == 4, pids
+            what = Path(f"/proc/{pid}/cmdline").read_text()
+            names = ("agent", "agent_main"), ("coordinator", "coordinator_main")
+            pids[next((name for name, module in names if module in what), "fork server")] = pid
+        assert len(pids) == 5 and survivor in children(pids["fork server"]), pids
         return Watched(pids)
 
     def look(self) -> None:

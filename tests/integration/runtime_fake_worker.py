@@ -1,4 +1,4 @@
-"""A worker without torch: follows plans and counts steps, so that the launcher can be tested on its own.
+"""A worker without torch: follows plans and counts steps, so that job and agent can be tested on their own.
 
 Files in the run directory steer it: `finish` (the leader says that the job is done), `crash-<id>` (raise at start),
 `stubborn` (do not leave when told to). As a cell its head has its limbs count the steps, and says what they have
@@ -92,9 +92,10 @@ class FakeWorker:
 
 
 def main(context: WorkerContext) -> int:
-    """The entry point that the launcher calls."""
+    """The entry point that the agent names."""
     set_up_worker_log(2, context.worker_id, context.incarnation)
     (Path(context.run_dir) / f"pid-{context.key}").write_text(str(os.getpid()))
+    (Path(context.run_dir) / f"board-{context.key}").write_text(str(context.board_fd))
     print(f"life {context.key} starts, hash seed {os.environ['PYTHONHASHSEED']}", flush=True)
     if (Path(context.run_dir) / f"crash-{context.worker_id}").exists():
         raise ImportError("no module named 'nonsense'")

@@ -25,7 +25,7 @@ from everstep.runtime.board import Board
 from everstep.runtime.commands import NoJobRunning, ask, run_lock
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.zygote import DEFAULT_PRELOAD
-from everstep.runtime.zygote_client import ZygoteClient
+from everstep.runtime.zygote_client import start_fork_server
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -59,7 +59,8 @@ def _closed(sock: socket.socket) -> bool:
 
 def test_it_does_not_import_torch() -> None:
     script = (
-        "import sys, everstep.runtime.coordinator_main, everstep.runtime.launcher, everstep.runtime.commands;"
+        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.agent_main;"
+        "import everstep.runtime.commands;"
         "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) or 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -131,7 +132,7 @@ def test_the_fork_server_imports_torch_without_starting_threads(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     board = Board.create(2)
-    zygote = ZygoteClient(tmp_path / "zygote.log", board.fd, 1, DEFAULT_PRELOAD)
+    zygote = start_fork_server(tmp_path / "zygote.log", board.fd, 1, DEFAULT_PRELOAD)
     try:
         ready = zygote.receive()[0]
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []

@@ -79,8 +79,9 @@ PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier", "NONFINITE"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
-UNUSED = frozenset({"agent_pid", "newest_target"})  # not taken out yet
+UNUSED = frozenset({"newest_target"})  # not taken out yet
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
+DRIVING += ("everstep.runtime.job", "everstep.runtime.host")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet
@@ -371,7 +372,7 @@ def causeless(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: a reason without its cause"
 
 
-# ---- the rooms where a worker is driven
+# ---- the rooms where a worker is driven, a job and a host
 
 
 def crowded_types(source: Source) -> Iterator[str]:

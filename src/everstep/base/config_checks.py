@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,12 +49,25 @@ def check_together(config: Config) -> None:
     ):
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
+    _check_address(config.network.address)
     if config.early_stop.target is not None and config.early_stop.metric is None:
         raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
     if config.batch == "per_worker" and config.stages > 1:
         raise ConfigError(
             f"batch: expected constant for a model in {config.stages} stages, got per_worker: the batch follows the "
             "number of whole replicas, of which a split model has no count; set batch=constant"
+        )
+
+
+def _check_address(address: str) -> None:
+    try:
+        found = ipaddress.IPv4Address(address)
+    except ValueError:
+        found = None
+    if found is None or found.is_unspecified or found.is_multicast or int(found) == 2**32 - 1:
+        raise ConfigError(
+            f"network.address: expected one IPv4 address of this host, which others are told too, got {address!r}: "
+            "give e.g. network.address=127.0.0.1"
         )
 
 

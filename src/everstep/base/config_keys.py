@@ -154,6 +154,19 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class NetworkConfig:
+    """Where the processes of a job find each other."""
+
+    address: str = key(
+        "127.0.0.1",
+        "str",
+        "IPv4 address of this host that coordinator and workers listen at, and tell each other",
+        pattern=r"\d{1,3}(\.\d{1,3}){3}",
+        example="127.0.0.1",
+    )
+
+
+@dataclass(frozen=True)
 class LogsConfig:
     """How much room the workers' logs may take."""
 
@@ -210,6 +223,7 @@ class Config:
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     transport: str = key("auto", "str", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "int", "steps between evaluations; 0: never", low=0)

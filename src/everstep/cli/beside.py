@@ -1,6 +1,6 @@
 """Servers beside a run: `everstep run --dashboard` and `--metrics` start them as processes that end with the job.
 
-Processes of their own, so that nothing that a browser or a scraper asks can hold up the launcher.
+Processes of their own, so that nothing that a browser or a scraper asks can hold up the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a running job looks like: a live view on a terminal, plain lines in a pipe, JSON for machines.
 
 All three take in the same events; `Watcher` feeds them from events.jsonl in a thread of its own, so that nothing that
-is shown can hold up the launcher.
+is shown can hold up the job.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts
+from everstep.report.tail import Folder
+from everstep.report.usage import Usage
 from everstep.report.words import Event
 from everstep.report.words import sentence as words_of
+from everstep.runtime.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE, older
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from everstep.runtime.board import Board
-
 _UNTOLD = ("job_started", "step_committed")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _POLL_S = 0.2
-_LAUNCHER_WORDS = {
+_LAST_SAMPLES_BYTES = 1 << 16
+_PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
     "slot_lost": "worker {worker_id} is given up: {reason}",
+    "agent_died": "the agent of this host died, and its workers with it: {reason}",
     "coordinator_died": "the coordinator died: {reason}",
     "warning": "warning: {reason}",
 }
 
 
 class Display(Protocol):
-    """Shows a job. All methods but `launcher_event` are called from one thread."""
+    """Shows a job. All methods but `process_event` are called from one thread."""
 
     def event(self, event: Event, facts: Facts) -> None:
         """An event was written; `facts` include it."""
@@ -105,15 +107,15 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Progress bar, a line per worker and the last events, redrawn in place."""
+    """Progress bar, a line per worker and the last events, redrawn in place. samples: what the workers spend."""
 
-    def __init__(self, console: Console, board: Board, total_steps: int | None = None) -> None:
+    def __init__(self, console: Console, samples: Folder, total_steps: int | None = None) -> None:
         from rich.live import Live
 
-        self._board = board
+        self._samples = samples
+        self._usage = Usage()
         self._total_steps = total_steps
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
-        self._seen: dict[int, tuple[int, int, float]] = {}
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
@@ -123,6 +125,10 @@ class LiveDisplay:
             self._last.append(text)
 
     def refresh(self, facts: Facts) -> None:
+        for lines in self._samples.read():
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    self._usage.take(json.loads(line))
         self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
@@ -158,12 +164,12 @@ class LiveDisplay:
         for i, worker in sorted(facts.workers.items()):
             if worker.state == "left":
                 continue
-            pulse = self._board.read(i) if i < self._board.rows else None
+            newest = self._usage.workers.get(i)
+            row = newest.row if newest is not None else {}
             lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
-            step, phase, samples = (pulse.step, pulse.phase, pulse.samples) if pulse else (0, "?", 0)
-            name = f"{i}.{pulse.incarnation if pulse else worker.incarnation}"
+            step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
             style = _STYLES.get(worker.state, "dim")
-            table.add_row(name, worker.state, stages, lanes, str(step), phase, f"{samples}", style=style)
+            table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)
         return table
 
 
@@ -194,9 +200,9 @@ class Watcher:
         self._thread.join()
         self._display.close()
 
-    def launcher_event(self, event: dict[str, Any]) -> None:
-        """What the launcher itself does; from its thread."""
-        words = _LAUNCHER_WORDS.get(event["kind"])
+    def process_event(self, event: dict[str, Any]) -> None:
+        """What job and agents do themselves; from the job's thread."""
+        words = _PROCESS_WORDS.get(event["kind"])
         if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
             delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
@@ -266,15 +272,15 @@ class Output:
         return found
 
 
-def choose_display(*, as_json: bool, log_every: int, total_steps: int | None) -> Callable[[Board], Display]:
+def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps: int | None) -> Display:
     """The display that fits: JSON if asked for, live on a terminal, else plain."""
     if as_json:
-        return lambda board: JsonDisplay()
+        return JsonDisplay()
     if sys.stdout.isatty():
         from rich.console import Console
 
-        return lambda board: LiveDisplay(Console(), board, total_steps)
-    return lambda board: PlainDisplay(log_every, total_steps)
+        return LiveDisplay(Console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), total_steps)
+    return PlainDisplay(log_every, total_steps)
 
 
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
@@ -292,7 +298,7 @@ def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
 
 
 def sentence(event: Event) -> str | None:
-    """An event as a line for people; None for those that say nothing new (each step, what a launcher does)."""
+    """An event as a line for people; None for those that say nothing new (each step, what agents do)."""
     kind = event["kind"]
     return words_of(event) if kind in KINDS and kind not in _UNTOLD else None
 

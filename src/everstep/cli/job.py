@@ -5,6 +5,7 @@ Everything the user can get wrong is found here, before a process is started, as
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import platform
@@ -117,14 +118,38 @@ def check_dataset(config: Config, dataset_size: int) -> None:
 
 
 def check_hosts(config: Config) -> None:
-    """Raises: ConfigError if the map names a host other than this, where the launcher starts all workers."""
+    """Raises: ConfigError if the map names a host other than this, where the job starts its workers."""
     here = socket.gethostname()
     for worker_id, host in hosts_of(parse_map(config.map, config.stages)).items():
         if host not in (here, here.partition(".")[0], *_LOOPBACK):
             raise ConfigError(
-                f"map: worker {worker_id} is to run on host {host!r}, but this launcher starts its workers on {here!r} "
+                f"map: worker {worker_id} is to run on host {host!r}, but this job starts its workers on {here!r} "
                 "only: name that, or localhost"
             )
+
+
+def check_network(config: Config, port: int = 0) -> None:
+    """Raises: ConfigError if nothing can listen at the config's address here, or not at this port."""
+    address = config.network.address
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"network.address: expected an address of this host, got {address}: give one of 'ip -4 addr'"
+                ) from None
+            raise ConfigError(
+                f"--listen: cannot listen at {address}:{port} ({error.strerror}): choose another port, 0 for any"
+            ) from None
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on there."""
+    with socket.socket() as sock:
+        sock.bind((address, 0))
+        return int(sock.getsockname()[1])
 
 
 def total_steps(config: Config, dataset_size: int | None) -> int | None:

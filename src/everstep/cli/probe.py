@@ -1,6 +1,6 @@
 """Look at a task before its job starts, in a fork of its fork server: defaults, size of the data, units of the model.
 
-Apart from the launcher's process, so that neither torch nor the user's code ever runs there; and not in the fork server
+Apart from the job's process, so that neither torch nor the user's code ever runs there; and not in the fork server
 itself, which is to stay free of the user's code. What the user's code
 raises is not reported from here: the workers meet it too, and their logs keep the traceback.
 """

@@ -17,14 +17,25 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
-from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, check_metrics, dashboard_beside, metrics_beside
+from everstep.cli.agent import given_token
+from everstep.cli.beside import (
+    ANY_PORT,
+    PUBLIC_HELP,
+    check_installed,
+    check_metrics,
+    dashboard_beside,
+    metrics_beside,
+    parse_listen,
+)
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
     Job,
     Request,
     check_dataset,
     check_hosts,
+    check_network,
     effective_config,
+    free_port,
     make_job,
     read_config_file,
     total_steps,
@@ -43,13 +54,13 @@ from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.zygote_client import EarlyZygote
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
-    from everstep.runtime.launcher import Outcome
+    from everstep.runtime.job_end import Outcome
 
 _OPTIONS = (
     "workers",
@@ -63,12 +74,14 @@ _OPTIONS = (
     "chaos",
     "resume_from",
     "metrics.listen",
+    "network.address",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """One `everstep run`, as the user typed it."""
+    """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
+    which they know already. local: this host runs workers."""
 
     spec: TaskSpec
     argv: tuple[str, ...]
@@ -79,6 +92,9 @@ class Invocation:
     server: EarlyZygote | None = None
     dashboard: bool = False
     public: bool = False
+    port: int | None = None
+    token: bytes | None = None
+    local: bool = True
 
 
 class _Run(click.Command):
@@ -111,6 +127,8 @@ class _Run(click.Command):
 @click.option("--simulate-failure", is_flag=True, help="Kill one random worker once, in the middle of the run.")
 @click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
+@click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
+@click.option("--no-local-workers", is_flag=True, help="Of --listen: leave all workers to agents that join.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
 @click.option("--dashboard", is_flag=True, help="Serve the live page while the job runs; prints its address.")
@@ -131,6 +149,8 @@ def command(
     settings: tuple[str, ...],
     simulate_failure: bool,
     fresh: bool,
+    listen: str | None,
+    no_local_workers: bool,
     dry_run: bool,
     as_json: bool,
     dashboard: bool,
@@ -147,9 +167,20 @@ def command(
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
+    options["network.address"], port = _listen(listen, no_local_workers)
     request = _request(config_file, settings, options, batch_size, simulate_failure)
     invocation = Invocation(
-        spec, argv, request, run_dir or default_run_dir(spec), fresh, as_json, dashboard=dashboard, public=public
+        spec,
+        argv,
+        request,
+        run_dir or default_run_dir(spec),
+        fresh,
+        as_json,
+        dashboard=dashboard,
+        public=public,
+        port=port,
+        token=given_token() if listen is not None else None,
+        local=not no_local_workers,
     )
     if dashboard:
         check_installed("--dashboard")
@@ -160,6 +191,15 @@ def command(
     server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
     with contextlib.closing(server):
         return _run_or_show(dataclasses.replace(invocation, server=server), dry_run)
+
+
+def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int | None]:
+    """Address and port where agents may join, None if they may not."""
+    if listen is not None:
+        return parse_listen("--listen", listen)
+    if no_local_workers:
+        raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
+    return None, None
 
 
 def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
@@ -205,6 +245,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
     check_hosts(config)
+    check_network(config, invocation.port or 0)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
@@ -281,22 +322,30 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
 
 
 def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> int:
-    from everstep.runtime.launcher import Launcher
+    from everstep.runtime import job as runtime_job
+    from everstep.runtime.local_host import LocalHost
 
     run_dir, config = invocation.run_dir, job.config
     begin_ns = time.time_ns()
-    launcher = Launcher(
+    port = 0
+    if invocation.port is not None:
+        port = invocation.port or free_port(config.network.address)
+        where = f"{config.network.address}:{port}"
+        opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
+    if not invocation.local and invocation.server is not None:
+        invocation.server.close()
+    process = runtime_job.Job(
         run_dir,
         config,
         job.task,
         list(job.argv),
-        ENTRY,
-        lambda event: watcher.launcher_event(event),
-        preload=PRELOAD,
-        early=invocation.server,
+        LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=invocation.server) if invocation.local else None,
+        lambda event: watcher.process_event(event),
+        port=port,
+        token=invocation.token,
     )
     total = total_steps(config, job.dataset_size)
-    display = choose_display(as_json=invocation.as_json, log_every=config.log_every, total_steps=total)(launcher.board)
+    display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)
     watcher = Watcher(run_dir / EVENTS_FILE, begin_ns, display)
     for line in opening:
         display.note(line)
@@ -316,22 +365,20 @@ def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> 
                     display.note(f"dashboard {page}")
                 if metrics:
                     display.note(f"metrics {metrics}")
-                exit_code = launcher.run()
-            _say_the_end(events, run_dir, begin_ns, launcher.outcome, exit_code)
+                exit_code = process.run()
+            _say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
         watcher.stop()
         events.close()
-    board = launcher.board
-    reached = max(board.read(row).step for row in range(board.rows))
-    lacking = _missing_rows(run_dir, reached - 1)  # when a step was applied, the one before it was released
+    lacking = _missing_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
     if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
         events.write("warning", cause=Cause.DISK, reason=lacking)
         events.close()
-    return _conclude(invocation, watcher.facts, launcher.outcome, exit_code, lacking)
+    return _conclude(invocation, watcher.facts, process.outcome, exit_code, lacking)
 
 
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
-    """The coordinator reports the end; if it could not, the launcher's word stands in."""
+    """The coordinator reports the end; if it could not, the job's own word stands in."""
     ends = ("job_completed", "job_failed")
     if outcome is None or any(
         e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE)

@@ -1,6 +1,6 @@
 """The sinks of a running job: one process each, which reads the run directory and ends after the job's last event.
 
-Processes of their own, so that nothing that a library or a network does can hold up the launcher or another sink.
+Processes of their own, so that nothing that a library or a network does can hold up the job or another sink.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log records of workers: one JSON object per line, each with who, where, in which generation and at which step.
 
-A worker hands its records to its launcher, through the pipe that its stderr is: whoever reads them tells them from
+A worker hands its records to its agent, through the pipe that its stderr is: whoever reads them tells them from
 what was printed by the byte they begin with (RFC 7464). So a worker never waits for a disk, and what it said last is
 there whatever ends it.
 """
@@ -93,7 +93,7 @@ class RecordHandler(logging.Handler):
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except Exception:
-            self.lost = True  # the launcher is gone, or the record cannot be made text
+            self.lost = True  # the agent is gone, or the record cannot be made text
 
     lost = False
 

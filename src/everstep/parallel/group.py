@@ -40,8 +40,8 @@ class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
     store: torch store that all members reach, best a `ControlStore`; keys bear the generation. backend: 'gloo' (device
-    must be the CPU) or 'nccl' (a CUDA device). bind_host: address to listen on; by default loopback when all members
-    are on one host, and the host of the member's own address otherwise.
+    must be the CPU) or 'nccl' (a CUDA device). bind_host: address to listen on; by default that of the
+    member's own address, or loopback where it has none and all are on one host.
     """
 
     def __init__(
@@ -331,10 +331,10 @@ def _cut(transfer: Transfer, origin: int, run: tuple[int, int]) -> Transfer:
 
 
 def _own_host(plan: Plan, me: WorkerKey) -> str:
-    member = plan.member(me.worker_id)
+    address = plan.member(me.worker_id).address
+    host, _, port = address.rpartition(":")
+    if host and port:
+        return host.strip("[]")
     if len({m.host for m in plan.members}) == 1:
         return _LOOPBACK
-    host, _, port = member.address.rpartition(":")
-    if not host or not port:
-        raise ConfigError(f"members on several hosts need an address to listen on; worker {me} has {member.address!r}")
-    return host.strip("[]")
+    raise ConfigError(f"members on several hosts need an address to listen on; worker {me} has {address!r}")

@@ -14,7 +14,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -52,12 +52,18 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
-    """First message of an agent, also after a reconnect: all its live workers, and the slots it will keep filled."""
+    """First message of an agent, also after a reconnect: all its live workers.
+
+    slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
+    not matter. process: names this process among those that have spoken for the host; another one has other workers.
+    """
 
     agent_id: str
     host: str
     workers: list[WorkerLife]
     slots: int
+    room: int = 0
+    process: str = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -99,6 +105,35 @@ class SlotLost(Message, frozen=True, kw_only=True):
     worker_id: int
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostFailed(Message, frozen=True, kw_only=True):
+    """From an agent: no restart helps the job any further, as seen from its host."""
+
+    agent_id: str
+    reason: str
+    cause: Cause = Cause.UNKNOWN
+
+
+class AgentNotice(Message, frozen=True, kw_only=True):
+    """What an agent does, for whoever watches the job: handed on to its process, and nothing to the coordinator."""
+
+    agent_id: str
+    kind: str
+    fields: dict[str, Any]
+
+
+# ---- the job's process -> coordinator
+
+
+class JobHello(Message, frozen=True, kw_only=True):
+    """First message of the process that the job is, also after a reconnect."""
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Do you still answer?"""
+
+    seq: int
 
 
 # ---- worker -> coordinator
@@ -314,7 +349,39 @@ class JobEnded(Message, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
+# ---- coordinator -> the job's process
+
+
+class Agents(Message, frozen=True, kw_only=True):
+    """The agents that are connected now."""
+
+    agent_ids: list[str]
+
+
 # ---- coordinator -> agent
+
+
+class JobFacts(Message, frozen=True, kw_only=True):
+    """Answer to each hello of an agent: all that it needs to start workers of the job.
+
+    config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
+    the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
+    """
+
+    task: str
+    argv: list[str]
+    config: dict[str, Any]
+    run_dir: str
+    coordinator_file: str
+    job_pid: int
+    machine: str
+
+
+class AgentRefused(Message, frozen=True, kw_only=True):
+    """This agent cannot take part. `reason`: one line for the user."""
+
+    reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 class KillWorker(Message, frozen=True, kw_only=True):
@@ -327,13 +394,18 @@ class KillWorker(Message, frozen=True, kw_only=True):
 
 
 class SetSlots(Message, frozen=True, kw_only=True):
-    """Keep these worker ids running; start missing ones, dismiss none."""
+    """Keep these worker ids running; start missing ones, dismiss none.
+
+    first: of each, the least incarnation that its next life may have. An agent counts on from there by itself; it may
+    be new, and the slot may have had lives elsewhere, whose incarnations are fenced.
+    """
 
     worker_ids: list[int]
+    first: list[int] = []
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Answer to a heartbeat."""
+    """Answer to a heartbeat or a ping."""
 
     seq: int
 
@@ -390,6 +462,10 @@ AnyMessage = (
     | WorkerStarted
     | WorkerExited
     | SlotLost
+    | HostFailed
+    | AgentNotice
+    | JobHello
+    | Ping
     | WorkerHello
     | WorkerHealed
     | HealFailed
@@ -409,6 +485,9 @@ AnyMessage = (
     | Heal
     | Dismissed
     | JobEnded
+    | Agents
+    | JobFacts
+    | AgentRefused
     | KillWorker
     | SetSlots
     | Pong

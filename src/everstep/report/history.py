@@ -98,7 +98,7 @@ class History:
         return steps if isinstance(steps, int) else None
 
     def running(self) -> bool:
-        """Whether a launcher holds the directory."""
+        """Whether a job holds the directory."""
         return commands.is_locked(self.run_dir)
 
     def state(self, running: bool) -> str:

@@ -31,7 +31,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. worker_id: None of the coordinator's and the launcher's. more: a traceback. fields: the record."""
+    """One line. worker_id: None of the coordinator's and the agent's. more: a traceback. fields: the record."""
 
     time_ns: int
     source: str

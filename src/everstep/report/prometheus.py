@@ -84,7 +84,7 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     info = GaugeMetricFamily("everstep_run_info", "The run: its directory's name and its task.", labels=["run", "task"])
     info.add_metric([one_line(history.name, 120), one_line(job.get("task"), 200)], 1)
     yield info
-    yield _gauge("running", "1 while a launcher holds the run directory, else 0.", float(running))
+    yield _gauge("running", "1 while a job holds the run directory, else 0.", float(running))
     yield _counter("steps", "Updates committed, those that a new start from step 0 did again included.", tally.steps)
     yield _counter("samples", "Samples trained in committed steps, likewise.", tally.samples)
     yield _gauge("step", "Newest committed step.", facts.step)

@@ -1,1 +1,1 @@
-"""Processes, sockets and signals: coordinator server, launcher and agent, fork server, peers. No torch here."""
+"""Processes, sockets and signals: job, coordinator, agents, fork server, peers. No torch here."""

@@ -1,6 +1,6 @@
 """The progress board: a fixed row of shared memory per process of a worker, written by workers, read by their agent.
 
-It lies in a memfd that the launcher makes and every worker inherits. A worker that holds the interpreter lock for long,
+It lies in a memfd that every worker inherits. A worker that holds the interpreter lock for long,
 or is stopped, or is killed, can therefore be told apart by its agent without asking it anything.
 
 The rows of all heads come first, then those of all ranks 1, and so on: what nobody writes takes no memory.
@@ -90,7 +90,7 @@ class Pulse:
 
 
 class Row:
-    """A process's own row. Only that writes it, apart from `reset` by the launcher between two lives."""
+    """A process's own row. Only that writes it, apart from `reset` by the agent between two lives."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -211,7 +211,7 @@ class MarkedRow(Row):
 
 
 class Board:
-    """All rows. Made once by the launcher (`create`), attached by workers through the inherited descriptor.
+    """All rows. Made once for a host (`create`), attached by its agent and workers through the inherited descriptor.
 
     rows: workers that it has room for.
     """
@@ -225,12 +225,7 @@ class Board:
     @classmethod
     def create(cls, rows: int = MAX_ROWS) -> Board:
         """A new board of zeros. Raises: ConfigError beyond `MAX_ROWS`."""
-        if not 1 <= rows <= MAX_ROWS:
-            raise ConfigError(f"a host has room for 1 to {MAX_ROWS} workers, got {rows}: use fewer workers")
-        fd = os.memfd_create("everstep-board", os.MFD_CLOEXEC)
-        size = rows * MAX_RANKS * ROW_BYTES
-        os.ftruncate(fd, size)
-        return cls(fd, mmap.mmap(fd, size))
+        return cls.attach(create_board_memory(rows))
 
     @classmethod
     def attach(cls, fd: int) -> Board:
@@ -271,3 +266,12 @@ class Board:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def create_board_memory(rows: int) -> int:
+    """The descriptor of a new board of zeros. Raises: ConfigError beyond `MAX_ROWS`."""
+    if not 1 <= rows <= MAX_ROWS:
+        raise ConfigError(f"a host has room for 1 to {MAX_ROWS} workers, got {rows}: use fewer workers")
+    fd = os.memfd_create("everstep-board", os.MFD_CLOEXEC)
+    os.ftruncate(fd, rows * MAX_RANKS * ROW_BYTES)
+    return fd

@@ -1,6 +1,6 @@
 """What workers print and log: logs/worker-<id>.jsonl, one record per line, of bounded size.
 
-Each worker's stdout and stderr are pipes that end here, in a thread of the launcher's. So every line is kept, of C
+Each worker's stdout and stderr are pipes that end here, in a thread of the agent's. So every line is kept, of C
 libraries and of a worker that is killed too; files are written, and rotated, by one hand alone, whichever life of a
 worker goes on in them; and a full disk costs lines, which are counted, and never a worker's time.
 """

@@ -61,8 +61,8 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a launcher holds the directory: a job is running there. Asks without holding anything itself, so that
-    nobody who looks is in the way of a launcher."""
+    """Whether a job holds the directory, and so is running. Asks without holding anything itself, so that
+    nobody who looks is in the way of one that starts."""
     try:
         with open(run_dir / LOCK_FILE, "rb") as file:
             return _lock(file.fileno(), fcntl.F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK

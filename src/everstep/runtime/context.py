@@ -18,10 +18,9 @@ class WorkerContext:
 
     `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
     coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
-    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: the launcher counts this slot beyond
-    the wanted workers. `agent_pid` is the launcher's. `cell_rank`, `cell_size`: which of the worker's processes this
-    is, 0 for the head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's
-    from rank 1 on.
+    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
+    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
+    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
     """
 
     run_dir: str
@@ -36,7 +35,6 @@ class WorkerContext:
     task: str
     argv: list[str] = field(default_factory=list)
     spare: bool = False
-    agent_pid: int = 0
     cell_rank: int = 0
     cell_size: int = 1
     cell_fds: list[int] = field(default_factory=list)
@@ -51,12 +49,12 @@ class WorkerContext:
 
     @property
     def log_path(self) -> Path:
-        """Where the launcher writes what this worker prints and logs."""
+        """Where the agent writes what this worker prints and logs."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.jsonl"
 
     @property
     def last_words_path(self) -> Path:
-        """Says why this worker died, written by itself; the launcher adds it to the reason."""
+        """Says why this worker died, written by itself; the agent adds it to the reason."""
         return self.run_path / "logs" / f"worker-{self.worker_id}.error"
 
     def write_last_words(self, why: Why) -> None:

@@ -105,6 +105,10 @@ class ControlClient:
         if waiting:
             self._wake()
 
+    def follow(self, path: str | os.PathLike[str]) -> None:
+        """From now on the coordinator's address is what this file says. Thread-safe."""
+        self._address = path
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was handed to the kernel. Returns False after `timeout_s`."""
         with self._drained:

@@ -37,11 +37,12 @@ from everstep.protocol.coordinator.types import (
     Send,
     Tick,
 )
-from everstep.protocol.messages import AnyMessage, PlanNow, PlanPrepared, decode, encode
+from everstep.protocol.messages import AgentRefused, AnyMessage, JobFacts, PlanNow, PlanPrepared, decode, encode
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
 from everstep.runtime.journal import Journal
-from everstep.runtime.process import die_with_parent, raise_descriptor_limit
+from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
+from everstep.runtime.switchboard import Sends, Switchboard
 
 MAX_STRANGERS = 4096
 MAX_UNSENT_BYTES = 256 << 20
@@ -51,8 +52,11 @@ _COMPLAIN_EVERY_S = 1.0
 class ControlServer:
     """Connections, timer, journal and events around one `Coordinator`."""
 
-    def __init__(self, coordinator: Coordinator, journal: Journal, events: EventLog, token: bytes) -> None:
+    def __init__(
+        self, coordinator: Coordinator, switchboard: Switchboard, journal: Journal, events: EventLog, token: bytes
+    ) -> None:
         self.coordinator = coordinator
+        self.switchboard = switchboard
         self.journal = journal
         self.events = events
         self.token = token
@@ -90,6 +94,27 @@ class ControlServer:
                         fields = noticed(fields, time.time_ns())
                     self.events.write(kind, **fields)
         self._arm()
+
+    def received(self, name: str, message: AnyMessage) -> None:
+        """A message of a client."""
+        sends, for_coordinator = self.switchboard.take(name, message)
+        self._hand_on(sends)
+        if for_coordinator:
+            self.handle(Received(name, message))
+
+    def lost(self, name: str) -> None:
+        """A client's connection has ended."""
+        self.connections.pop(name, None)
+        self._hand_on(self.switchboard.gone(name))
+        self.handle(Disconnected(name))
+
+    def _hand_on(self, sends: Sends) -> None:
+        for name, message in sends:
+            connection = self.connections.get(name)
+            if connection is not None:
+                connection.send(self._frame(message))
+                if isinstance(message, AgentRefused):
+                    connection.end(message.reason)
 
     def _arrival_ns(self) -> int:
         """The time at which the events of this round of the loop were found waiting.
@@ -201,8 +226,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._stop_timeout()
         if self._name:
-            self._server.connections.pop(self._name, None)
-            self._server.handle(Disconnected(self._name))
+            self._server.lost(self._name)
         else:
             self._server.strangers -= 1
 
@@ -230,8 +254,8 @@ class Connection(asyncio.Protocol):
         if len(early) < end:
             return
         identity, reply = wire.verify(self._server.token, self._nonce, bytes(early[2:end]))
-        if identity.role not in ("agent", "worker", "client"):
-            raise ProtocolError(f"expected the role agent, worker or client, got {identity.role!r}")
+        if identity.role not in ("agent", "worker", "job", "client"):
+            raise ProtocolError(f"expected the role agent, worker, job or client, got {identity.role!r}")
         if self._transport is None:
             return
         self._stop_timeout()
@@ -247,7 +271,7 @@ class Connection(asyncio.Protocol):
 
     def _frames(self, data: bytes) -> None:
         for body in self._reader.feed(data):
-            self._server.handle(Received(self._name, decode(body)))
+            self._server.received(self._name, decode(body))
 
     def _refuse(self, reason: str) -> None:
         self._stop_timeout()
@@ -278,17 +302,33 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         quorum_wait_ns=int(config.quorum_wait_s * 1e9),
         wish=pool_wish(config),
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
+        slots=config.workers + config.spares,
     )
 
 
-async def serve(run_dir: Path, host: str, port: int, down_since_unix_ns: int, cause: Cause) -> None:
+def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
+    """What agents are told of the job. job: as job.json says it."""
+    return JobFacts(
+        task=str(job.get("task", "")),
+        argv=[str(word) for word in job.get("argv", ())],
+        config=job["config"],
+        run_dir=str(run_dir.resolve()),
+        coordinator_file=str((run_dir / COORDINATOR_FILE).resolve()),
+        job_pid=job_pid,
+        machine=machine(),
+    )
+
+
+async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int, cause: Cause) -> None:
     """Run the server until the process is ended. cause: of the end of its predecessor, if there was one."""
-    config = load_config([(JOB_FILE, json.loads((run_dir / JOB_FILE).read_text())["config"])])
+    job = json.loads((run_dir / JOB_FILE).read_text())
+    config = load_config([(JOB_FILE, job["config"])])
+    host = config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)
     journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
     coordinator = Coordinator(coordinator_config(config), place, journal.entries)
-    server = ControlServer(coordinator, journal, events, token)
+    server = ControlServer(coordinator, Switchboard(job_facts(run_dir, job, job_pid)), journal, events, token)
     loop = asyncio.get_running_loop()
     try:
         listener = await loop.create_server(lambda: Connection(server), host, port, backlog=2048)
@@ -329,20 +369,19 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(prog="everstep.runtime.coordinator_main")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--parent", type=int, default=0, help="die with this process, which started it")
     parser.add_argument("--down-since", type=int, default=0, help="when the predecessor died, Unix nanoseconds")
     parser.add_argument("--cause", default="", help="what the predecessor died of")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which ends the job in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the job's process, which ends it in order
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send its notice to all processes
     if arguments.parent:
         die_with_parent(arguments.parent)
     raise_descriptor_limit()
     try:
         cause = Cause.read(arguments.cause)
-        uvloop.run(serve(arguments.run_dir, arguments.host, arguments.port, arguments.down_since, cause))
+        uvloop.run(serve(arguments.run_dir, arguments.port, arguments.parent, arguments.down_since, cause))
     except (EverstepError, OSError, ValueError, KeyError) as error:
         print(f"everstep coordinator: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

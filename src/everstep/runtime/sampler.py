@@ -1,6 +1,6 @@
 """What the workers of this host spend: metrics/<host>.jsonl, one line per interval, from the board and from /proc.
 
-In a thread of the launcher's, so that a slow disk delays no heartbeat. Workers do nothing for it but add to counters in
+In a thread of the agent's, so that a slow disk delays no heartbeat. Workers do nothing for it but add to counters in
 shared memory. Lines inform: what cannot be written is dropped.
 """
 

@@ -45,7 +45,8 @@ class Slot:
     """One worker slot of this host and its lives.
 
     state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
-    in order), 'lost' (given up). pids: of the present life's processes, the head's first.
+    in order), 'lost' (given up). pids: of the present life's processes, the head's first. first: the least incarnation
+    that a next life may have.
     """
 
     worker_id: int
@@ -59,6 +60,7 @@ class Slot:
     early_own: int = 0
     early_killed: int = 0
     restarts_s: deque[float] = field(default_factory=deque)
+    first: int = 0
 
     @property
     def live(self) -> bool:
@@ -71,7 +73,7 @@ class Slot:
 
     def begin(self, now_s: float) -> int:
         """A new life is asked for. Returns its incarnation."""
-        self.incarnation += 1
+        self.incarnation = max(self.incarnation + 1, self.first)
         self.state, self.pids, self.started_s = "starting", (), now_s
         return self.incarnation
 

@@ -65,12 +65,17 @@ def write_token(path: Path, token: bytes) -> None:
 
 def read_token(path: Path) -> bytes:
     """Raises: ProtocolError if the file holds no token; OSError if it cannot be read."""
+    return token_of(path.read_text(), str(path))
+
+
+def token_of(text: str, where: str) -> bytes:
+    """The token that a text says. Raises: ProtocolError, naming where it came from, if it is none."""
     try:
-        token = bytes.fromhex(path.read_text().strip())
+        token = bytes.fromhex(text.strip())
     except ValueError:
         token = b""
     if len(token) < 16:
-        raise ProtocolError(f"expected the job's token in hex in {path}, found something else")
+        raise ProtocolError(f"expected the job's token, at least 32 hex digits, in {where}, found something else")
     return token
 
 

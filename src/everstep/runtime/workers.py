@@ -1,4 +1,4 @@
-"""The launcher's workers: slots, their lives, each of one or more processes, and the fork server that makes them."""
+"""The workers of a host: slots, their lives, each of one or more processes, and the fork server that makes them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime.agent import Agent
+from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
@@ -32,8 +32,8 @@ _ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
 class Workers:
     """All slots of this host. One thread calls the methods; `lives` and `wanted_slots` may be called by any.
 
-    make_context: (worker_id, incarnation) -> what the worker is given. notify: tells the launcher's observer.
-    collector: takes what the workers print and log. ranks: processes of each worker.
+    make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
+    watches. collector: takes what the workers print and log. ranks: processes of each worker.
     `hopeless`: why no restart can help, None while there is no such reason.
     """
 
@@ -43,6 +43,7 @@ class Workers:
         entry: str,
         policy: RestartPolicy,
         make_context: Callable[[int, int], WorkerContext],
+        link: AgentLink,
         notify: Callable[..., None],
         collector: Collector,
         ranks: int = 1,
@@ -52,6 +53,7 @@ class Workers:
         self._entry = entry
         self._policy = policy
         self._make_context = make_context
+        self._link = link
         self._notify = notify
         self._collector = collector
         self._ranks = ranks
@@ -59,9 +61,8 @@ class Workers:
         self._pidfds: dict[int, list[int]] = {}
         self._lives: tuple[WorkerLife, ...] = ()
         self._jitter = random.Random()
-        self.zygote: ZygoteClient | None = None
-        self.agent: Agent | None = None
-        self.stopping = False
+        self._server: ZygoteClient | None = None
+        self._stopping = False
         self.hopeless: Why | None = None
         self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
@@ -90,8 +91,19 @@ class Workers:
 
     # ---- slots
 
-    def want(self, worker_ids: list[int]) -> None:
-        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`."""
+    def use(self, server: ZygoteClient) -> None:
+        """From now on this fork server makes the workers."""
+        self._server = server
+
+    def stop(self) -> None:
+        """Start nothing any more."""
+        self._stopping = True
+
+    def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
+        """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.
+
+        first: the least incarnation that the next life of each may have.
+        """
         now_s = time.monotonic()
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
@@ -102,6 +114,9 @@ class Workers:
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
                 slot.state, slot.restart_at_s = "resting", now_s
             slot.wanted = True
+        for worker_id, least in zip(worker_ids, first, strict=False):
+            if worker_id in self._slots:
+                self._slots[worker_id].first = least
         for worker_id, slot in self._slots.items():
             slot.wanted = worker_id in worker_ids
             if not slot.wanted and slot.state in ("resting", "empty"):
@@ -109,7 +124,7 @@ class Workers:
 
     def due_in(self, now_s: float) -> float | None:
         """Seconds until a slot has to be started, None if none waits or none can be started now."""
-        if self.stopping or self.zygote is None or not self.zygote.ready:
+        if self._stopping or self._server is None or not self._server.ready:
             return None
         waiting = [s.restart_at_s for s in self._slots.values() if s.state in ("empty", "resting")]
         return max(0.0, min(waiting) - now_s) if waiting else None
@@ -117,7 +132,7 @@ class Workers:
     def start_due(self, now_s: float) -> None:
         """Start every slot whose time has come."""
         self._memory_kills.look(now_s)
-        if self.stopping or self.zygote is None or not self.zygote.ready:
+        if self._stopping or self._server is None or not self._server.ready:
             return
         for slot in self.slots:
             if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
@@ -127,7 +142,7 @@ class Workers:
                     context.last_words_path.unlink(missing_ok=True)
                 self._board.begin(slot.worker_id, incarnation, self._ranks)
                 ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(self._ranks)]
-                self.zygote.start(self._entry, context, ends)
+                self._server.start(self._entry, context, ends)
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
         """SIGKILL this life, all of it. Returns False if it does not run."""
@@ -156,8 +171,9 @@ class Workers:
                 why = Why(why.cause, f"its rank {message['cell_rank']} {how} {why.reason}")
             self._exited(message["worker_id"], message["incarnation"], status, why, message["unix_ns"])
 
-    def zygote_died(self) -> None:
+    def server_died(self) -> None:
         """The fork server is dead, and its children with it."""
+        self._server = None
         for slot in self.slots:
             if slot.state not in ("starting", "running"):
                 continue
@@ -184,11 +200,10 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
                 pidfds.append(os.pidfd_open(pid))
         self._lives = self._list_lives()
-        if self.agent is not None:
-            self.agent.worker_started(_life(slot))
+        self._link.worker_started(_life(slot))
         cell = {"pids": pids} if len(pids) > 1 else {}
         self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=slot.pid, **cell)
-        if self.stopping:
+        if self._stopping:
             for pidfd in pidfds:
                 _kill(pidfd)
 
@@ -210,19 +225,17 @@ class Workers:
             random=self._jitter.random(),
         )
         self._lives = self._list_lives()
-        if self.agent is not None:
-            self.agent.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
+        self._link.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
         for pidfd in self._pidfds.pop(worker_id, ()):
             os.close(pidfd)
         about = {"worker_id": worker_id, "incarnation": incarnation, "pid": pid, "in_order": status == 0}
         self._notify("worker_exited", why, **about)
-        if self.stopping:
+        if self._stopping:
             return
         if ready and not words:
             self._judge_crash(worker_id, status, why.reason)
         if isinstance(verdict, GiveUp):
-            if self.agent is not None:
-                self.agent.slot_lost(worker_id, verdict.why)
+            self._link.slot_lost(worker_id, verdict.why)
             self._notify("slot_lost", verdict.why, worker_id=worker_id)
         elif isinstance(verdict, Restart):
             delay_s = verdict.at_s - time.monotonic()

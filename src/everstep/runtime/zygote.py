@@ -2,7 +2,7 @@
 one process or more.
 
 `python -m everstep.runtime.zygote --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor work,
-so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its launcher:
+so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its agent:
 
     <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "context": {...}}
                                               with two descriptors per rank, which become its stdout and stderr
@@ -81,7 +81,7 @@ def preload(names: list[str], between: Callable[[], None] = lambda: None) -> lis
 
 
 class Zygote:
-    """The single-threaded loop around the launcher's socket and SIGCHLD."""
+    """The single-threaded loop around the agent's socket and SIGCHLD."""
 
     def __init__(self, sock: socket.socket, board_fd: int) -> None:
         self._sock = sock
@@ -96,11 +96,11 @@ class Zygote:
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
 
     def tell(self, **message: Any) -> None:
-        """To the launcher."""
+        """To the agent."""
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def run(self) -> None:
-        """Serve until the launcher's end of the socket closes."""
+        """Serve until the agent's end of the socket closes."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         poller.register(self._signal_r, select.POLLIN)
@@ -114,7 +114,7 @@ class Zygote:
         poller.register(self._signal_r, select.POLLIN)
         self._serve(poller.poll(0))
         if self._over:
-            raise ConnectionError("the launcher has gone")
+            raise ConnectionError("the agent has gone")
 
     def _serve(self, ready: list[tuple[int, int]]) -> None:
         for fd, _events in ready:
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preload", default=",".join(DEFAULT_PRELOAD))
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides when the job ends
+        signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
     die_with_parent(arguments.parent)
     adopt_orphans()
     sock = socket.socket(fileno=arguments.fd)

@@ -1,4 +1,4 @@
-"""The launcher's end of the fork server: starts it, asks it for workers, hears of their deaths."""
+"""The other end of the fork server: starts it, asks it for workers, hears of their deaths; or gives it to who does."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
-from everstep.runtime.board import MAX_ROWS, Board
+from everstep.runtime.board import MAX_ROWS, create_board_memory
 from everstep.runtime.context import WorkerContext
+from everstep.runtime.inbox import readable
 from everstep.runtime.process import describe_status, own_command, pinned_environment
 
 MODULE = "everstep.runtime.zygote"
+_DEATH_WAIT_S = 5.0
 
 
 class ForkEnded(EverstepError):
     """The fork that was to answer has ended without an answer; the text says how."""
 
 
-class ZygoteClient:
-    """One fork server process. `ready` once it has imported everything; `fd` is readable when it has said something.
+@dataclass(frozen=True)
+class Handed:
+    """A fork server on its way from one process to another.
 
-    log_path None: what it prints goes nowhere until `log_to`.
+    fd, board_fd: inherited. heard: what it has said and nobody has read; greeting: that it is ready, if it has said so.
     """
 
-    def __init__(self, log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
-        command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
-        with theirs, open(log_path or os.devnull, "ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), board_fd),
-                env=pinned_environment(threads),
-                start_new_session=True,
-            )
-        self._sock = ours
-        self._buffer = b""
-        self.ready = False
-        self.greeting: dict[str, Any] = {}
-        self.pidfd = os.pidfd_open(self.process.pid)
+    fd: int
+    board_fd: int
+    pid: int
+    heard: str
+    greeting: dict[str, Any]
+
+
+class ZygoteClient:
+    """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
+
+    sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        pid: int,
+        process: subprocess.Popen[bytes] | None = None,
+        heard: str = "",
+        greeting: dict[str, Any] | None = None,
+    ) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.greeting = greeting or {}
+        self.ready = bool(greeting)
+        self._sock = sock
+        self._process = process
+        self._buffer = heard.encode()
+
+    @classmethod
+    def adopt(cls, handed: Handed) -> ZygoteClient:
+        """Go on where another process has stopped talking to it."""
+        return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
+
+    def hand_over(self, board_fd: int) -> Handed:
+        """What another process needs to go on with it; nothing is to be asked of it here from now on."""
+        return Handed(self.fd, board_fd, self.pid, self._buffer.decode(), self.greeting)
 
     @property
     def fd(self) -> int:
@@ -102,7 +123,7 @@ class ZygoteClient:
             for message in messages:
                 if message["op"] == "called":
                     raise ForkEnded(describe_status(message["status"]))
-        code = self.process.wait()
+        code = self._process.wait() if self._process is not None else 0
         raise ForkEnded(f"the fork server: {describe_status(-code if code < 0 else code << 8)}")
 
     def log_to(self, path: Path) -> None:
@@ -110,53 +131,92 @@ class ZygoteClient:
         with contextlib.suppress(OSError):
             self._sock.sendall(json.dumps({"op": "log", "path": str(path.resolve())}).encode() + b"\n")
 
+    def let_go(self) -> None:
+        """Another process has the way to it by now."""
+        self._sock.close()
+
+    def kill(self) -> None:
+        """SIGKILL, to it and by that to its children."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
     def close(self, timeout_s: float) -> None:
         """End it and its children; SIGKILL after `timeout_s`."""
         self._sock.close()
+        if self.pidfd < 0:
+            return
+        if not readable([self.pidfd], timeout_s):
+            self.kill()
+            readable([self.pidfd], _DEATH_WAIT_S)
         os.close(self.pidfd)
-        end_process(self.process, timeout_s, None)
+        self.pidfd = -1
+        if self._process is not None:
+            self._process.wait()
+
+
+def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> ZygoteClient:
+    """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`."""
+    ours, theirs = socket.socketpair()
+    command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
+    command += ["--parent", str(os.getpid()), "--preload", ",".join(preload)]
+    with theirs, open(log_path or os.devnull, "ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(theirs.fileno(), board_fd),
+            env=pinned_environment(threads),
+            start_new_session=True,
+        )
+    return ZygoteClient(ours, process.pid, process)
 
 
 class EarlyZygote:
     """A fork server that is started before its job: it imports while the task is looked at, in a fork of its own.
 
-    threads: as far as is known by then; preload: what it imports. `board` is the job's.
+    threads: as far as is known by then; preload: what it imports. It stays a child of this process when an agent
+    has it.
     """
 
     def __init__(self, threads: int, preload: Sequence[str]) -> None:
-        self.board = Board.create(MAX_ROWS)
         self._threads = threads
         self._preload = preload
+        self._board_fd = -1
         self._client: ZygoteClient | None = None
 
     def call(self, entry: str, question: Any) -> Any:
         """As `ZygoteClient.call`; starts the server."""
-        if self._client is None:
-            self._client = ZygoteClient(None, self.board.fd, self._threads, self._preload)
-        return self._client.call(entry, question)
+        return self._started().call(entry, question)
 
-    def take(self, threads: int, log_path: Path) -> ZygoteClient | None:
-        """The server, for a job with so many threads; from now on the caller ends it. None: it takes another one."""
+    def hand_over(self, threads: int) -> Handed:
+        """The server, for a job with so many threads, and the board that its workers inherit. The agent's process has
+        to inherit both descriptors; then `let_go`."""
         if threads != self._threads:
             self.close()
-        client, self._client = self._client, None
-        if client is not None:
-            client.log_to(log_path)
-        return client
+            self._threads = threads
+        return self._started().hand_over(self._board_fd)
 
-    def close(self) -> None:
-        """End the server if nobody has taken it."""
+    def let_go(self) -> None:
+        """The agent has its descriptors."""
         if self._client is not None:
-            self._client.close(timeout_s=0.0)
+            self._client.let_go()
+            self._close_board()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the server, if there is one."""
+        if self._client is not None:
+            self._client.close(timeout_s)
             self._client = None
+            self._close_board()
 
+    def _started(self) -> ZygoteClient:
+        if self._client is None:
+            self._board_fd = create_board_memory(MAX_ROWS)
+            self._client = start_fork_server(None, self._board_fd, self._threads, self._preload)
+        return self._client
 
-def end_process(process: subprocess.Popen[bytes], timeout_s: float, number: signal.Signals | None) -> None:
-    """Wait for a process to end, after sending it `number`; SIGKILL after `timeout_s`."""
-    if process.poll() is None and number is not None:
-        process.send_signal(number)
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    def _close_board(self) -> None:
+        if self._board_fd >= 0:
+            os.close(self._board_fd)
+            self._board_fd = -1

@@ -86,7 +86,7 @@ def join(
     from then on, there and elsewhere, is readable by its owner alone, as in launched workers; os.umask changes that.
 
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
-    launcher seeds every worker alike before it runs the script.
+    job seeds every worker alike before it runs the script.
 
     Raises: ConfigError for what cannot work, in one line.
     """

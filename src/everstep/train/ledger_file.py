@@ -13,7 +13,7 @@ from pathlib import Path
 MOST_WAITING_BYTES = 64 << 20
 """Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
 LAST_WAIT_S = 5.0
-"""How long the end waits for a disk that is full; less than what the launcher gives workers to leave."""
+"""How long the end waits for a disk that is full; less than what agents give workers to leave."""
 _RETRY_S = 0.1
 _BLOCK_BYTES = 1 << 16
 

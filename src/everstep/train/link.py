@@ -1,4 +1,4 @@
-"""How a worker is tied to its job: who it is, whom it tells, where it writes. With a launcher, or alone.
+"""How a worker is tied to its job: who it is, whom it tells, where it writes. With an agent, or alone.
 
 Apart so that the session is the same in both cases.
 """
@@ -105,7 +105,7 @@ def _job_facts(context: WorkerContext) -> dict[str, Any]:
 
 
 class LaunchedLink:
-    """A worker that a launcher started, as the head of its cell."""
+    """A worker that an agent started, as the head of its cell."""
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         self.me = context.key
@@ -147,7 +147,7 @@ class LaunchedLink:
         return self.cell.meet()
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
-        self._peers = PeerServer("127.0.0.1", self.token, handler)
+        self._peers = PeerServer(self.config.network.address, self.token, handler)
         return self._peers.address
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
@@ -206,7 +206,7 @@ class LaunchedLink:
 
 
 class LoneLink:
-    """A job of one worker, without launcher or coordinator: it plans for itself."""
+    """A job of one worker, without agent or coordinator: it plans for itself."""
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self.me = WorkerKey(0, 0)

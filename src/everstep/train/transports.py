@@ -12,7 +12,7 @@ from everstep.train.rendezvous import Rendezvous
 
 
 def open_transport(link: Link, rendezvous: Rendezvous, device: torch.device) -> StagedTransport:
-    """As the config's `transport` says; 'auto' takes shared memory, since a launcher's workers are on one host.
+    """As the config's `transport` says; 'auto' takes shared memory, since a job's workers are on one machine.
 
     Raises: ConfigError if it is not to be had on this device.
     """

@@ -25,7 +25,7 @@ from everstep.cli.status import workers_of
 from everstep.cli.summary import summary
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
-from everstep.runtime.board import Board
+from everstep.report.tail import Folder
 
 S = 1_000_000_000
 
@@ -194,11 +194,11 @@ def test_json_lines_are_those_of_the_file(tmp_path: Path, capsys: pytest.Capture
     assert watcher.facts.step == 2
 
 
-def test_what_the_launcher_does_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watcher = Watcher(tmp_path / "none", 0, PlainDisplay(1))
-    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
-    watcher.launcher_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0", "in_order": True})
-    watcher.launcher_event({"kind": "worker_started", "worker_id": 2})
+    watcher.process_event({"kind": "worker_exited", "worker_id": 2, "reason": "killed by SIGKILL"})
+    watcher.process_event({"kind": "worker_exited", "worker_id": 2, "reason": "exit code 0", "in_order": True})
+    watcher.process_event({"kind": "worker_started", "worker_id": 2})
     watcher.start()
     watcher.stop()
     assert capsys.readouterr().out == "worker 2 exited: killed by SIGKILL\n"
@@ -252,11 +252,11 @@ def test_every_stage_of_a_split_job_is_shown() -> None:
     ]
 
 
-def test_the_live_view_shows_states_and_stages() -> None:
+def test_the_live_view_shows_states_and_stages(tmp_path: Path) -> None:
     from rich.console import Console
 
     out = io.StringIO()
-    live = LiveDisplay(Console(file=out, width=120), Board.create(8), total_steps=4)
+    live = LiveDisplay(Console(file=out, width=120), Folder(tmp_path, "*.jsonl"), total_steps=4)
     try:
         died = event("worker_evicted", 2, worker_id=1, incarnation=0, **KILLED)
         shown = live._render(facts_of([*SPLIT, commit(1, 1.5), died]))

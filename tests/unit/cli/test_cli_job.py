@@ -216,5 +216,5 @@ def test_a_host_that_this_launcher_does_not_run_on() -> None:
     assert here.workers == 2
     check_hosts(here)
     there = effective_config({"steps": 1}, request(file={"map": [{"workers": [0], "host": "far-away"}]}))
-    with pytest.raises(ConfigError, match="worker 0 is to run on host 'far-away', but this launcher"):
+    with pytest.raises(ConfigError, match="worker 0 is to run on host 'far-away', but this job"):
         check_hosts(there)

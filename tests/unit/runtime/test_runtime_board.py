@@ -8,7 +8,7 @@ import time
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
-from everstep.runtime.agent import LaneTime
+from everstep.runtime.agent_link import LaneTime
 from everstep.runtime.board import MAX_ROWS, OPERATIONS, PHASES, ROW_BYTES, Board
 
 

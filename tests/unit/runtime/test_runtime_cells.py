@@ -18,7 +18,7 @@ from everstep.base.errors import InvariantViolation, ProtocolError
 from everstep.base.plan import Rank
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime import cell as channels
-from everstep.runtime.agent import Agent
+from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_RANKS, ROW_BYTES, Board
 from everstep.runtime.cell import Head, Limb, LimbLost
 from everstep.runtime.cell_end import ForkedCell, first_to_go
@@ -111,11 +111,11 @@ def test_a_row_of_a_cell_from_another_process() -> None:
 def test_a_limb_that_stands_still_makes_the_worker_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("everstep.runtime.board._monotonic_ns", lambda: now[0])
-    monkeypatch.setattr("everstep.runtime.agent.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("everstep.runtime.agent_link.time.monotonic_ns", lambda: now[0])
     board = Board.create(1)
     board.begin(0, 0, 2)
     life = WorkerLife(worker_id=0, incarnation=0, pid=1, limbs=(2,))
-    agent = Agent(("127.0.0.1", 1), b"t" * 32, "a", "h", board, lambda: [life], lambda: 1, lambda message: None)
+    agent = AgentLink(("127.0.0.1", 1), b"t" * 32, "a", 0, board, lambda: [life], lambda: 1, lambda message: None)
     now[0] = 3_000_000_000
     board.row(0).set(step=2, phase="forward")
     (pulse,) = agent.pulses([life], 0.0)
@@ -271,8 +271,3 @@ def test_only_a_head_has_a_link_and_only_a_limb_serves() -> None:
         Head(WorkerContext(*where, cell_size=2), lambda: None)
     with pytest.raises(InvariantViolation, match=r"3\.1"):
         Limb(WorkerContext(*where))
-
-
-def test_a_context_with_its_cell_survives_the_way() -> None:
-    context = WorkerContext("/r", 3, 1, "h", "", "", 5, 3, {}, "task", cell_rank=1, cell_size=2, cell_fds=[7])
-    assert WorkerContext.from_json(context.to_json()) == context

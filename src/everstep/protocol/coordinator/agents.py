@@ -23,8 +23,9 @@ class Agent:
     """The supervisor of one host's workers.
 
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
-    hello to this life of the coordinator. slots: how many it was started with. killed_ns: when it was last asked to
-    kill whom.
+    hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
+    that does not matter. process: which one it is, so that a new one is told apart. killed_ns: when it was last asked
+    to kill whom.
     """
 
     agent_id: str
@@ -34,6 +35,8 @@ class Agent:
     lives: set[WorkerKey] = field(default_factory=set)
     restored: set[WorkerKey] = field(default_factory=set)
     slots: int = 0
+    room: int = 0
+    process: str = ""
     suspected: bool = False
     _sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
@@ -42,6 +45,7 @@ class Agent:
     def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
         """The agent has connected (again) and said hello."""
         self.connection, self.host, self.slots = connection, hello.host, hello.slots
+        self.room, self.process = hello.room, hello.process
         self._sent_slots, self.suspected = None, False
         self._killed_ns.clear()
         self.detector.resume(now_ns)
@@ -105,12 +109,18 @@ class Agent:
         self._killed_ns.setdefault(key, now_ns)
         return first
 
-    def new_slots(self, ids: list[int]) -> SetSlots | None:
-        """The message about the slots that it is to keep filled; None if it knows these."""
+    @property
+    def told_slots(self) -> bool:
+        """Whether it knows which slots to keep filled."""
+        return self._sent_slots is not None
+
+    def new_slots(self, ids: list[int], first: list[int]) -> SetSlots | None:
+        """The message about the slots that it is to keep filled, with the least incarnation that a next life of each
+        may have; None if it knows these slots."""
         if self._sent_slots == ids:
             return None
         self._sent_slots = ids
-        return SetSlots(worker_ids=ids)
+        return SetSlots(worker_ids=ids, first=first)
 
     def repeat_slots(self) -> None:
         """Tell it its slots again: a worker may have left as once asked, and its slot be wanted by now."""

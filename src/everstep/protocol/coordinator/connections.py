@@ -13,7 +13,7 @@ from everstep.protocol.coordinator.plans import order
 from everstep.protocol.coordinator.switching import adopt, back_in, follow
 from everstep.protocol.coordinator.types import Connected, Disconnected
 from everstep.protocol.coordinator.words import describe
-from everstep.protocol.messages import Dismissed, PlanNow, PlanPrepared, WorkerHello
+from everstep.protocol.messages import Dismissed, JobHello, PlanNow, PlanPrepared, WorkerHello
 
 
 def connected(job: Job, event: Connected) -> None:
@@ -42,6 +42,12 @@ def disconnected(job: Job, event: Disconnected) -> None:
             if not job.agreement.in_any_plan(worker.key):
                 job.healing.stop(worker.key.worker_id)
             alarms.set(GoneDue(worker.key.worker_id), job.desk.now + SECOND_NS)
+
+
+def job_hello(job: Job, name: str, hello: JobHello) -> None:
+    """The process of the job itself is there (again): all it has to know is whether the job is over."""
+    if job.progress.ended is not None:
+        job.desk.send(name, job.progress.ended)
 
 
 def worker_hello(job: Job, name: str, hello: WorkerHello) -> None:

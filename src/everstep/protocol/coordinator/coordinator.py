@@ -90,6 +90,7 @@ class Coordinator:
                 job.healing.stop_all()
                 job.links.forget_old()
             joins.reconcile(job)
-            job.slots.share_out()
+            ending = job.saving.ending
+            job.slots.share_out("" if ending is None else ending.state)
             job.store.advance(job.agreement.in_force)
         check(job.version == self._decided, "the coordinator's decisions must come to rest")

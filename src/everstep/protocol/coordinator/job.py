@@ -50,13 +50,14 @@ class Job:
     def version(self) -> tuple[int, ...]:
         """Changes as soon as anything changes that a decision looks at.
 
-        While members train in the slots that the agents have started, none looks at agents: a thousand that come back
-        one by one cost no decision each.
+        While members train in slots that are their agents' own, none looks at agents: a thousand that come back one by
+        one cost no decision each.
         """
         agreement, slots = self.agreement, self.slots
-        agents = 0 if agreement.plan is not None and not agreement.broken and slots.as_started else self.agents.version
+        trains = agreement.plan is not None and not agreement.broken
+        agents = 0 if trains and not slots.shared_out else self.agents.version
         others = (self.membership.version, slots.version, agreement.version, self.quorum.version, self.healing.version)
-        return (agents, *others)
+        return (agents, int(self.saving.ending is not None), *others)
 
 
 def new_job(config: CoordinatorConfig, place: Place) -> Job:

@@ -17,7 +17,7 @@ from everstep.protocol.messages import JobEnded
 
 
 def _replay_target(job: Job, entry: dict[str, Any]) -> None:
-    job.slots.replay_target(entry["target"], set(entry["slots"]), Cause.read(entry.get("cause")))
+    job.slots.take_wish(entry["target"], set(entry["slots"]), Cause.read(entry.get("cause")))
 
 
 def _replay_plan(job: Job, entry: dict[str, Any]) -> None:

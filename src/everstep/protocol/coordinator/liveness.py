@@ -19,6 +19,7 @@ from everstep.protocol.coordinator.profiling import STANDSTILL_NS
 from everstep.protocol.messages import (
     AgentHello,
     Heartbeat,
+    HostFailed,
     Pong,
     SlotLost,
     WorkerExited,
@@ -43,6 +44,7 @@ def agent_hello(job: Job, connection: str, hello: AgentHello) -> None:
     if known is not None and known.connection is not None and known.connection != connection:
         job.desk.close(known.connection, "replaced by a newer connection of the same agent")
     agent = job.agents.watch(hello.agent_id, hello.host)
+    anew = bool(agent.process) and agent.process != hello.process
     job.agents.greet(agent, connection, hello)
     job.desk.introduce(connection, agent_id=hello.agent_id)
     if job.progress.ended is not None:
@@ -55,7 +57,10 @@ def agent_hello(job: Job, connection: str, hello: AgentHello) -> None:
     for key in sorted(before - agent.lives):
         worker = job.membership.alive(key)
         if worker is not None and worker.agent_id == agent.agent_id:
-            evict(job, worker, Why(Cause.EXITED, f"it no longer runs on host {agent.host}"), kill=False)
+            why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
+            if anew:
+                why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
+            evict(job, worker, why, kill=False)
     job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
 
 
@@ -105,7 +110,7 @@ def worker_exited(job: Job, agent: Agent, message: WorkerExited) -> None:
         switching.left_in_order(job, key)
     job.agents.exited(agent, key)
     job.slots.empty(key.worker_id)
-    if job.slots.wanted(key.worker_id):
+    if not job.slots.as_started and job.slots.wanted(key.worker_id):
         agent.repeat_slots()
     worker = job.membership.alive(key)
     if worker is not None:
@@ -129,6 +134,11 @@ def slot_lost(job: Job, agent: Agent, message: SlotLost) -> None:
     else:
         why = Why(message.cause, f"its slot was given up: {message.reason}")
         job.desk.report("warning", why, worker_id=message.worker_id)
+
+
+def host_failed(job: Job, agent: Agent, message: HostFailed) -> None:
+    """An agent can do nothing more for the job."""
+    job.progress.end("failed", Why(message.cause, message.reason), 1)
 
 
 # ---- heartbeats and hangs

@@ -135,6 +135,11 @@ class Membership:
         known = self._workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
+    def next_incarnation(self, worker_id: int) -> int:
+        """The least that a life of this slot may have that is to be started where the others are not known."""
+        known, newest = self._workers.get(worker_id), self._fenced.get(worker_id, -1)
+        return 1 + (newest if known is None else max(newest, known.key.incarnation))
+
     def add(self, key: WorkerKey, host: str = "") -> Worker:
         """A new life of a slot, which had none, or whose last one is over."""
         self.version += 1

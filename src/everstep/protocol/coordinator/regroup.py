@@ -13,6 +13,9 @@ from everstep.protocol.coordinator.plans import candidates, followed, make_now
 from everstep.protocol.coordinator.quorum import START_PATIENCE_NS
 from everstep.protocol.coordinator.words import listed
 
+SMALL_STATE_BYTES = 32 << 20
+"""Who has no larger state to copy is taken into a plan for at once, and copies it there."""
+
 
 def reconcile(job: Job) -> None:
     """Make the plan that is due, or say what is waited for."""
@@ -115,7 +118,7 @@ def _newcomers(job: Job, survivors: Sequence[Worker], needed: int, lost: Sequenc
     room = max(0, job.slots.target - len(survivors))
     ready = candidates(job)
     saving = [w for w in ready if followed(job, w) & set(lost)]
-    small = [w for w in ready if 0 <= w.state_bytes <= job.desk.config.small_state_bytes and w not in saving]
+    small = [w for w in ready if 0 <= w.state_bytes <= SMALL_STATE_BYTES and w not in saving]
     large = [w for w in ready if w not in small and w not in saving]
     chosen = (saving + small)[:room]
     wanted = max(len(lost), needed - len(survivors)) if len(survivors) < needed or lost else 0

@@ -1,15 +1,16 @@
 """Which slots are wanted, who keeps them filled, and which were given up. Pure.
 
-A slot's worker id is its number. Nothing is sent about slots until somebody wants others than those that the agents
-started with.
+A slot's worker id is its number. Agents that start slots of their own are told nothing about them until somebody wants
+others; what else a job begins with (`CoordinatorConfig.slots`) is shared out among its agents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator.agents import Agents
+from everstep.protocol.coordinator.agents import Agent, Agents
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.membership import Membership
 
@@ -35,6 +36,11 @@ class Slots:
         return self._asked is None
 
     @property
+    def shared_out(self) -> bool:
+        """Whether it is said here which agent keeps which slots filled."""
+        return self._asked is not None or self._desk.config.slots > 0
+
+    @property
     def lost(self) -> Mapping[int, str]:
         """The slots given up for good, with the reason."""
         return self._lost
@@ -49,7 +55,8 @@ class Slots:
         if self._asked is not None:
             return self._asked
         announced = sum(agent.slots for agent in self._agents.known.values())
-        return set(range(max(self._desk.config.workers, announced))) | set(self._membership.workers)
+        config = self._desk.config
+        return set(range(max(config.workers, config.slots, announced))) | set(self._membership.workers)
 
     def wanted(self, worker_id: int) -> bool:
         return self._asked is None or worker_id in self._asked
@@ -71,10 +78,11 @@ class Slots:
         running = {key.worker_id for agent in self._agents.known.values() for key in agent.lives}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
         self._retiring = (self._retiring | (self.ids() & running)) - ids
-        self._set(target, ids, why.cause)
+        self.take_wish(target, ids, why.cause)
         self._desk.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
 
-    def _set(self, target: int, ids: set[int], cause: Cause) -> None:
+    def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
+        """What is asked for from now on, or was by a former life of the coordinator."""
         self.version += 1
         self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
         self.target, self._asked = target, set(ids)
@@ -109,38 +117,31 @@ class Slots:
         self._desk.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
         return True
 
-    def share_out(self) -> None:
-        """Tell each agent which slots to keep filled, once the wish differs from what they started with.
+    def share_out(self, ending: str) -> None:
+        """Tell each agent which slots to keep filled, where that is not for the agents themselves to say.
 
         A slot that is not wanted any more stays in the list until its process has left. After a restart of the
         coordinator the agents come back one by one: what the others run must not be started again at the first.
+        ending: the state in which the job is about to end, "" if it is not; where somebody asked for that, nothing is
+        started any more.
         """
-        if self._asked is None or self._membership.in_grace:
+        if not self.shared_out or self._membership.in_grace:
             return
-        known = self._agents.known
-        agents = [a for _, a in sorted(known.items()) if a.connection is not None]
-        if not agents:
-            return
-        wanted = (self._asked | self._retiring) - set(self._lost)
-        shares: dict[str, list[int]] = {a.agent_id: [] for a in agents}
-        for worker_id in sorted(wanted):
-            if self._owners.get(worker_id) in shares:
-                shares[self._owners[worker_id]].append(worker_id)
-        for worker_id in sorted(wanted):
-            if self._owners.get(worker_id) not in known:
-                fewest = min(agents, key=lambda a: (len(shares[a.agent_id]), a.agent_id))
-                shares[fewest.agent_id].append(worker_id)
-                self._owners[worker_id] = fewest.agent_id
+        agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
+        goes_on = self._asked is None and not ending and all(agent.told_slots for agent in agents)
+        owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
+        if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
+            return  # a thousand hellos need not share out a thousand slots each
+        asked = set(range(self._desk.config.slots)) if self._asked is None else self._asked
+        wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self._lost)
+        self._owners |= _new_owners(wanted, self._owners, self._agents.known, agents)
         for agent in agents:
-            message = agent.new_slots(sorted(shares[agent.agent_id]))
+            ids = sorted(i for i in wanted if self._owners.get(i) == agent.agent_id)
+            message = agent.new_slots(ids, [self._membership.next_incarnation(i) for i in ids])
             if message is not None:
                 self._desk.send(agent.connection, message)
 
     # ---- from the journal
-
-    def replay_target(self, target: int, ids: set[int], cause: Cause) -> None:
-        """What a former life of the coordinator was asked for."""
-        self._set(target, ids, cause)
 
     def replay_lost(self, worker_id: int, reason: str) -> None:
         """A slot that a former life of the coordinator has given up."""
@@ -149,3 +150,19 @@ class Slots:
     def restore(self, worker_ids: Iterable[int]) -> None:
         """The slots of all members of the plans in the journal."""
         self._retiring = {i for i in worker_ids if not self.wanted(i)}
+
+
+def _new_owners(
+    wanted: Iterable[int], owners: Mapping[int, str], known: Collection[str], agents: Sequence[Agent]
+) -> dict[int, str]:
+    """For slots that are no known agent's: the agent that has the fewest, if it has room."""
+    counts = Counter(owner for i in wanted if (owner := owners.get(i)) is not None)
+    found: dict[int, str] = {}
+    for worker_id in sorted(i for i in wanted if owners.get(i) not in known):
+        free = [a for a in agents if not a.room or counts[a.agent_id] < a.room]
+        fewest = min(free, key=lambda a: (counts[a.agent_id], a.agent_id), default=None)
+        if fewest is None:
+            break
+        counts[fewest.agent_id] += 1
+        found[worker_id] = fewest.agent_id
+    return found

@@ -29,6 +29,7 @@ from everstep.protocol.coordinator.membership import Worker
 FROM_ANYBODY: dict[type, Callable[[Job, str, Any], None]] = {
     m.WorkerHello: connections.worker_hello,
     m.AgentHello: liveness.agent_hello,
+    m.JobHello: connections.job_hello,
     m.Command: commands.command,
 }
 
@@ -37,6 +38,7 @@ FROM_AGENTS: dict[type, Callable[[Job, Agent, Any], None]] = {
     m.WorkerStarted: liveness.worker_started,
     m.WorkerExited: liveness.worker_exited,
     m.SlotLost: liveness.slot_lost,
+    m.HostFailed: liveness.host_failed,
 }
 
 # By lives of slots that are the present ones, and not known to be dead.

@@ -13,9 +13,9 @@ from everstep.protocol.messages import AnyMessage
 class CoordinatorConfig:
     """What the coordinator needs of the job's config. Times in nanoseconds.
 
-    small_state_bytes: who has no larger state to copy is taken into a plan for at once, and copies it there. save_ns:
-    time for a checkpoint before a job ends that fails; 0 without checkpoints. lasting_ns: how long another placement
-    must have promised much shorter steps before lanes, or a worker, are moved for it; it is looked at every look_ns.
+    save_ns: time for a checkpoint before a job ends that fails; 0 without checkpoints. lasting_ns: how long another
+    placement must have promised much shorter steps before lanes, or a worker, are moved for it; it is looked at every
+    look_ns. slots: with how many the job begins, for the coordinator to share out; 0: as its agents start them.
     """
 
     lanes: int
@@ -30,7 +30,7 @@ class CoordinatorConfig:
     quorum_wait_ns: int
     grace_ns: int = 2_000_000_000
     wish: PoolWish = field(default_factory=PoolWish)
-    small_state_bytes: int = 32 << 20
+    slots: int = 0
     save_ns: int = 0
     lasting_ns: int = 30_000_000_000
 
@@ -50,7 +50,7 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True)
 class Connected:
-    """A connection proved the token. `connection` names it; role: 'agent', 'worker' or 'client'."""
+    """A connection proved the token. `connection` names it; role: 'agent', 'worker', 'job' or 'client'."""
 
     connection: str
     role: str

@@ -1,4 +1,4 @@
-"""Launcher, coordinator, fork server and fake workers as real processes: births, deaths, signals, and a clean end."""
+"""Job, coordinator, agent, fork server and fake workers as real processes: births, deaths, signals, a clean end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from everstep.base.errors import EverstepError
 from everstep.observe.events import read_events
 from everstep.runtime.address import read_address
 from everstep.runtime.commands import NoJobRunning, ask
-from everstep.runtime.launcher import Launcher
+from everstep.runtime.job import Job as JobProcess
+from everstep.runtime.local_host import LocalHost
 
 HERE = Path(__file__).parent
 ENTRY = "runtime_fake_worker:main"
@@ -49,6 +50,11 @@ def runs(pid: int) -> bool:
         return False
 
 
+def parent(pid: int) -> int:
+    """Who has started it."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def processes_of(run_dir: Path) -> list[int]:
     """Pids of workers, and those whose command line, or whose log file, names the run directory."""
     said = (path.read_text() for path in run_dir.glob("pid-*"))
@@ -67,7 +73,7 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 class Job:
-    """A launcher in a thread, with what tests ask about it."""
+    """A job in a thread, with what tests ask about it."""
 
     def __init__(
         self, run_dir: Path, *, argv: list[str] | None = None, entry: str = ENTRY, ranks: int = 1, **config: Any
@@ -75,14 +81,15 @@ class Job:
         self.run_dir = run_dir
         self.seen: list[dict[str, Any]] = []
         settings = {"workers": 2, "heartbeat.interval_s": 0.2, "checkpoint.enabled": False, **config}
-        told = load_config([("test", settings)]), "task", argv or [], entry, self.seen.append
-        self.launcher = Launcher(run_dir, *told, preload=(), ranks=ranks)
+        found = load_config([("test", settings)])
+        local = LocalHost(run_dir, found, entry, preload=(), ranks=ranks)
+        self.process = JobProcess(run_dir, found, "task", argv or [], local, self.seen.append)
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
-        self.code = self.launcher.run()
+        self.code = self.process.run()
 
     def status(self) -> dict[str, Any]:
         return ask(self.run_dir, "status", {}, timeout_s=30)
@@ -111,7 +118,7 @@ class Job:
 
     def wait(self) -> int:
         self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive(), "the launcher did not end"
+        assert not self.thread.is_alive(), "the job did not end"
         assert self.code is not None
         return self.code
 
@@ -131,8 +138,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield make
     for job in jobs:
         if job.thread.is_alive():
-            job.launcher.interrupt(signal.SIGTERM)
-            job.launcher.interrupt(signal.SIGTERM)
+            job.process.interrupt(signal.SIGTERM)
+            job.process.interrupt(signal.SIGTERM)
             job.thread.join(PATIENCE_S)
     assert processes_of(tmp_path) == []
 
@@ -142,7 +149,7 @@ def test_a_job_from_start_to_end(start: Callable[..., Job]) -> None:
     status = job.running({0: 0, 1: 0, 2: 0})
     assert sorted(lane for w in status["workers"] for lane in w["lanes"]) == list(range(8))
     assert job.finish() == 0
-    assert job.launcher.outcome is not None and job.launcher.outcome.state == "completed"
+    assert job.process.outcome is not None and job.process.outcome.state == "completed"
     assert processes_of(job.run_dir) == []
     kinds = [e["kind"] for e in read_events(job.run_dir / "events.jsonl")]
     assert kinds.count("worker_joined") == 3 and "generation_started" in kinds and "job_completed" in kinds
@@ -157,7 +164,8 @@ def test_workers_inherit_nothing_but_the_board(start: Callable[..., Job]) -> Non
     job = start(workers=1)
     job.running({0: 0})
     fds = [int(fd) for fd in (job.run_dir / "fds-0.0").read_text().split()]
-    assert {0, 1, 2, job.launcher.board.fd} < set(fds)
+    board = int((job.run_dir / "board-0.0").read_text())
+    assert {0, 1, 2, board} < set(fds)
     assert len(fds) == 5  # the fifth is that of listing them
     job.finish()
 
@@ -210,9 +218,7 @@ def test_a_worker_and_the_coordinator_killed_at_once(start: Callable[..., Job]) 
 def test_a_killed_fork_server_takes_its_workers_along_and_all_come_back(start: Callable[..., Job]) -> None:
     job = start(min_workers=1)
     status = job.running({0: 0, 1: 0})
-    zygote = job.launcher._zygote
-    assert zygote is not None
-    os.kill(zygote.process.pid, signal.SIGKILL)
+    os.kill(parent(status["workers"][0]["pid"]), signal.SIGKILL)
     until(lambda: len(job.kinds("worker_exited")) == 2, "both workers gone")
     assert all("fork server died" in e["reason"] for e in job.kinds("worker_exited"))
     job.running({0: 1, 1: 1})
@@ -220,13 +226,41 @@ def test_a_killed_fork_server_takes_its_workers_along_and_all_come_back(start: C
     assert job.finish() == 0
 
 
+def test_a_killed_agent_takes_its_workers_along_and_all_come_back(start: Callable[..., Job]) -> None:
+    job = start(min_workers=1)
+    status = job.running({0: 0, 1: 0})
+    for life in (1, 2):
+        agent = job.kinds("agent_started")[-1]["pid"]
+        os.kill(agent, signal.SIGKILL)
+        until(lambda n=life: len(job.kinds("agent_started")) == n + 1, "another agent")
+        job.running({0: life, 1: life})
+        assert not any(runs(w["pid"]) for w in status["workers"])
+        status = job.status()
+    assert [e["cause"] for e in job.kinds("agent_died")] == ["host_lost"] * 2
+    evicted = [e for e in read_events(job.run_dir / "events.jsonl") if e["kind"] == "worker_evicted"]
+    assert [e["cause"] for e in evicted] == ["host_lost"] * 4
+    assert job.finish() == 0
+
+
+def test_an_agent_that_cannot_be_started_ends_the_job(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.runtime.local_host.MODULE", "everstep.nowhere")
+    monkeypatch.setattr("everstep.runtime.supervisor.HOPELESS", 2)
+    job = start()
+    assert job.wait() == 1
+    assert job.process.outcome is not None
+    reason = job.process.outcome.why.reason
+    assert "the agent of this host cannot start" in reason and "everstep.nowhere" in reason
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_job_in_order(start: Callable[..., Job], number: signal.Signals, code: int) -> None:
     job = start()
     job.running({0: 0, 1: 0})
-    job.launcher.interrupt(number)
+    job.process.interrupt(number)
     assert job.wait() == code
-    assert job.launcher.outcome is not None and job.launcher.outcome.state == "interrupted"
+    assert job.process.outcome is not None and job.process.outcome.state == "interrupted"
     assert [(e["reason"], e["in_order"]) for e in job.kinds("worker_exited")] == [("exit code 0", True)] * 2
     assert processes_of(job.run_dir) == []
 
@@ -235,10 +269,10 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Job]) -> None:
     job = start()
     job.running({0: 0, 1: 0})
     (job.run_dir / "stubborn").touch()
-    job.launcher.interrupt(signal.SIGINT)
+    job.process.interrupt(signal.SIGINT)
     until(lambda: any("ending in order" in e["reason"] for e in job.kinds("warning")), "the first signal")
     began = time.monotonic()
-    job.launcher.interrupt(signal.SIGINT)
+    job.process.interrupt(signal.SIGINT)
     assert job.wait() == 130
     assert time.monotonic() - began < 5
     assert processes_of(job.run_dir) == []
@@ -246,7 +280,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Job]) -> None:
 
 def test_a_signal_before_anything_runs(start: Callable[..., Job]) -> None:
     job = start()
-    job.launcher.interrupt(signal.SIGINT)
+    job.process.interrupt(signal.SIGINT)
     assert job.wait() == 130
 
 
@@ -279,8 +313,8 @@ def test_a_crash_loop_ends_the_job_with_the_reason(start: Callable[..., Job], tm
     (tmp_path / "run" / "crash-1").touch()
     job = start(min_workers=2, **{"backoff.initial_s": 0.01})
     assert job.wait() == 1
-    assert job.launcher.outcome is not None
-    reason = job.launcher.outcome.why.reason
+    assert job.process.outcome is not None
+    reason = job.process.outcome.why.reason
     assert "crash loop" in reason and "ImportError: no module named 'nonsense'" in reason
     assert len([e for e in job.kinds("worker_exited") if e["worker_id"] == 1]) == 3
 
@@ -312,49 +346,48 @@ def test_what_dead_workers_leave_running_is_ended(start: Callable[..., Job]) -> 
 
 
 def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.launcher.LAST_WAIT_S", 0.2)
+    monkeypatch.setattr("everstep.runtime.job_end.LAST_WAIT_S", 0.2)
     job = start(entry="runtime_fake_worker:quick")
     assert job.wait() == 1
-    assert job.launcher.outcome is not None and "has not said" in job.launcher.outcome.why.reason
+    assert job.process.outcome is not None and "has not said" in job.process.outcome.why.reason
 
 
-def test_when_the_launcher_is_killed_everything_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_job_is_killed_everything_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.launcher import Launcher;"
-        "sys.exit(Launcher(Path(sys.argv[1]), load_config([('t', {'workers': 2})]), 't', [],"
-        f" '{ENTRY}', preload=()).run())"
+        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 2})]);"
+        f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])
+    process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])
     try:
         until(lambda: ask(run_dir, "status")["state"] == "running", "a running job")
-        assert len(processes_of(run_dir)) >= 4
-        launcher.kill()
-        launcher.wait()
+        assert len(processes_of(run_dir)) >= 5
+        process.kill()
+        process.wait()
         until(lambda: not processes_of(run_dir), "everything's end")
     finally:
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()
 
 
-def test_signals_reach_a_launcher_in_the_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_reach_a_job_in_the_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.launcher import Launcher;"
-        "config = load_config([('t', {'workers': 1, 'checkpoint.enabled': False})]);"
-        "sys.exit(Launcher(Path(sys.argv[1]), config, 't', [],"
-        f" '{ENTRY}', preload=()).run())"
+        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 1, 'checkpoint.enabled': False})]);"
+        f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", script, str(run_dir)], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)], start_new_session=True)
     try:
         until(lambda: ask(run_dir, "status")["state"] == "running", "a running job")
-        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        assert launcher.wait(PATIENCE_S) == 130
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        assert process.wait(PATIENCE_S) == 130
         assert not processes_of(run_dir)
     finally:
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()

@@ -1,11 +1,9 @@
-"""The agent of a host's workers towards the coordinator: heartbeats with everyone's progress, births and deaths.
-
-Apart from the launcher because a host may have an agent without having the coordinator. It starts nothing itself.
-"""
+"""An agent's connection to the coordinator: heartbeats with progress, births and deaths. It starts nothing itself."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,9 +13,10 @@ from typing import Any
 from everstep.base.cause import Why
 from everstep.protocol.messages import (
     AgentHello,
+    AgentNotice,
     AnyMessage,
-    Command,
     Heartbeat,
+    HostFailed,
     Pong,
     SlotLost,
     WorkerExited,
@@ -32,7 +31,6 @@ FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 5.0
 RTT_FACTOR = 10.0
-SILENT_BEATS = 20
 _RATE_WINDOW_S = 2.0
 
 
@@ -75,12 +73,12 @@ class LaneTime:
         return self._ms
 
 
-class Agent:
+class AgentLink:
     """Speaks for the workers of one host.
 
-    lives: called (from any thread) for the processes that run now. slots: how many slots are kept filled.
-    on_message: called in the connection's thread for KillWorker, SetSlots, JobEnded, CommandReply.
-    interval_s: between heartbeats; None: ten median round trips within 0.2 to 5 s.
+    address: as `ControlClient` has it. agent_id: of the host; it is also the host's name. room: for how many workers, 0
+    if that does not matter. lives: called (from any thread) for the processes that run now; slots: likewise, how many
+    are kept filled. on_message: called in the connection's thread for what the coordinator says.
     """
 
     def __init__(
@@ -88,27 +86,24 @@ class Agent:
         address: str | os.PathLike[str] | tuple[str, int],
         token: bytes,
         agent_id: str,
-        host: str,
+        room: int,
         board: Board,
         lives: Callable[[], list[WorkerLife]],
         slots: Callable[[], int],
         on_message: Callable[[AnyMessage], None],
-        interval_s: float | None = None,
     ) -> None:
         self.agent_id = agent_id
-        self.host = host
+        self._room = room
+        self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._board = board
         self._lives = lives
         self._slots = slots
         self._on_message = on_message
-        self._interval_s = interval_s
+        self._interval_s: float | None = None
         self._seq = 0
         self._sent: tuple[int, float] = (0, 0.0)
-        self._unanswered = 0
-        self._heard_s = time.monotonic()
         self._rtts_ms: deque[float] = deque(maxlen=31)
-        self._rates: dict[int, Rate] = {}
-        self._lane_times: dict[int, LaneTime] = {}
+        self._rates: dict[int, tuple[Rate, LaneTime]] = {}
         self._next_s = 0.0
         self.client = ControlClient(address, token, "agent", agent_id, self._hello, self._receive)
 
@@ -131,7 +126,6 @@ class Agent:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self.interval()
-        self._unanswered += 1
         if not self.client.connected:
             return
         self._seq += 1
@@ -142,16 +136,9 @@ class Agent:
         self._sent = (self._seq, time.monotonic())
         self.client.send(beat)
 
-    def expect_anew(self) -> None:
-        """The coordinator has just been started: its silence until now counts for nothing."""
-        self._unanswered, self._heard_s = 0, time.monotonic()
-
-    def silence_s(self, now_s: float) -> float:
-        """For how long the coordinator has answered nothing; 0 until several heartbeats have had time for an answer.
-
-        So an agent that was itself stopped for a while does not blame the coordinator.
-        """
-        return now_s - self._heard_s if self._unanswered > SILENT_BEATS else 0.0
+    def beat_every(self, interval_s: float | None) -> None:
+        """Seconds between heartbeats; None: ten median round trips within 0.2 to 5 s."""
+        self._interval_s = interval_s
 
     def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
         """What the board says of these lives."""
@@ -160,8 +147,7 @@ class Agent:
             pulse = self._board.read(life.worker_id)
             if pulse.incarnation != life.incarnation or self._board.row(life.worker_id).hidden(now_ns):
                 continue
-            rate = self._rates.setdefault(life.worker_id, Rate())
-            lane_time = self._lane_times.setdefault(life.worker_id, LaneTime())
+            rate, lane_time = self._rates.setdefault(life.worker_id, (Rate(), LaneTime()))
             yield WorkerPulse(
                 worker_id=life.worker_id,
                 incarnation=life.incarnation,
@@ -201,10 +187,13 @@ class Agent:
         """A slot was given up."""
         self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, cause=why.cause, reason=why.reason))
 
-    def command(self, name: str, args: dict[str, Any]) -> None:
-        """Ask the coordinator for something, as the CLI would; the reply goes to `on_message`."""
-        self._seq += 1
-        self.client.send(Command(request=self._seq, name=name, args=args))
+    def host_failed(self, why: Why) -> None:
+        """No restart helps any further here."""
+        self.client.send(HostFailed(agent_id=self.agent_id, cause=why.cause, reason=why.reason))
+
+    def notice(self, kind: str, fields: dict[str, Any]) -> None:
+        """Something for whoever watches the job."""
+        self.client.send(AgentNotice(agent_id=self.agent_id, kind=kind, fields=fields))
 
     def close(self, flush_s: float = 0.5) -> None:
         """End the connection."""
@@ -213,10 +202,16 @@ class Agent:
     # ---- in the connection's thread
 
     def _hello(self) -> AnyMessage:
-        return AgentHello(agent_id=self.agent_id, host=self.host, workers=self._lives(), slots=self._slots())
+        return AgentHello(
+            agent_id=self.agent_id,
+            host=self.agent_id,
+            workers=self._lives(),
+            slots=self._slots(),
+            room=self._room,
+            process=self._process,
+        )
 
     def _receive(self, message: AnyMessage) -> None:
-        self._unanswered, self._heard_s = 0, time.monotonic()
         if isinstance(message, Pong):
             seq, sent_s = self._sent
             if message.seq == seq:

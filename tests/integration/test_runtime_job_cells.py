@@ -1,4 +1,4 @@
-"""Workers of several processes under a real launcher: they start, die, hang and leave as one, and nothing is left."""
+"""Workers of several processes in a real job: they start, die, hang and leave as one, and nothing is left."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_runtime_launcher as single
-from test_runtime_launcher import HERE, Job, processes_of, runs, until
+import test_runtime_job as single
+from test_runtime_job import HERE, Job, processes_of, runs, until
 
 from everstep.observe.events import read_events
 from everstep.runtime.commands import ask
@@ -89,9 +89,7 @@ def test_a_killed_fork_server_takes_all_ranks_along(start: Callable[..., Job]) -
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
     cells = [pids_of(job, i) for i in (0, 1)]
-    zygote = job.launcher._zygote
-    assert zygote is not None
-    os.kill(zygote.process.pid, signal.SIGKILL)
+    os.kill(single.parent(cells[0][0]), signal.SIGKILL)
     job.running({0: 1, 1: 1})
     assert not any(runs(pid) for cell in cells for pid in cell)
     assert job.finish() == 0
@@ -101,29 +99,29 @@ def test_a_second_signal_ends_all_ranks_at_once(start: Callable[..., Job]) -> No
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
     (job.run_dir / "stubborn").touch()
-    job.launcher.interrupt(signal.SIGTERM)
-    job.launcher.interrupt(signal.SIGTERM)
+    job.process.interrupt(signal.SIGTERM)
+    job.process.interrupt(signal.SIGTERM)
     assert job.wait() == 128 + signal.SIGTERM
     assert processes_of(job.run_dir) == []
 
 
-def test_when_the_launcher_is_killed_all_ranks_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_job_is_killed_all_ranks_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.launcher import Launcher;"
-        f"Launcher(Path(sys.argv[1]), load_config([('x', {{'workers': 2}})]), 'task', [], '{ENTRY}', preload=(),"
-        " ranks=2).run()"
+        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "run_dir, config = Path(sys.argv[1]), load_config([('x', {'workers': 2})]);"
+        f"Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=(), ranks=2)).run()"
     )
     run_dir = tmp_path / "run"
-    launcher = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])
+    process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)])
     try:
         until(lambda: ask(run_dir, "status")["state"] == "running", "a running job")
         pids = [pid for worker in ask(run_dir, "status")["workers"] for pid in worker["pids"]]
         assert len(pids) == 4 and all(runs(pid) for pid in pids)
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()
         until(lambda: not any(runs(pid) for pid in pids) and not processes_of(run_dir), "everything's end")
     finally:
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()

@@ -1,0 +1,113 @@
+"""`everstep agent`: this host runs workers of a job that somebody else has started and that listens for hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.runtime import wire
+from everstep.runtime.address import JOB_FILE, TOKEN_FILE
+from everstep.runtime.joining import Joining
+
+TOKEN_VARIABLE = "EVERSTEP_TOKEN"
+_PATIENCE_S = 600.0
+_AGAIN_S = 0.25
+
+
+@click.command()
+@click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
+@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help=f"File with the job's token; else ${TOKEN_VARIABLE}, or the file in --run-dir.",
+)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
+@click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
+def command(
+    address: str, slots: int | None, token_file: Path | None, run_dir: Path | None, host_name: str | None
+) -> int:
+    """Take part in a running job until it is over: keep the workers running that it gives to this host.
+
+    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
+    """
+    from everstep.cli.main import complain
+    from everstep.runtime.agent_main import take_part
+
+    if run_dir is not None and not (run_dir / JOB_FILE).is_file():
+        raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
+    joining = Joining(
+        address=address,
+        token_file=str(token_file or ""),
+        entry=ENTRY,
+        preload=list(PRELOAD),
+        host=host_name or os.uname().nodename,
+        room=slots or 0,
+        run_dir=str(run_dir or ""),
+    )
+    where = joining.where()
+    if isinstance(where, Path):
+        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
+    token = _token(token_file, run_dir)
+    _wait_for_job(where, token)
+    left = take_part(joining, token)
+    if left.words:
+        complain(left.words)
+    return left.exit_code
+
+
+def given_token() -> bytes | None:
+    """The token in the environment, from which it is taken, so that no other process inherits it.
+
+    Raises: ConfigError if it is none.
+    """
+    text = os.environ.pop(TOKEN_VARIABLE, "")
+    try:
+        return wire.token_of(text, f"${TOKEN_VARIABLE}") if text else None
+    except ProtocolError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
+    given = given_token()
+    path = token_file if token_file is not None else run_dir / TOKEN_FILE if run_dir is not None else None
+    if path is None:
+        if given is None:
+            raise ConfigError(f"expected the job's token, got none: give --token-file, or set {TOKEN_VARIABLE}")
+        return given
+    try:
+        return wire.read_token(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the token in {path}: {error.strerror or error}") from None
+    except (ProtocolError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: {error}") from None
+
+
+def _wait_for_job(where: tuple[str, int], token: bytes) -> None:
+    """Until a job answers that has this token.
+
+    Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
+    """
+    end_s, told = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            with socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S) as sock:
+                wire.handshake_client(sock, token, "client", f"agent-{os.getpid()}")
+                return
+        except ProtocolError as error:
+            raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
+        except OSError as error:
+            words = f"no job answers at {where[0]}:{where[1]} ({error.strerror or error})"
+        if time.monotonic() > end_s:
+            raise QuorumLost(f"{words} for {_PATIENCE_S:g} s")
+        if not told:
+            print(f"{words}: waiting for it", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_AGAIN_S)

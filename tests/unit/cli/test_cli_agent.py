@@ -1,0 +1,113 @@
+"""`everstep agent`, and what `everstep run` wants to know of others: what is wrong is one line, and exit code 2."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from everstep.base.config import load_config
+from everstep.base.errors import ConfigError
+from everstep.cli import agent
+from everstep.cli.job import check_network
+from everstep.cli.main import run_command
+from everstep.runtime import wire
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = run_command(list(argv))
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--join", "127.0.0.1"], "--join: expected ADDR:PORT like 127.0.0.1:29400, got '127.0.0.1'"),
+        (["--join", "127.0.0.1:99999"], "--join: expected ADDR:PORT"),
+        (["--join", "/tmp/somewhere"], "--join: expected ADDR:PORT"),
+        (["--join", "127.0.0.1:5"], "expected the job's token, got none: give --token-file, or set EVERSTEP_TOKEN"),
+        (["--join", "127.0.0.1:5", "--token-file", "/nowhere"], "cannot read the token in /nowhere"),
+        (["--join", "127.0.0.1:5", "--token-file", "{dir}/bad"], "expected the job's token, at least 32 hex digits"),
+        (["--join", "127.0.0.1:5", "--run-dir", "{dir}"], "found no job.json"),
+        (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
+        ([], "--join"),
+    ],
+)
+def test_bad_input(
+    argv: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("EVERSTEP_TOKEN", raising=False)
+    (tmp_path / "bad").write_text("xyz")
+    code, words = said(capsys, "agent", *(word.format(dir=tmp_path) for word in argv))
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_the_token_of_the_environment_is_for_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_TOKEN", "ab" * 32)
+    assert agent.given_token() == bytes.fromhex("ab" * 32)
+    assert agent.given_token() is None
+    monkeypatch.setenv("EVERSTEP_TOKEN", "xyz")
+    with pytest.raises(ConfigError, match="hex digits, in \\$EVERSTEP_TOKEN"):
+        agent.given_token()
+
+
+def test_something_else_that_listens_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wire.write_token(tmp_path / "token", wire.new_token())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            found, _ = listener.accept()
+            found.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            found.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        code, words = said(capsys, "agent", "--join", where, "--token-file", str(tmp_path / "token"))
+        thread.join()
+    assert code == 2 and "expected an Everstep server" in words
+
+
+def test_nobody_answers_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "_PATIENCE_S", 0.0)
+    wire.write_token(tmp_path / "token", wire.new_token())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, words = said(capsys, "agent", "--join", where, "--token-file", str(tmp_path / "token"))
+    assert code == 3 and f"no job answers at {where}" in words
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--listen", "nowhere"], "--listen: expected HOST:PORT"),
+        (["--listen", "0.0.0.0:0"], "network.address: expected one IPv4 address of this host"),
+        (["--set", "network.address=224.0.0.1"], "network.address: expected one IPv4 address of this host"),
+        (["--set", "network.address=300.1.1.1"], "network.address: expected one IPv4 address of this host"),
+        (["--set", "network.address=name"], "network.address: expected text, like 127.0.0.1"),
+        (["--no-local-workers"], "--no-local-workers: expected --listen ADDR:PORT beside it"),
+    ],
+)
+def test_addresses_of_a_job(argv: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    code, words = said(capsys, "run", str(script), "--dry-run", *argv)
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_where_nothing_can_listen() -> None:
+    config = load_config([("test", {"network.address": "192.0.2.1"})])  # TEST-NET-1: nobody's
+    with pytest.raises(ConfigError, match=r"network.address: expected an address of this host, got 192\.0\.2\.1"):
+        check_network(config)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match=r"--listen: cannot listen at 127\.0\.0\.1:"):
+            check_network(load_config([]), taken.getsockname()[1])

@@ -1,0 +1,121 @@
+"""Which slots the coordinator gives to which agent, and with which incarnations their lives begin."""
+
+from __future__ import annotations
+
+from coordinator_harness import S, World, drop, running
+
+from everstep.base.cause import Cause
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as m
+
+
+def newcomer(world: World, name: str, *, process: str = "p1", room: int = 0, connection: str = "") -> None:
+    """An agent that keeps no slots yet."""
+    at = connection or name
+    world.connect(at, "agent")
+    world.say(at, m.AgentHello(agent_id=name, host=name, workers=[], slots=0, room=room, process=process))
+
+
+def test_the_first_agent_is_given_the_slots_that_the_job_begins_with() -> None:
+    world = World(workers=2, slots=3)
+    newcomer(world, "a1")
+    newcomer(world, "a2")
+    assert world.last(m.SetSlots, "a1") == m.SetSlots(worker_ids=[0, 1, 2], first=[0, 0, 0])
+    assert world.last(m.SetSlots, "a2").worker_ids == []
+
+
+def test_agents_take_as_many_as_they_have_room_for() -> None:
+    world = World(workers=3, slots=4)
+    newcomer(world, "a1", room=2)
+    assert world.last(m.SetSlots, "a1").worker_ids == [0, 1]
+    newcomer(world, "a2", room=1)
+    assert world.last(m.SetSlots, "a2").worker_ids == [2]
+    newcomer(world, "a3")
+    assert world.last(m.SetSlots, "a3").worker_ids == [3]
+
+
+def test_agents_that_begin_with_slots_of_their_own_are_told_nothing() -> None:
+    world = running()
+    assert world.last(m.SetSlots) is None
+
+
+def lives_of_one_agent() -> World:
+    """Two workers that compute, of an agent that was told its slots."""
+    world = World(workers=2, slots=2, heartbeat_ceiling_ns=5 * S)
+    newcomer(world, "a1")
+    for i in range(2):
+        world.started(i, 0)
+        world.hello(i, host="a1")
+    for i in range(2):
+        world.entered(i, 1, 1)
+    world.clear()
+    return world
+
+
+def test_an_agent_that_died_has_taken_its_workers_along_and_their_slots_go_on_behind_them() -> None:
+    world = lives_of_one_agent()
+    world.exited(1)
+    world.started(1, 1)
+    drop(world, "a1")
+    newcomer(world, "a1", process="p2", connection="a1-again")
+    evicted = [(r.fields["worker_id"], r.fields["cause"]) for r in world.reports if r.kind == "worker_evicted"]
+    assert evicted == [(1, Cause.KILLED), (0, Cause.HOST_LOST)]
+    assert "agent" in world.report("worker_evicted")["reason"]
+    assert world.last(m.SetSlots, "a1-again") == m.SetSlots(worker_ids=[0, 1], first=[1, 2])
+
+
+def test_an_agent_that_was_only_away_keeps_its_workers() -> None:
+    world = lives_of_one_agent()
+    drop(world, "a1")
+    world.connect("a1-again", "agent")
+    lives = [m.WorkerLife(worker_id=i, incarnation=0, pid=i + 1) for i in range(2)]
+    world.say("a1-again", m.AgentHello(agent_id="a1", host="a1", workers=lives, slots=2, process="p1"))
+    assert "worker_evicted" not in world.kinds()
+
+
+def test_a_slot_that_moves_begins_with_a_life_that_is_not_fenced() -> None:
+    world = lives_of_one_agent()
+    newcomer(world, "a2")
+    assert world.last(m.SetSlots, "a2").worker_ids == []
+    world.exited(0)
+    world.started(0, 1)
+    world.hello(0, 1, host="a1")
+    world.clear()
+    drop(world, "a1")
+    membership = world.coordinator.job.membership
+    world.wait(700 * S)
+    moved = world.last(m.SetSlots, "a2")
+    assert moved.worker_ids == [0, 1]
+    for worker_id, first in zip(moved.worker_ids, moved.first, strict=True):
+        assert first == membership.next_incarnation(worker_id) and membership.is_fenced(WorkerKey(worker_id, first - 1))
+    assert moved.first[0] == 2
+
+
+def test_before_the_end_nothing_is_started_any_more() -> None:
+    world = World(workers=2, slots=2, save_ns=10 * S)
+    newcomer(world, "a1")
+    for i in range(2):
+        world.started(i, 0)
+        world.hello(i, host="a1")
+    for i in range(2):
+        world.entered(i, 1, 1)
+    assert world.command("stop", grace_s=5.0, exit_code=130).ok
+    assert world.last(m.SetSlots, "a1").worker_ids == [] and world.last(m.JobEnded) is None
+
+
+def test_a_host_that_cannot_go_on_ends_the_job() -> None:
+    world = lives_of_one_agent()
+    world.say("a1", m.HostFailed(agent_id="a1", cause=Cause.CRASH_LOOP, reason="the fork server cannot start"))
+    ended = world.last(m.JobEnded, "w0.0")
+    assert (ended.state, ended.exit_code, ended.cause) == ("failed", 1, Cause.CRASH_LOOP)
+
+
+def test_the_jobs_process_hears_how_it_ended_also_when_it_comes_later() -> None:
+    world = lives_of_one_agent()
+    world.connect("j1", "job")
+    world.say("j1", m.JobHello())
+    world.command("stop", exit_code=143)
+    assert world.last(m.JobEnded, "j1").exit_code == 143
+    world.connect("j2", "job")
+    world.say("j2", m.JobHello())
+    assert world.last(m.JobEnded, "j2").exit_code == 143

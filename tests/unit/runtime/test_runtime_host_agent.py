@@ -1,0 +1,269 @@
+"""A host's agent without a job: a coordinator and a fork server that the test plays, and workers that only wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_coordinator import PATIENCE_S, FakeCoordinator
+
+from everstep.base.cause import Cause
+from everstep.base.config import load_config, to_dict
+from everstep.protocol import messages as m
+from everstep.runtime.board import Board
+from everstep.runtime.host_agent import HostAgent, Left
+from everstep.runtime.joining import Joining
+from everstep.runtime.process import machine
+from everstep.runtime.zygote_client import ZygoteClient
+
+TOKEN = b"0123456789abcdef"
+
+
+class FakeForkServer:
+    """Its process only waits; what it is asked for, and what it says, is the test's."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        ours, theirs = socket.socketpair()
+        self._sock = ours
+        self._requests = b""
+        self.client = ZygoteClient(theirs, self.process.pid, self.process, greeting={"op": "ready"})
+        self.workers: list[subprocess.Popen[bytes]] = []
+        ours.settimeout(PATIENCE_S)
+
+    def start(self) -> dict[str, Any]:
+        """The next request for a worker, which is granted."""
+        while True:
+            line, end, rest = self._requests.partition(b"\n")
+            if not end:
+                data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 8)
+                self._requests += data
+                for fd in fds:
+                    os.close(fd)
+                continue
+            self._requests = rest
+            request = json.loads(line)
+            if request["op"] == "start":
+                break
+        worker = subprocess.Popen(["sleep", "1000"])
+        self.workers.append(worker)
+        self.tell(op="started", worker_id=request["worker_id"], incarnation=request["incarnation"], pids=[worker.pid])
+        return dict(request)
+
+    def exited(self, request: dict[str, Any]) -> None:
+        """Wait for the newest worker's death, and tell of it."""
+        code = self.workers[-1].wait(PATIENCE_S)
+        status = -code if code < 0 else code << 8
+        about = {"worker_id": request["worker_id"], "incarnation": request["incarnation"]}
+        self.tell(op="exited", pid=self.workers[-1].pid, cell_rank=0, status=status, unix_ns=1, **about)
+
+    def tell(self, **message: Any) -> None:
+        self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        for process in (self.process, *self.workers):
+            process.kill()
+            process.wait()
+        self._sock.close()
+
+
+class Started:
+    """An agent in a thread, and whom it speaks with."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.coordinator = FakeCoordinator(TOKEN)
+        self.server = FakeForkServer()
+        self.board = Board.create(8)
+        joining = Joining(f"127.0.0.1:{self.coordinator.port}", "", "module:entry", [], "here", room=3)
+        self.agent = HostAgent(joining, TOKEN, self.board, self.server.client)
+        self.left: list[Left] = []
+        self._thread = threading.Thread(target=lambda: self.left.append(self.agent.run()))
+        self._thread.start()
+
+    def facts(self, job_pid: int = 0, **config: Any) -> m.JobFacts:
+        settings = {"workers": 2, "metrics.interval_s": 0, "backoff.initial_s": 0, **config}
+        return m.JobFacts(
+            task="task",
+            argv=["--one"],
+            config=to_dict(load_config([("test", settings)])),
+            run_dir=str(self.run_dir),
+            coordinator_file=str(self.run_dir / "nowhere"),
+            job_pid=job_pid,
+            machine=machine(),
+        )
+
+    def with_worker(self, worker_id: int = 1, first: int = 0) -> dict[str, Any]:
+        """It knows the job, and runs one worker; the request for that."""
+        self.coordinator.hear(m.AgentHello)
+        self.coordinator.say(self.facts())
+        self.coordinator.say(m.SetSlots(worker_ids=[worker_id], first=[first]))
+        request = self.server.start()
+        self.coordinator.hear(m.WorkerStarted)
+        return request
+
+    def end(self) -> Left:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        return self.left[0]
+
+    def close(self) -> None:
+        self.agent._inbox.put(signal.SIGTERM)
+        self._thread.join(PATIENCE_S)
+        self.server.close()
+        self.coordinator.close()
+        self.board.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    found = Started(tmp_path)
+    yield found
+    found.close()
+
+
+OVER = m.JobEnded(state="completed", cause=Cause.COMPLETED, reason="step 9 was the last", exit_code=0)
+
+
+def test_it_starts_what_it_is_told_to_with_what_it_was_told(started: Started) -> None:
+    hello = started.coordinator.hear(m.AgentHello)
+    assert (hello.agent_id, hello.host, hello.workers, hello.slots, hello.room) == ("here", "here", [], 0, 3)
+    started.coordinator.say(started.facts())
+    started.coordinator.say(m.SetSlots(worker_ids=[1], first=[4]))
+    request = started.server.start()
+    assert (request["worker_id"], request["incarnation"], request["entry"]) == (1, 4, "module:entry")
+    context = request["context"]
+    assert (context["task"], context["argv"], context["host"]) == ("task", ["--one"], "here")
+    assert context["run_dir"] == str(started.run_dir) and context["token"] == TOKEN.hex()
+    life = started.coordinator.hear(m.WorkerStarted).worker
+    assert (life.worker_id, life.incarnation, life.pid) == (1, 4, started.server.workers[0].pid)
+
+
+def test_it_kills_on_request_tells_of_the_death_and_starts_the_next_life(started: Started) -> None:
+    request = started.with_worker(first=2)
+    who = {"worker_id": 1, "incarnation": 2}
+    started.coordinator.say(m.KillWorker(**who, cause=Cause.HUNG, reason="it hangs"))
+    assert started.coordinator.notice("worker_killed")["cause"] == Cause.HUNG
+    started.server.exited(request)
+    exited = started.coordinator.hear(m.WorkerExited)
+    assert (exited.worker_id, exited.incarnation, exited.cause) == (1, 2, Cause.KILLED)
+    assert started.server.start()["incarnation"] == 3
+
+
+def test_while_the_coordinator_is_away_workers_go_on_and_are_named_when_it_is_back(started: Started) -> None:
+    started.with_worker()
+    started.coordinator.hang_up()
+    hello = started.coordinator.hear(m.AgentHello)
+    assert [(life.worker_id, life.incarnation) for life in hello.workers] == [(1, 0)] and hello.slots == 1
+    assert started.server.workers[0].poll() is None
+    started.coordinator.say(started.facts())
+    started.coordinator.say(m.KillWorker(worker_id=1, incarnation=0, cause=Cause.HUNG, reason="it hangs"))
+    started.coordinator.notice("worker_killed")
+
+
+def test_when_the_job_is_over_it_waits_for_its_workers_and_leaves(started: Started) -> None:
+    request = started.with_worker()
+    started.board.row(1).set(step=7)
+    started.coordinator.say(OVER)
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    assert started.coordinator.notice("host_left")["reached"] == 7
+    assert started.end() == Left(0)
+
+
+def test_a_job_that_is_over_before_it_knew_it(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(OVER)
+    assert started.end() == Left(0)
+    assert started.server.process.poll() is not None
+
+
+def test_when_the_jobs_process_is_gone_its_workers_are_ended(started: Started) -> None:
+    job = subprocess.Popen(["sleep", "1000"])
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(started.facts(job.pid))
+    started.coordinator.say(m.SetSlots(worker_ids=[0]))
+    started.server.start()
+    started.coordinator.hear(m.WorkerStarted)
+    job.kill()
+    job.wait()
+    left = started.end()
+    assert left.exit_code == 3 and "job's process is gone" in left.words
+    assert started.server.workers[0].wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_another_job_at_the_same_address_is_not_its_job(started: Started) -> None:
+    started.with_worker()
+    started.coordinator.say(started.facts())
+    started.coordinator.say(started.facts(seed=3))
+    left = started.end()
+    assert left.exit_code == 3 and "another job" in left.words
+
+
+def test_who_is_refused_says_why(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(m.AgentRefused(cause=Cause.CONFIG, reason="another agent is called so"))
+    assert started.end() == Left(2, "another agent is called so")
+
+
+def test_a_run_directory_that_is_not_here(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.run_dir = started.run_dir / "elsewhere"
+    started.coordinator.say(started.facts())
+    left = started.end()
+    assert left.exit_code == 2 and "--run-dir" in left.words
+
+
+def test_a_signal_ends_its_workers_at_once(started: Started) -> None:
+    started.with_worker()
+    started.agent._inbox.put(signal.SIGTERM)
+    assert started.end().exit_code == 128 + signal.SIGTERM
+    assert started.server.workers[0].wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_slots_without_workers_are_told_once_they_have_all_left(started: Started) -> None:
+    request = started.with_worker()
+    started.coordinator.say(m.SetSlots(worker_ids=[]))
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    assert started.coordinator.hear(m.WorkerExited).worker_id == 1
+    started.coordinator.notice("workers_left")
+
+
+def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    started.coordinator.hear(m.AgentHello)
+    monkeypatch.setattr("everstep.runtime.host.SERVER_HOPELESS", 1)
+    started.server.client.ready = False  # it dies before it has imported everything
+    started.coordinator.say(started.facts())
+    started.server._sock.shutdown(socket.SHUT_RDWR)
+    started.server.process.kill()
+    failed = started.coordinator.hear(m.HostFailed)
+    assert failed.cause == Cause.CRASH_LOOP and "the fork server cannot start" in failed.reason
+
+
+def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    started.with_worker()
+    host = started.agent._host
+    assert host is not None
+    done: list[str] = []
+
+    def breaks() -> None:
+        done.append("goodbye")
+        raise BrokenPipeError("within")
+
+    monkeypatch.setattr(started.agent, "_say_goodbye", breaks)
+    monkeypatch.setattr(started.agent._link, "close", lambda: done.append("link"))
+    seen: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+    started.agent._inbox.put(signal.SIGTERM)
+    started._thread.join(PATIENCE_S)
+    assert done == ["goodbye", "link"] and isinstance(seen[0], BrokenPipeError)
+    assert not host._collector._thread.is_alive()

@@ -1,0 +1,229 @@
+"""A job's process without agents, and with a coordinator that the test plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_coordinator import PATIENCE_S, FakeCoordinator
+
+from everstep.base.cause import Cause, Why
+from everstep.base.config import load_config
+from everstep.protocol import messages as m
+from everstep.runtime.address import COORDINATOR_FILE, write_address
+from everstep.runtime.job import Job
+from everstep.runtime.supervisor import Supervised
+
+TOKEN = b"0123456789abcdef"
+
+
+class FakeProcess(Supervised):
+    """A process as the job sees it. deaths: reasons; with `hopeless` the first is the last."""
+
+    def __init__(self, run_dir: Path, port: int | None = None, *, hopeless: bool = False) -> None:
+        super().__init__(run_dir / "log")
+        self._file = run_dir / COORDINATOR_FILE
+        self._port = port
+        self._hopeless = hopeless
+        self._alive = -1
+        self.starts = 0
+        self.in_order = False
+        self.started = threading.Semaphore(0)
+        self.kills = threading.Semaphore(0)
+        self.ended = 0
+
+    @property
+    def pid(self) -> int:
+        return 1000 + self.starts
+
+    def start(self) -> None:
+        if self._port is not None:
+            write_address(self._file, "127.0.0.1", self._port)
+        self.pidfd, self._alive = os.pipe()
+        self.restart_at_s = None
+        self.starts += 1
+        self.started.release()
+
+    def die(self) -> None:
+        alive, self._alive = self._alive, -1
+        os.close(alive)  # from here on there may be another life
+
+    def kill(self) -> None:
+        self.kills.release()
+        self.die()
+
+    def died(self, now_s: float) -> tuple[Why, bool]:
+        self._drop()
+        self.restart_at_s = None if self.in_order else now_s
+        return Why(Cause.KILLED, "killed by SIGKILL"), self._hopeless
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        self.ended += 1
+        if self._alive >= 0:
+            self.die()
+        self._drop()
+
+
+class Started:
+    """A job in a thread, and whom it speaks with."""
+
+    def __init__(self, run_dir: Path, *, local: bool, hopeless: bool) -> None:
+        run_dir.mkdir()
+        self.events: list[dict[str, Any]] = []
+        self.coordinator = FakeCoordinator(TOKEN)
+        self.local = FakeProcess(run_dir, hopeless=hopeless) if local else None
+        config = load_config([("test", {"checkpoint.grace_s": 3})])
+        job = Job(run_dir, config, "task", ["--one"], self.local, self.events.append, token=TOKEN)  # type: ignore[arg-type]
+        self.process = FakeProcess(run_dir, self.coordinator.port)
+        job._coordinator = self.process  # type: ignore[assignment]
+        self.job = job
+        self.codes: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.codes.append(job.run()))
+        self._thread.start()
+        self.coordinator.hear(m.JobHello)
+
+    def over(self, code: int = 0, state: str = "completed") -> None:
+        self.coordinator.say(m.JobEnded(state=state, cause=Cause.COMPLETED, reason="said so", exit_code=code))
+
+    def end(self) -> int:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        return self.codes[0]
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+    def close(self) -> None:
+        for _ in range(2):
+            self.job.interrupt(signal.SIGTERM)
+        self._thread.join(PATIENCE_S)
+        self.coordinator.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
+    found = Started(tmp_path / "run", **{"local": False, "hopeless": False, **getattr(request, "param", {})})
+    yield found
+    found.close()
+
+
+with_agent = pytest.mark.parametrize("started", [{"local": True}], indirect=True)
+
+
+def test_what_others_need_is_in_the_run_directory_and_its_end_is_the_coordinators_word(started: Started) -> None:
+    run_dir = started.job.run_dir
+    job = json.loads((run_dir / "job.json").read_text())
+    assert (job["task"], job["argv"], job["config"]["workers"]) == ("task", ["--one"], 1)
+    assert (run_dir / "token").read_text() == TOKEN.hex()
+    assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
+    started.over(3, "failed")
+    assert started.end() == 3
+    assert started.job.outcome is not None and started.job.outcome.why.reason == "said so"
+    assert not (run_dir / COORDINATOR_FILE).exists() and started.process.ended == 1
+    assert started.kinds() == ["coordinator_started", "job_ended"]
+
+
+def test_it_waits_for_agents_and_hears_how_far_their_workers_came(started: Started) -> None:
+    started.coordinator.say(m.Agents(agent_ids=["a", "b"]))
+    started.over()
+    for agent, reached in (("a", 7), ("b", 9)):
+        started.coordinator.say(m.AgentNotice(agent_id=agent, kind="host_left", fields={"reached": reached}))
+    started.coordinator.say(m.Agents(agent_ids=[]))
+    assert started.end() == 0
+    assert started.job.reached == 9
+
+
+def test_what_agents_tell_is_handed_on(started: Started) -> None:
+    fields = {"worker_id": 1, "cause": "killed", "reason": "killed by SIGKILL", "in_order": False}
+    started.coordinator.say(m.AgentNotice(agent_id="a", kind="worker_exited", fields=fields))
+    started.over()
+    started.end()
+    assert {"kind": "worker_exited", **fields} in started.events
+
+
+def test_signals_become_commands(started: Started) -> None:
+    started.job.interrupt(signal.SIGUSR1)
+    saving = started.coordinator.hear(m.Command)
+    assert (saving.name, saving.args["cause"]) == ("checkpoint", Cause.PREEMPTED)
+    started.coordinator.say(m.CommandReply(request=saving.request, ok=False, error="no worker", result={}))
+    started.job.interrupt(signal.SIGINT)
+    stop = started.coordinator.hear(m.Command)
+    assert (stop.name, stop.args["exit_code"], stop.args["grace_s"]) == ("stop", 130, 3.0)
+    started.over(130, "interrupted")
+    assert started.end() == 130
+    said = [event["reason"] for event in started.events if event["kind"] == "warning"]
+    assert "no worker" in said and len(said) == 3
+    assert any("a preemption is coming" in text for text in said) and any("ending in order" in text for text in said)
+
+
+def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
+    started.coordinator.say(m.Agents(agent_ids=["a"]))
+    started.job.interrupt(signal.SIGTERM)
+    started.job.interrupt(signal.SIGTERM)
+    assert started.end() == 143
+
+
+def test_a_coordinator_that_died_is_started_again(started: Started) -> None:
+    started.process.started.acquire()
+    started.process.die()
+    assert started.process.started.acquire(timeout=PATIENCE_S)
+    started.over()
+    started.end()
+    assert started.kinds() == ["coordinator_started", "coordinator_died", "coordinator_started", "job_ended"]
+
+
+def test_a_coordinator_that_does_not_answer_is_killed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.runtime.job.COORDINATOR_SILENT_S", 0.0)
+    monkeypatch.setattr("everstep.runtime.job_link.SILENT_PINGS", 0)
+    started.coordinator.answers = False
+    assert started.process.kills.acquire(timeout=PATIENCE_S)
+    started.over()
+    started.end()
+    assert any(event.get("cause") == Cause.HUNG for event in started.events)
+
+
+@with_agent
+def test_an_agent_that_died_is_started_again(started: Started) -> None:
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.die()
+    assert local.started.acquire(timeout=PATIENCE_S)
+    local.in_order = True  # it heard of the end before the job did
+    local.die()
+    started.over()
+    assert started.end() == 0
+    died = [event for event in started.events if event["kind"] == "agent_died"]
+    assert [(event["cause"], event["reason"]) for event in died] == [(Cause.HOST_LOST, "killed by SIGKILL")]
+
+
+@pytest.mark.parametrize("started", [{"local": True, "hopeless": True}], indirect=True)
+def test_an_agent_that_cannot_be_started_ends_the_job(started: Started) -> None:
+    local = started.local
+    assert local is not None and local.started.acquire(timeout=PATIENCE_S)
+    local.log_path.write_text("no module named torch\n")
+    local.die()
+    assert started.end() == 1
+    assert started.job.outcome is not None
+    assert started.job.outcome.why.reason.endswith("cannot start (killed by SIGKILL): no module named torch")
+
+
+@with_agent
+def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+
+    def breaks(timeout_s: float = 0.0) -> None:
+        raise BrokenPipeError("within")
+
+    monkeypatch.setattr(started.local, "end", breaks)
+    for _ in range(2):
+        started.job.interrupt(signal.SIGINT)
+    started._thread.join(PATIENCE_S)
+    assert isinstance(seen[0], BrokenPipeError)
+    assert started.process.ended == 1 and not (started.job.run_dir / COORDINATOR_FILE).exists()

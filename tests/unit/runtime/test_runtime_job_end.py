@@ -1,0 +1,106 @@
+"""How a job comes to its end. Time is the test's."""
+
+from __future__ import annotations
+
+import signal
+
+from everstep.base.cause import Cause, Why
+from everstep.protocol.messages import JobEnded
+from everstep.runtime.job_end import AGENTS_WAIT_S, GRACE_S, LAST_WAIT_S, JobEnd
+
+FINISH_S = 100.0
+
+
+def told(end: JobEnd, state: str = "completed", code: int = 0, now_s: float = 0.0) -> None:
+    end.told(JobEnded(state=state, cause=Cause.COMPLETED, reason="said so", exit_code=code), now_s)
+
+
+def test_it_is_over_when_the_agents_have_left() -> None:
+    end = JobEnd(FINISH_S)
+    end.present(["a", "b"])
+    told(end)
+    for present, local, over in ((["a"], True, False), ([], True, False), ([], False, True)):
+        end.present(present)
+        end.look(1.0, local)
+        assert end.over == over
+    assert end.outcome is not None and (end.outcome.exit_code, end.outcome.state) == (0, "completed")
+
+
+def test_agents_that_do_not_leave_are_not_waited_for_for_ever() -> None:
+    for state, wait_s in (("failed", AGENTS_WAIT_S), ("completed", AGENTS_WAIT_S + FINISH_S)):
+        end = JobEnd(FINISH_S)
+        end.present(["a"])
+        told(end, state, 1)
+        end.look(wait_s - 1, True)
+        assert not end.over
+        end.look(wait_s, True)
+        assert end.over
+
+
+def test_the_first_signal_asks_and_the_second_ends() -> None:
+    end = JobEnd(FINISH_S)
+    assert end.signal(signal.SIGTERM, 0.0, 30.0) == "ask"
+    end.look(1.0, True)
+    assert not end.over and end.outcome is None
+    assert end.signal(signal.SIGINT, 2.0, 30.0) == "end"
+    assert end.over and end.outcome is not None and end.outcome.exit_code == 128 + signal.SIGINT
+
+
+def test_what_is_ended_by_a_signal_is_interrupted_unless_it_was_done() -> None:
+    for state, code, expected in (("failed", 1, (130, "interrupted")), ("completed", 0, (0, "completed"))):
+        end = JobEnd(FINISH_S)
+        end.signal(signal.SIGINT, 0.0, 0.0)
+        told(end, state, code)
+        assert end.outcome is not None and (end.outcome.exit_code, end.outcome.state) == expected
+
+
+def test_a_signal_after_the_end_changes_nothing_and_the_next_does_not_wait() -> None:
+    end = JobEnd(FINISH_S)
+    told(end, "failed", 3)
+    assert end.signal(signal.SIGINT, 0.0, 30.0) == "nothing"
+    end.look(1.0, True)
+    assert not end.over
+    assert end.signal(signal.SIGINT, 0.0, 30.0) == "end"
+    assert end.over and end.outcome is not None
+
+
+def test_a_coordinator_that_does_not_answer_a_signal() -> None:
+    end = JobEnd(FINISH_S)
+    end.signal(signal.SIGINT, 0.0, 30.0)
+    end.look(30.0 + GRACE_S, True)
+    assert end.over and end.outcome is not None and "did not answer" in end.outcome.why.reason
+
+
+def test_workers_that_all_leave_without_a_word() -> None:
+    end = JobEnd(FINISH_S)
+    end.look(0.0, True)
+    assert end.due_in(0.0) is None, "without agents the job waits for some"
+    end.present(["a", "b"])
+    end.all_left("a")
+    end.look(0.0, True)
+    assert end.due_in(0.0) is None, "those of the other agent go on"
+    end.all_left("b")
+    end.look(1.0, True)
+    end.started("a")
+    end.look(2.0, True)
+    assert end.due_in(2.0) is None
+    end.all_left("a")
+    end.look(3.0, True)
+    end.look(3.0 + LAST_WAIT_S, True)
+    assert end.over and end.outcome is not None and "has not said" in end.outcome.why.reason
+
+
+def test_an_agent_that_is_gone_is_no_sign_of_the_end() -> None:
+    end = JobEnd(FINISH_S)
+    end.present(["a"])
+    end.all_left("a")
+    end.present([])
+    end.look(0.0, True)
+    assert end.due_in(0.0) is None
+
+
+def test_the_first_outcome_stands() -> None:
+    end = JobEnd(FINISH_S)
+    told(end, "failed", 3)
+    end.fail(Why(Cause.CRASH_LOOP, "the coordinator cannot start"))
+    assert end.over and end.outcome is not None and end.outcome.exit_code == 3

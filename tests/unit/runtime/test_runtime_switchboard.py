@@ -1,0 +1,43 @@
+"""Who hears what, of a job's process and the agents that have joined it."""
+
+from __future__ import annotations
+
+from everstep.protocol import messages as m
+from everstep.runtime.switchboard import Switchboard
+
+FACTS = m.JobFacts(task="t", argv=[], config={}, run_dir="/r", coordinator_file="/r/c", job_pid=1, machine="m")
+
+
+def hello(agent_id: str, process: str = "17-a") -> m.AgentHello:
+    return m.AgentHello(agent_id=agent_id, host=agent_id, workers=[], slots=0, process=process)
+
+
+def test_agents_are_told_of_the_job_and_the_job_of_agents() -> None:
+    board = Switchboard(FACTS)
+    assert board.take("j", m.JobHello()) == ([("j", m.Agents(agent_ids=[]))], True)
+    assert board.take("c1", hello("a")) == ([("c1", FACTS), ("j", m.Agents(agent_ids=["a"]))], True)
+    assert board.take("j2", m.JobHello()) == ([("j2", m.Agents(agent_ids=["a"]))], True)
+    assert board.gone("j") == []
+    assert board.gone("c1") == [("j2", m.Agents(agent_ids=[]))]
+
+
+def test_notices_and_pings_are_nothing_for_the_coordinator() -> None:
+    board = Switchboard(FACTS)
+    board.take("j", m.JobHello())
+    notice = m.AgentNotice(agent_id="a", kind="worker_started", fields={"worker_id": 1})
+    assert board.take("c1", notice) == ([("j", notice)], False)
+    assert board.take("j", m.Ping(seq=4)) == ([("j", m.Pong(seq=4))], False)
+    assert board.take("w", m.StoreGet(request=1, generation=1, keys=[])) == ([], True)
+
+
+def test_two_agents_of_one_name_are_told_apart_from_one_that_comes_back() -> None:
+    board = Switchboard(FACTS)
+    board.take("c1", hello("a"))
+    assert board.take("c2", hello("a"))[1], "the same process, whose old connection is not known to be gone"
+    sends, for_coordinator = board.take("c3", hello("a", "18-b"))
+    assert not for_coordinator and isinstance(sends[0][1], m.AgentRefused)
+    assert "process 17" in sends[0][1].reason and "--host-name" in sends[0][1].reason
+    assert board.gone("c3") == []
+    board.gone("c1")
+    board.gone("c2")
+    assert board.take("c4", hello("a", "18-b"))[1]
