@@ -62,8 +62,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a stage is to be had in parts. missing: what a member lacks of it; the rest is its own. given: what its donors
-    have of that, by donor; who is not named has all of it."""
+    """How a stage is to be had in parts. missing: what a member lacks of it; the rest is its own. given: what donors have
+    of that, by donor; who is not named has all of it."""
 
     missing: Extents
     given: Mapping[int, Extents] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.errors import check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
@@ -37,6 +38,7 @@ from everstep.protocol.step_types import Key
 
 FOREVER = 1 << 62
 _DECIDED = step.Update | step.Gathered | step.Release | step.Discard
+_READING = do.Compute | do.Update | do.Fetch | do.Restore | do.Adopt | do.Replay | do.Evaluate | do.SaveLast | do.Finish
 
 
 def interrupts(message: wire.AnyMessage) -> int | None:
@@ -151,6 +153,8 @@ class Driver:
                 self._saver.parts_there(event)
             case SaveEnded():
                 self._saver.ended(event)
+            case step.BlocksLost():
+                self._lost(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
             case do.Tick():
@@ -185,6 +189,16 @@ class Driver:
         if differs is not None:
             self._feeds_lost(differs.why)
         self._application.go_on()
+
+    def _lost(self, event: step.BlocksLost) -> None:
+        """Blocks of the state are gone: they are repaired when all settle, or with what else a joiner copies."""
+        check(not isinstance(self._out.operation, _READING), f"{event} during {self._out.operation}")
+        self._feed(event)
+        if self.machine.plan is not None:
+            self._drop_transfers()
+            self._settler.lacks(event)
+        else:
+            self._feeds_lost(Why(Cause.CORRUPT, f"blocks of stage {event.stage} are lost ({event.extents})"))
 
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""
