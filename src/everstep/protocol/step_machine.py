@@ -112,7 +112,7 @@ class StepMachine:
         self._gradient_step = 0
         self._gradient_stages: tuple[int, ...] = (0,)
         self._stages: tuple[int, ...] = (0,)  # whose state at `position` is held
-        self._parts: dict[int, Extents] = {}  # of further ones
+        self._parts: dict[int, Extents] = {}  # of others, what blocks that were lost have left of them
         self._kept = SnapshotsKept()
         self._sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
@@ -185,7 +185,7 @@ class StepMachine:
 
     @property
     def parts(self) -> Mapping[int, Extents]:
-        """What it has of further stages."""
+        """What it has of stages that have lost blocks."""
         return dict(self._parts)
 
     @property
@@ -243,11 +243,12 @@ class StepMachine:
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
+        parts = self._parts
         if plan.sound >= 0 and not 0 <= self._sound <= plan.sound:
             self._doubt(plan.sound)
         if self._position.step == 0 and (self._sound < 0 or fresh):
             seats = plan.stages_of(self.me.worker_id)
-            self._stages = tuple(k for k in seats if k not in self._parts)
+            self._parts, self._stages = parts, tuple(k for k in seats if k not in parts)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
         return [*effects, Open(plan), SendHolding(plan.generation, self.holding())]
@@ -267,7 +268,7 @@ class StepMachine:
             disk=tuple(sorted(self._kept.disk)),
             gradient_stages=self._gradient_stages,
             sound=self._sound,
-            parts=dict(self._parts),
+            parts={k: part for k, part in self._parts.items() if part},
             kept_parts=dict(self._kept.parts),
         )
 
@@ -276,8 +277,7 @@ class StepMachine:
         stage = event.stage
         left = (WHOLE if stage in self._stages else self._parts.pop(stage, NONE)) - event.extents
         self._stages = tuple(k for k in self._stages if k != stage)
-        if left:
-            self._parts[stage] = left
+        self._parts[stage] = left
         if not set(self._stages) & set(self._gradient_stages):
             self._gradient_step = 0
         if self._phase not in OUTSIDE:
@@ -539,7 +539,8 @@ class StepMachine:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
         if position.step != self._position.step:
             self._held, self._parts, self._gradient_step, self._rerun = set(), {}, 0, None
-        self._unasked = None
+        if position != self._position:  # else what was decided before the application asked still answers it
+            self._unasked = None
         self._position, self._records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}
         proven = position.step if position.seq else position.step - 1

@@ -62,7 +62,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a stage is to be had in parts. missing: what a member lacks of it; the rest is its own. given: what donors have
+    """How a stage is to be had in parts. missing: what a member lacks; the rest is its own. given: what donors have
     of that, by donor; who is not named has all of it."""
 
     missing: Extents

@@ -34,6 +34,7 @@ from everstep.protocol.driver.saves import PartsThere, SaveEnded
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
 
 FOREVER = 1 << 62
@@ -108,6 +109,12 @@ class Driver:
     def gathered(self) -> do.Gathers:
         """Records of the decisions of the present step, by key."""
         return self._gathers.known
+
+    @property
+    def still(self) -> bool:
+        """Whether nothing reads or changes the state now, so that blocks may be reported lost."""
+        busy = isinstance(self._out.operation, _READING)
+        return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
 
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
@@ -192,7 +199,7 @@ class Driver:
 
     def _lost(self, event: step.BlocksLost) -> None:
         """Blocks of the state are gone: they are repaired when all settle, or with what else a joiner copies."""
-        check(not isinstance(self._out.operation, _READING), f"{event} during {self._out.operation}")
+        check(self.still, f"{event} during {self._out.operation}, {self.machine.phase}")
         self._feed(event)
         if self.machine.plan is not None:
             self._drop_transfers()

@@ -131,6 +131,10 @@ class Settler:
 
     def lacks(self, event: step.BlocksLost) -> None:
         """Blocks are gone: all settle anew, for that repairs them."""
+        machine = self._machine
+        if self.plan.prepared:  # the coordinator may not have heard yet that the members have switched to it
+            at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
+            self._out.tell(wire.Progress, lasting=False, **at)
         self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     def entered(self, effect: step.Entered) -> None:
