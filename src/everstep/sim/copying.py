@@ -14,7 +14,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Record
 from everstep.sim.keep import Memory
 from everstep.sim.life import Handlers, Life
-from everstep.sim.model import NOTHING, Gradient, flipped, merged, without
+from everstep.sim.model import NOTHING, Gradient, merged, without
 from everstep.sim.state import Copy
 from everstep.sim.world import MS, Connection
 
@@ -120,13 +120,16 @@ class Donor:
             connection.close(life)
             return
         live = copy.effects or not copy.position.step
-        now = life.state.stages.get(stage, NOTHING)
-        there = merged(copy.states[stage], now) if live else now
-        if live and (life.state.at, flipped(merged(now, there))) != (copy.position.step, flipped(there)):
+        if live and (life.state.at != copy.position.step or self._differs(stage, copy)):
             raise AssertionError(f"{life.me} moved to {life.driver.position} while it served {shelf}")
         if connection.open:
             self.served[connection] = generation
         connection.send(life, ("state", replace(copy, states={stage: _of(copy, stage, extents)})))
+
+    def _differs(self, stage: int, copy: Copy) -> bool:
+        """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
+        pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
+        return any(a != b for a, b in pairs if a is not None and b is not None and not (a | b) & 1)
 
     def cut(self, generation: int) -> None:
         """Who waits for a state of this generation, or an older one, need not."""
