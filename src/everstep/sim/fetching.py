@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.base.extents import WHOLE
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Pieces
 from everstep.sim.keep import Memory
@@ -79,6 +79,14 @@ class Fetcher:
         live = self.life.state.stages.get(stage, NOTHING) if self.life.state.at == step else NOTHING
         kept = self.memory.kept.get((stage, step), NOTHING) if isinstance(operation, do.Restore) else NOTHING
         return merged(live, kept)
+
+    def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
+        """What this worker says that it has of that, live."""
+        step = operation.step if isinstance(operation, do.Restore) else operation.position.step
+        machine = self.life.driver.machine
+        if machine.step != step:
+            return NONE
+        return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
 
     def _own(self, operation: do.Restore, stage: int, memory: bool) -> None:
         """From this worker's memory, from disk, or anew."""
@@ -159,6 +167,9 @@ class Fetcher:
             return
         if taking.finished and taking.meta is not None:
             blocks, copy = taking.states[stage], taking.meta
+            own = self._claimed(operation, stage) & taking.taken.get(stage, NONE)
+            if own:
+                raise AssertionError(f"{life.me} has copied what it had of stage {stage}: {own}")
             self._stop()
             self._have(operation, stage, Copy(copy.position, copy.records, {stage: blocks}, copy.effects, copy.gathers))
         elif taking.out_of_reach and not self._donors:

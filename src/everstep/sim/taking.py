@@ -31,6 +31,7 @@ class Taking:
         self.life = life
         self.states: dict[int, Blocks] = {}
         self.refused = False
+        self.taken: dict[int, Extents] = {}
         self.meta: Copy | None = None
         self._say = say
         self._changed = changed
@@ -66,6 +67,7 @@ class Taking:
         if present(self.states[stage]) & given:
             raise AssertionError(f"{self.life.me} has got blocks of stage {stage} twice: {given}")
         self.states[stage] = merged(self.states[stage], blocks)
+        self.taken[stage] = self.taken.get(stage, NONE) | given
         if self._owed & given:
             self._note("in the place of one lost")
         if not given.covers(chunk.extents):
