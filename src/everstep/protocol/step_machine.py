@@ -186,7 +186,7 @@ class StepMachine:
     @property
     def parts(self) -> Mapping[int, Extents]:
         """What it has of stages that have lost blocks."""
-        return dict(self._parts)
+        return {k: part for k, part in self._parts.items() if part}
 
     @property
     def rerun(self) -> frozenset[int] | None:
@@ -268,7 +268,7 @@ class StepMachine:
             disk=tuple(sorted(self._kept.disk)),
             gradient_stages=self._gradient_stages,
             sound=self._sound,
-            parts={k: part for k, part in self._parts.items() if part},
+            parts=self.parts,
             kept_parts=dict(self._kept.parts),
         )
 

@@ -15,7 +15,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.image import BLOCK_BYTES, Scatter, sealed
 from everstep.exact.numbering import sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.chunks import Chunk, Chunks
@@ -93,6 +93,25 @@ class StageState:
             for view in scatter.views(index):
                 view[:] = data[at : at + len(view)]
                 at += len(view)
+
+
+def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held]) -> dict[str, Any]:
+    """The manifest of a state that nobody has all of: each block's digest is of who has it.
+
+    told: manifests and what their makers have; what they lack may be anything, and their manifests say so. own: here.
+    """
+    first = told[0][0]
+    digests: list[str | None] = [None] * len(first["blocks"])
+    for manifest, there in told:
+        if manifest["entries"] == first["entries"]:
+            for lo, hi in there.spans(sizes_of(manifest)):
+                digests[lo:hi] = [a or b for a, b in zip(digests[lo:hi], manifest["blocks"][lo:hi], strict=True)]
+    for readable, there in own:
+        for lo, hi in there.spans((("", readable.n_blocks),)):
+            for n in range(lo, min(hi, len(digests))):
+                digests[n] = digests[n] or digest_bytes(readable.read_block(n))
+    body = {key: value for key, value in first.items() if key != "digest"}
+    return sealed({**body, "blocks": [a or b for a, b in zip(digests, first["blocks"], strict=True)]})
 
 
 # ---- the donor

@@ -18,7 +18,7 @@ from everstep.protocol.chunks import share
 from everstep.protocol.step_types import Pieces, Piecewise
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train import heal
-from everstep.train.blocks import CHUNK_BLOCKS, Assembly, BlocksDamaged, Held, Source, StageState
+from everstep.train.blocks import CHUNK_BLOCKS, Assembly, BlocksDamaged, Held, Source, StageState, joint_manifest
 from everstep.train.executor import Unusable
 from everstep.train.heal import Received
 from everstep.train.view import WorkerView
@@ -94,25 +94,31 @@ class Taker:
     def _ranges(
         self, plan: Plan, donors: Sequence[Member], stages: Sequence[int], step: int, one: Pieces | None, at_once: int
     ) -> Received:
-        """In ranges, of several; the manifests are those of the first one that answers."""
-        failed = []
-        for n, member in enumerate(donors):
-            line = self._settling(plan, member, stages, "first")
+        """In ranges, of several; the manifests are those of the first one that answers, where that has all."""
+        lines, failed = [self._settling(plan, member, stages, "first") for member in donors], []
+        heads: list[_Line] = []
+        while lines and (not heads or (one is not None and one.given)):
+            line = lines.pop(0)
             try:
                 self._await(line.connect())
-                header = line.header()
+                line.header()
+                heads.append(line)
             except (EverstepError, OSError) as error:
                 line.close()
-                failed.append(f"{member.key}: {error}")
-                continue
-            assembly = self._assembly(dict(zip(stages, header["manifests"], strict=True)))
-            for stage in stages:
-                own = self._own(stage, step) if one is not None and not one.missing.whole else ()
-                assembly.want(stage, WHOLE if one is None else one.missing, own)
-            others = [self._settling(plan, m, stages, "more") for m in (*donors[n + 1 :], *donors[:n])]
-            sources = [other.source(stages) for other in (line, *others)]
-            return heal.offered(header, assembly.take(sources, at_once))
-        raise CheckpointCorrupt("no donor could be reached: " + "; ".join(failed))
+                failed.append(str(error))
+        if not heads:
+            raise CheckpointCorrupt("no donor could be reached: " + "; ".join(failed))
+        header = heads[0].header()
+        manifests = dict(zip(stages, header["manifests"], strict=True))
+        own = self._own(stages[0], step) if one is not None and not one.missing.whole else []
+        if one is not None and one.given:
+            told = [(line.header()["manifests"][0], heal.parts_in(line.header(), stages)[stages[0]]) for line in heads]
+            manifests[stages[0]] = joint_manifest(told, [(r, there - one.missing) for r, there in own])
+        assembly = self._assembly(manifests)
+        for stage in stages:
+            assembly.want(stage, WHOLE if one is None else one.missing, own)
+        others = [self._settling(plan, line.member, stages, "more") for line in lines]
+        return heal.offered(header, assembly.take([line.source(stages) for line in (*heads, *others)], at_once))
 
     def _settling(self, plan: Plan, member: Member, stages: Sequence[int], ranges: str) -> _Line:
         request = {"kind": "settle", "generation": plan.generation, "stages": list(stages), "ranges": ranges}
@@ -183,7 +189,7 @@ class _Line:
     def __init__(self, view: WorkerView, generation: int, member: Member, request: dict[str, Any]) -> None:
         self._view = view
         self._generation = generation
-        self._member = member
+        self.member = member
         self._request = request
         self._connection: PeerConnection | None = None
         self._header: dict[str, Any] | None = None
@@ -196,7 +202,7 @@ class _Line:
     def connect(self) -> PeerConnection:
         """Make the request. Raises: EverstepError or OSError."""
         if self._connection is None:
-            self._connection = peer_connect(self._member.address, self._view.link.token, self._request)
+            self._connection = peer_connect(self.member.address, self._view.link.token, self._request)
             self._view.cutter.guard(self._connection, self._generation)
         return self._connection
 
@@ -229,4 +235,4 @@ class _Line:
                 return None
             return self.connect(), heal.parts_in(header, stages)
 
-        return Source(str(self._member.key), opened, (lambda: None) if stays else self.close)
+        return Source(str(self.member.key), opened, (lambda: None) if stays else self.close)

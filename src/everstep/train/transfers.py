@@ -143,7 +143,8 @@ class Transfers:
             snapshot = replica.state.clone_snapshot()
             snapshot.start()
             snapshot.wait()
-            found.append((snapshot, WHOLE))
+            machine = view.driver.machine
+            found.append((snapshot, machine.parts.get(stage, WHOLE)))
         whole, parts = self._keeper.at(step), self._keeper.parts_at(step)
         kept = (whole[stage], WHOLE) if stage in whole else parts.get(stage)
         return found if kept is None else [*found, kept]
