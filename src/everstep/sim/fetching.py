@@ -81,10 +81,13 @@ class Fetcher:
         return merged(live, kept)
 
     def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
-        """What this worker says that it has of that, live."""
-        step = operation.step if isinstance(operation, do.Restore) else operation.position.step
+        """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
         machine = self.life.driver.machine
-        if machine.step != step:
+        if isinstance(operation, do.Restore):
+            there = machine.step == operation.step
+        else:
+            there = machine.position == operation.position
+        if not there:
             return NONE
         return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
 
