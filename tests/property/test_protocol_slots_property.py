@@ -91,7 +91,7 @@ class Model:
     def start(self, agent: AgentModel, worker_id: int) -> None:
         key = WorkerKey(worker_id, agent.following[worker_id])
         assert key not in self.seen, f"{key} was started before"
-        assert not self.world.coordinator._state.is_fenced(key), f"{key} is fenced"
+        assert not self.world.coordinator.job.membership.is_fenced(key), f"{key} is fenced"
         self.seen.add(key)
         agent.following[worker_id] += 1
         agent.lives[worker_id] = key.incarnation

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
+from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, entries_of
+from everstep.exact.numbering import sizes_of
 from everstep.protocol.driver.policy import kept
 
 
@@ -37,25 +39,23 @@ class Kept(Protocol):
 
 
 class Copy:
-    """A snapshot that came from a peer: its manifest and its blocks, all verified."""
+    """A snapshot that came from a peer: its manifest and its blocks, all verified. there: those that match it."""
 
     def __init__(self, manifest: Mapping[str, Any], blocks: Iterable[bytes | bytearray | memoryview]) -> None:
-        """Raises: CheckpointCorrupt if something does not match its digest."""
+        """Raises: CheckpointCorrupt if the manifest does not match its digest, or no block does."""
         entries_of(manifest)
         self._manifest = dict(manifest)
-        self._blocks: list[memoryview] = []
+        self._blocks = [memoryview(block).cast("B") for block in blocks]
         expected: Sequence[str] = manifest["blocks"]
-        for index, block in enumerate(blocks):
-            data = memoryview(block).cast("B")
-            if index >= len(expected) or len(data) != BLOCK_BYTES or digest_bytes(data) != expected[index]:
-                raise CheckpointCorrupt(f"block {index} of the snapshot does not match its digest ({len(data)} bytes)")
-            self._blocks.append(data)
-        if len(self._blocks) != len(expected):
-            raise CheckpointCorrupt(f"the snapshot has {len(self._blocks)} of {len(expected)} blocks")
+        pairs = zip(self._blocks, expected, strict=False)
+        right = [n for n, (b, digest) in enumerate(pairs) if len(b) == BLOCK_BYTES and digest_bytes(b) == digest]
+        self.there = WHOLE if len(right) == len(expected) else Extents.numbered(sizes_of(manifest), right)
+        if not self.there:
+            raise CheckpointCorrupt(f"none of the {len(expected)} blocks of the snapshot matches its digest")
 
     @property
     def n_blocks(self) -> int:
-        return len(self._blocks)
+        return len(self._manifest["blocks"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
@@ -77,6 +77,7 @@ class Vault:
         self.limit_bytes = rule.limit_mb << 20
         self._rule = rule
         self._held: dict[tuple[int, int], Kept] = {}
+        self._parts: dict[tuple[int, int], Extents] = {}  # what is there of those that are not whole
         self._complete: set[int] = set()
         self._lock = threading.Lock()
 
@@ -92,9 +93,11 @@ class Vault:
             old.release()
         return fits
 
-    def put(self, stage: int, step: int, snapshot: Kept) -> bool:
+    def put(self, stage: int, step: int, snapshot: Kept, there: Extents = WHOLE) -> bool:
         """Keeps a snapshot; of its stage, it displaces all but the complete ones and the newest before it (which may be
         complete in all stages before that is known here). Whether it fits: if not, it is released and nothing changes.
+
+        there: the blocks of it that are.
         """
         with self._lock:
             fits = self._fits(stage, snapshot.n_blocks)
@@ -103,6 +106,10 @@ class Vault:
                 displaced = self._displaced(stage)
                 gone = [self._held.pop(key) for key in list(self._held) if key in displaced or key == (stage, step)]
                 self._held[stage, step] = snapshot
+                self._parts.pop((stage, step), None)
+                self._parts = {key: part for key, part in self._parts.items() if key in self._held}
+                if not there.whole:
+                    self._parts[stage, step] = there
         for old in gone:
             old.release()
         return fits
@@ -110,13 +117,29 @@ class Vault:
     def get(self, stage: int, step: int) -> Kept | None:
         """A snapshot that is whole, None if there is none."""
         with self._lock:
-            found = self._held.get((stage, step))
+            found = self._held.get((stage, step)) if (stage, step) not in self._parts else None
         return found if found is not None and _whole(found) else None
+
+    def part(self, stage: int, step: int) -> tuple[Kept, Extents] | None:
+        """A snapshot that is not whole, and what is there of it; None if there is none."""
+        with self._lock:
+            found, there = self._held.get((stage, step)), self._parts.get((stage, step))
+        return (found, there) if found is not None and there else None
+
+    def parts(self) -> dict[tuple[int, int], Extents]:
+        """Of every snapshot that is not whole, by (stage, step), what is there."""
+        with self._lock:
+            return {key: there for key, there in sorted(self._parts.items()) if there and key in self._held}
+
+    def lose(self, stage: int, step: int, lost: Extents) -> None:
+        """Blocks of a snapshot are not what they were."""
+        with self._lock:
+            self._parts[stage, step] = self._parts.get((stage, step), WHOLE) - lost
 
     def kept(self) -> tuple[tuple[int, int], ...]:
         """(stage, step) of every snapshot that is whole, ascending."""
         with self._lock:
-            held = dict(self._held)
+            held = {key: snapshot for key, snapshot in self._held.items() if key not in self._parts}
         return tuple(sorted(key for key, snapshot in held.items() if _whole(snapshot)))
 
     def retire(self, complete_step: int, proven: int = 0) -> None:

@@ -10,6 +10,10 @@ from whom. There is one target for all stages, so no stage can end up a step apa
   the target if the top is not held in all stages, or if R is beyond it (a job that starts from a checkpoint). Everybody
   goes to the beginning of R.
 
+A member may hold a part of a stage: its blocks count at the position that it is at, and as snapshots. What all of them
+hold together is held; whoever has a part of its seat gets the rest. Nobody takes a decision of a step with a part, for
+what an update makes of a block may depend on others. Blocks are asked of whoever has the whole stage, if anybody has.
+
 The holdings say all of this; nobody decides it. Interrupted settles, with some members gone back and others not, are
 settled by the same rule in the next generation: who has gone back holds R as live state.
 
@@ -20,10 +24,11 @@ to the newest R up to S. They keep saying S until their next decision, which pro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import Plan
-from everstep.protocol.step_types import Holding, Key, Record
+from everstep.protocol.step_types import Holding, Key, Pieces, Piecewise, Record
 
 Sources = Mapping[int, tuple[int, ...]]
 """stage -> worker ids that have it in memory, the one to ask first in front; empty: from disk, or at step 0 anew."""
@@ -36,7 +41,8 @@ class Settlement:
     target: where everybody goes on. back: whether that is a step to go (back) to, rather than the top. records: of the
     target's decision, for whoever rolls forward. rolls: who takes that one decision. wants: by worker id, the stages
     that it has to get and from whom (when going back: all stages of its seats). serves: by worker id, who may ask it
-    for state. rerun: the lanes to be computed by all members through whose seats they pass.
+    for state. rerun: the lanes to be computed by all members through whose seats they pass. pieces: by worker id, what
+    it gets of stages that it has a part of itself, or that nobody has all of.
     """
 
     target: Key
@@ -46,6 +52,7 @@ class Settlement:
     wants: Mapping[int, Sources]
     serves: Mapping[int, tuple[int, ...]]
     rerun: frozenset[int]
+    pieces: Mapping[int, Piecewise] = field(default_factory=dict)
 
 
 def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
@@ -58,14 +65,16 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     # Nobody rolls forward without the records of the decision; a snapshot may not have them.
     far = {i: _distance(top, h, bool(records)) for i, h in sorted(holdings.items())}
     held = {i: _held_at(top, holdings[i]) if far[i] is not None else frozenset() for i in far}
-    by_stage = {stage: _same_start(top.step, stage, held, holdings) for stage in range(plan.stages)}
+    at_top = tuple(i for i, h in holdings.items() if h.position == top)
+    near = {i: holdings[i] for i in far if far[i] is not None}
+    stocks = {k: _at_top(top, k, held, near) for k in range(plan.stages)}
     rolls = _Rolls(top, records, {i: held[i] for i, decisions in far.items() if decisions == 1})
     newest = _newest(plan, holdings, rolls)
-    if not all(by_stage.values()) or newest > top.step:
+    if not all(stock.there for stock in stocks.values()) or newest > top.step:
         return _go_to(plan, holdings, newest, rolls)
     wants: dict[int, Sources] = {}
     for i in held:
-        lacking = {k: _donors(top, by_stage[k], holdings) for k in plan.stages_of(i) if i not in by_stage[k]}
+        lacking = {k: stocks[k].donors(i, at_top) for k in plan.stages_of(i) if i not in stocks[k].whole}
         if lacking or far[i] is None:
             wants[i] = lacking
     return Settlement(
@@ -76,7 +85,64 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
         wants=wants,
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, top, back=False),
+        pieces=_pieces(wants, stocks),
     )
+
+
+@dataclass(frozen=True)
+class _Stock:
+    """Who has a stage at a step: all of it (ascending), or a part of it."""
+
+    whole: tuple[int, ...]
+    parts: Mapping[int, Extents]
+
+    @property
+    def there(self) -> bool:
+        """Whether all of it is somewhere."""
+        return bool(self.whole) or union(self.parts.values()).whole
+
+    def missing(self, worker_id: int) -> Extents:
+        """What somebody lacks of it."""
+        return NONE if worker_id in self.whole else WHOLE - self.parts.get(worker_id, NONE)
+
+    def donors(self, worker_id: int, first: Iterable[int] = ()) -> tuple[int, ...]:
+        """Whom somebody asks who lacks something. first: these alone if any of them has all, else before the others.
+
+        More than are needed where nobody has all: one that is gone by then need not matter.
+        """
+        if self.whole:
+            return tuple(i for i in self.whole if i in first) or self.whole
+        missing = self.missing(worker_id) if self.there else NONE
+        return tuple(sorted((i for i, p in self.parts.items() if p & missing), key=lambda i: (i not in first, i)))
+
+    def pieces(self, worker_id: int) -> Pieces | None:
+        """How somebody gets what it lacks; None if it is simply the whole, from those who have that."""
+        missing = self.missing(worker_id)
+        if not missing or not self.there or (self.whole and missing.whole):
+            return None
+        given = {} if self.whole else {i: p & missing for i, p in self.parts.items() if p & missing}
+        return Pieces(missing, given)
+
+
+def _stock(step: int, whole: Iterable[int], parts: Mapping[int, Extents], holdings: Mapping[int, Holding]) -> _Stock:
+    """Of those who have all of a stage at a step, or a part.
+
+    Initial states are what each process built: there the lowest id's counts.
+    """
+    who = sorted({*whole, *(i for i, part in parts.items() if part.whole)})
+    some = {i: parts[i] for i in sorted(parts) if i not in who}
+    first = next(iter([*who, *some]), None)
+    if step == 0 and first is not None:
+        who = [i for i in who if holdings[i].digest == holdings[first].digest]
+        some = {i: p for i, p in some.items() if holdings[i].digest == holdings[first].digest}
+    like = next(iter(some.values()), NONE)
+    return _Stock(tuple(who), {i: p for i, p in some.items() if p and p.fits(like)})
+
+
+def _pieces(wants: Mapping[int, Sources], stocks: Mapping[int, _Stock]) -> dict[int, Piecewise]:
+    found = {i: {k: stocks[k].pieces(i) for k in sources} for i, sources in wants.items()}
+    named = {i: {k: one for k, one in pieces.items() if one is not None} for i, pieces in found.items()}
+    return {i: pieces for i, pieces in named.items() if pieces}
 
 
 @dataclass(frozen=True)
@@ -116,19 +182,10 @@ def _held_at(top: Key, holding: Holding) -> frozenset[int]:
     return stages if holding.position.step == top.step else stages & frozenset(holding.gradient_stages)
 
 
-def _same_start(
-    step: int, stage: int, held: Mapping[int, Iterable[int]], holdings: Mapping[int, Holding]
-) -> tuple[int, ...]:
-    """Who holds the stage, ascending. Initial states are what each process built: there the lowest id's counts."""
-    who = [i for i in sorted(held) if stage in held[i]]
-    if step == 0 and who:
-        who = [i for i in who if holdings[i].digest == holdings[who[0]].digest]
-    return tuple(who)
-
-
-def _donors(top: Key, holders: tuple[int, ...], holdings: Mapping[int, Holding]) -> tuple[int, ...]:
-    """Those that are at the top; if none is, those that roll forward to it and give the state then."""
-    return tuple(i for i in holders if holdings[i].position == top) or holders
+def _at_top(top: Key, stage: int, held: Mapping[int, Iterable[int]], near: Mapping[int, Holding]) -> _Stock:
+    """Who has a stage at the top, of those there or one decision short of it. held: what they have all of then."""
+    parts = {i: h.parts[stage] for i, h in near.items() if stage in h.parts and h.position.step == top.step}
+    return _stock(top.step, (i for i in near if stage in held[i]), parts, near)
 
 
 def _serves(wants: Mapping[int, Sources]) -> dict[int, tuple[int, ...]]:
@@ -147,7 +204,7 @@ def _rerun(
     lanes: set[int] = set()
     for i, holding in holdings.items():
         stays = holding.position == target if back else holding.position.step == target.step
-        fresh = not stays or any(k in holding.stages for k in wants.get(i, {}))
+        fresh = not stays or any(k in holding.stages or k in holding.parts for k in wants.get(i, {}))
         mine = {lane for stage in plan.stages_of(i) for lane in plan.lanes_of(i, stage)}
         lanes |= mine if fresh else mine & set(holding.lacking)
     return frozenset(lanes)
@@ -156,16 +213,24 @@ def _rerun(
 # ---- going to a step that all stages have
 
 
-def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int, rolls: _Rolls) -> tuple[int, ...]:
-    """Who has the stage's state of the step, live (perhaps once it has rolled forward) or as a snapshot, ascending."""
-    live = {i: h.stages if h.position.step == step else () for i, h in holdings.items()}
+def _in_memory(step: int, holdings: Mapping[int, Holding], stage: int, rolls: _Rolls) -> _Stock:
+    """Who has the stage's state of the step, live (perhaps once it has rolled forward) or as a snapshot."""
+    live = {i for i, h in holdings.items() if h.position.step == step and stage in h.stages}
     kept = {i for i, h in holdings.items() if (stage, step) in h.snapshots}
-    return tuple(sorted(kept.union(_same_start(step, stage, live, holdings), rolls.holders(step, stage))))
+    parts = {i: part for i, h in holdings.items() if (part := _part(step, stage, h))}
+    return _stock(step, {*live, *kept, *rolls.holders(step, stage)}, parts, holdings)
+
+
+def _part(step: int, stage: int, holding: Holding) -> Extents:
+    """Of what a member has a part of, live or kept: all of it."""
+    live = holding.parts.get(stage, NONE) if holding.position.step == step else NONE
+    kept = holding.kept_parts.get((stage, step), NONE)
+    return live | kept if live.fits(kept) else live
 
 
 def _available(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls) -> bool:
     return step == 0 or all(
-        _in_memory(step, holdings, stage, rolls)
+        _in_memory(step, holdings, stage, rolls).there
         or all(step in holdings[s.worker_id].disk for s in plan.pool(stage) if s.worker_id in holdings)
         for stage in range(plan.stages)
     )
@@ -175,22 +240,23 @@ def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY
     """The newest step that every stage has; up to the limit, if there is one."""
     steps = {0}
     for holding in holdings.values():
-        steps |= {holding.position.step, *(step for _, step in holding.snapshots), *holding.disk}
+        kept = (step for _, step in (*holding.snapshots, *holding.kept_parts))
+        steps |= {holding.position.step, *kept, *holding.disk}
     steps = steps if limit is None else {step for step in steps if step <= limit}
     return next(step for step in sorted(steps, reverse=True) if _available(plan, holdings, step, rolls))
 
 
 def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls = _NOBODY) -> Settlement:
     target = Key(step, 0)
-    sources = {stage: _in_memory(step, holdings, stage, rolls) for stage in range(plan.stages)}
+    stocks = {stage: _in_memory(step, holdings, stage, rolls) for stage in range(plan.stages)}
     rolling = frozenset(rolls.held) if rolls.top == target else frozenset()
     wants: dict[int, Sources] = {}
     for i, holding in sorted(holdings.items()):
         seats = plan.stages_of(i)
         here = rolls.held[i] if i in rolling else holding.stages if holding.position == target else ()
-        stands = all(k in here and (step > 0 or i in sources[k]) for k in seats)
+        stands = all(k in here and (step > 0 or i in stocks[k].whole) for k in seats)
         if not stands:
-            wants[i] = {k: _first(i, sources[k]) for k in seats}
+            wants[i] = {k: _first(i, stocks[k].donors(i)) for k in seats}
     return Settlement(
         target=target,
         back=True,
@@ -199,6 +265,7 @@ def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls
         wants=wants,
         serves=_serves(wants),
         rerun=_rerun(plan, holdings, wants, target, back=True),
+        pieces=_pieces(wants, stocks),
     )
 
 

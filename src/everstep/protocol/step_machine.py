@@ -39,6 +39,8 @@ What the driver must keep to:
 - At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them.
 - A copy of live state carries with it what has not been released yet, as `records` do. A snapshot or a checkpoint is
   stated (`SnapshotsKept`) only once its step has been released, so going to it skips no effect.
+- `BlocksLost` is reported before anything is computed, reduced from or given away of what is there instead. No update,
+  copy or replay is under way then, and a settle is asked for.
 - What is asked (`StepAsked`, `GatherAsked`) is answered by `Update` or `Gathered`, be it several generations later.
   When `StateCopied` or `Followed` moves the position, what was asked before is forgotten: ask anew, from there.
 - A joiner reports `Followed` after each step that it replays. If its feed breaks after the members have switched, it
@@ -49,13 +51,15 @@ What the driver must keep to:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Any
 
 from everstep.base.errors import InvariantViolation, check
+from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.settling import Settlement, settle, sound_limit
+from everstep.protocol.step_phases import BY_EVENT, MUST_FIT, OUTSIDE, Phase
 from everstep.protocol.step_types import (
+    BlocksLost,
     Compute,
     Discard,
     Entered,
@@ -94,49 +98,6 @@ from everstep.protocol.step_types import (
 )
 
 
-class Phase(StrEnum):
-    """What the worker is doing."""
-
-    WAITING = "waiting"  # no plan: not started, or healing
-    SETTLING = "settling"  # has stated what it holds, waits for the others' holdings
-    FETCHING = "fetching"  # gets state that it lacks, or goes back
-    IDLE = "idle"  # the application has the turn
-    COMPUTING = "computing"
-    REDUCING = "reducing"
-    AGREEING = "agreeing"
-    UPDATING = "updating"
-    GATHERING = "gathering"
-    LEFT = "left"  # the members switched to a plan without this worker
-
-
-_ALL = frozenset(Phase)
-_RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERING})
-_SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
-_OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
-_MUST_FIT = (StepAsked, GatherAsked, Updated, Tainted, StateCopied, Followed)
-_TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE})
-
-# Every transition: event, phases in which it may come, what handles it, phases it may lead to (besides staying).
-# In other phases an event is an echo of something superseded and is dropped, or, if in _MUST_FIT, the driver's mistake.
-TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = (
-    (PlanArrived, _ALL, "_plan_arrived", frozenset({Phase.SETTLING})),
-    (PreparedArrived, _ALL, "_prepared_arrived", frozenset({Phase.SETTLING})),
-    (HoldingArrived, _ALL, "_holding_arrived", _SETTLED),
-    (StepAsked, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
-    (GatherAsked, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
-    (LaneDone, _ALL, "_lane_done", frozenset({Phase.REDUCING})),
-    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING}), "_lanes_lost", frozenset()),
-    (GradientReduced, _ALL, "_gradient_reduced", frozenset({Phase.AGREEING})),
-    (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
-    (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
-    (Tainted, frozenset({Phase.UPDATING}), "_tainted", frozenset({Phase.SETTLING})),
-    (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
-    (Followed, _OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
-    (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
-)
-_BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}
-
-
 class StepMachine:
     """One worker's view of the protocol. `digest`: of the initial state, stated when settling at step 0."""
 
@@ -151,6 +112,7 @@ class StepMachine:
         self._gradient_step = 0
         self._gradient_stages: tuple[int, ...] = (0,)
         self._stages: tuple[int, ...] = (0,)  # whose state at `position` is held
+        self._parts: dict[int, Extents] = {}  # of others, what blocks that were lost have left of them
         self._kept = SnapshotsKept()
         self._sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
@@ -218,8 +180,13 @@ class StepMachine:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those whose state at `position` this worker has, ascending."""
+        """Those whose state at `position` this worker has all of, ascending."""
         return self._stages
+
+    @property
+    def parts(self) -> Mapping[int, Extents]:
+        """What it has of stages that have lost blocks."""
+        return {k: part for k, part in self._parts.items() if part}
 
     @property
     def rerun(self) -> frozenset[int] | None:
@@ -228,9 +195,9 @@ class StepMachine:
 
     def handle(self, now_ns: int, event: StepEvent) -> list[StepEffect]:
         """Take in one event; the effects are to be carried out in order. `now_ns` is not used: no step has a timer."""
-        phases, name, reach = _BY_EVENT[type(event)]
+        phases, name, reach = BY_EVENT[type(event)]
         if self._phase not in phases:
-            if isinstance(event, _MUST_FIT):
+            if isinstance(event, MUST_FIT):
                 raise InvariantViolation(f"expected no {name[1:]} while {self._phase}, got {event}")
             return []
         before = self._phase
@@ -251,7 +218,7 @@ class StepMachine:
         if event.plan.generation <= self._generation:
             return []
         self._prepared[event.plan.generation] = event.plan
-        if self._phase in _OUTSIDE:
+        if self._phase in OUTSIDE:
             return self._follow_switch()
         return []
 
@@ -266,10 +233,12 @@ class StepMachine:
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
+        parts = self._parts
         if plan.sound >= 0 and not 0 <= self._sound <= plan.sound:
             self._doubt(plan.sound)
         if self._position.step == 0 and (self._sound < 0 or fresh):
-            self._stages = plan.stages_of(self.me.worker_id)
+            seats = plan.stages_of(self.me.worker_id)
+            self._parts, self._stages = parts, tuple(k for k in seats if k not in parts)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
         return [*effects, Open(plan), SendHolding(plan.generation, self.holding())]
@@ -289,7 +258,21 @@ class StepMachine:
             disk=tuple(sorted(self._kept.disk)),
             gradient_stages=self._gradient_stages,
             sound=self._sound,
+            parts=self.parts,
+            kept_parts=dict(self._kept.parts),
         )
+
+    def _blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
+        """What is left counts; the gradient of a step cannot be applied to it."""
+        stage = event.stage
+        left = (WHOLE if stage in self._stages else self._parts.pop(stage, NONE)) - event.extents
+        self._stages = tuple(k for k in self._stages if k != stage)
+        self._parts[stage] = left
+        if not set(self._stages) & set(self._gradient_stages):
+            self._gradient_step = 0
+        if self._phase not in OUTSIDE:
+            self._entered, self._phase = False, Phase.LACKING
+        return []
 
     def _snapshots_kept(self, event: SnapshotsKept) -> list[StepEffect]:
         self._kept = event
@@ -322,7 +305,7 @@ class StepMachine:
 
     def _followed(self, event: Followed) -> list[StepEffect]:
         effects = self._move(event.position, event.records)
-        self._stages = event.stages
+        self._stages, self._parts = event.stages, {}
         self._asked = None
         return effects + self._follow_switch()
 
@@ -368,10 +351,10 @@ class StepMachine:
         return effects + self._enter()
 
     def _get(self, settled: Settlement) -> StepEffect:
-        wanted = settled.wants[self.me.worker_id]
+        wanted, pieces = settled.wants[self.me.worker_id], settled.pieces.get(self.me.worker_id, {})
         if settled.back:
-            return GoBack(self._generation, settled.target.step, wanted)
-        return FetchState(self._generation, settled.target, wanted)
+            return GoBack(self._generation, settled.target.step, wanted, pieces)
+        return FetchState(self._generation, settled.target, wanted, pieces)
 
     def _current(self) -> Plan:
         if self._plan is None:
@@ -414,15 +397,17 @@ class StepMachine:
             self._asked = None
             effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
         elif self._sound >= 0 or any(
-            stage in self._stages and donors[:1] != (mine,) for stage, donors in wanted.items()
+            stage in self._parts or (stage in self._stages and donors[:1] != (mine,))
+            for stage, donors in wanted.items()
         ):
-            # Another state of the same step: what was computed from one's own counts for nothing.
+            # Another state of the same step, or a repaired one: what was computed from one's own counts for nothing.
             self._held, self._gradient_step = set(), 0
             effects.append(Discard(event.position.step + 1))
         if event.position.step == 0:
             self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
         kept = self._stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
         self._stages = tuple(sorted({*kept, *self._current().stages_of(mine)}))
+        self._parts = {k: part for k, part in self._parts.items() if k not in self._stages}
         self._copied = True
         return effects + self._settle()
 
@@ -543,8 +528,9 @@ class StepMachine:
     def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
         if position.step != self._position.step:
-            self._held, self._gradient_step, self._rerun = set(), 0, None
-        self._unasked = None
+            self._held, self._parts, self._gradient_step, self._rerun = set(), {}, 0, None
+        if position != self._position:  # else what was decided before the application asked still answers it
+            self._unasked = None
         self._position, self._records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}
         proven = position.step if position.seq else position.step - 1
@@ -567,7 +553,7 @@ class StepMachine:
         """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
         self._sound = sound
         if self._position.step >= sound and self._phase is not Phase.UPDATING:  # that leads beyond it
-            self._stages, self._held, self._gradient_step = (), set(), 0
+            self._stages, self._parts, self._held, self._gradient_step = (), {}, set(), 0
 
     def _updated(self, event: Updated) -> list[StepEffect]:
         check(event.step == self._position.step, f"updated to {event.step}, decided {self._position.step}")

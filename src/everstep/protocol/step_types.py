@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 
 
@@ -40,6 +41,9 @@ class Holding:
     it does not have, at one of them at least. snapshots: (stage, step) of the states kept in its memory. disk: steps of
     the verified, complete checkpoints that it can read. sound: the newest step whose state counts, if it knows that
     later ones are tainted; else -1.
+
+    `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
+    kept_parts: of further snapshots, by (stage, step), the blocks that are there.
     """
 
     position: Key
@@ -52,6 +56,21 @@ class Holding:
     disk: tuple[int, ...] = ()
     gradient_stages: tuple[int, ...] = (0,)
     sound: int = -1
+    parts: Mapping[int, Extents] = field(default_factory=dict)
+    kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a stage is to be had in parts. missing: what a member lacks; the rest is its own. given: what donors have
+    of that, by donor; who is not named has all of it."""
+
+    missing: Extents
+    given: Mapping[int, Extents] = field(default_factory=dict)
+
+
+Piecewise = Mapping[int, Pieces]
+"""By stage, where not all of it comes from those that have all of it."""
 
 
 # ---- events
@@ -177,12 +196,23 @@ class Followed:
 class SnapshotsKept:
     """What this worker could go back to, all of it: replaces what was said before. Stated in the next settle.
 
-    snapshots: (stage, step) in its memory, of own stages or for other pools. disk: steps of the verified complete
-    checkpoints that it can read. Neither may name a step before its `Release` has been seen by whoever made it.
+    snapshots: (stage, step) in its memory, of own stages or for other pools; parts: of those that are not whole, the
+    blocks that are there. disk: steps of the verified complete checkpoints that it can read. None may name a step
+    before its `Release` has been seen by whoever made it.
     """
 
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
+    parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlocksLost:
+    """Blocks of a stage's present state are not there any more, or not to be trusted, and nothing has been computed
+    from what is there instead. This worker goes no further in this generation; the next settle repairs them."""
+
+    stage: int
+    extents: Extents
 
 
 StepEvent = (
@@ -200,6 +230,7 @@ StepEvent = (
     | StepAsked
     | Followed
     | SnapshotsKept
+    | BlocksLost
 )
 
 # ---- effects
@@ -321,6 +352,7 @@ class FetchState:
     generation: int
     position: Key
     donors: Mapping[int, tuple[int, ...]]
+    pieces: Piecewise = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -335,6 +367,7 @@ class GoBack:
     generation: int
     step: int
     sources: Mapping[int, tuple[int, ...]]
+    pieces: Piecewise = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from everstep.base.plan import WorkerKey
 from everstep.protocol.settling import sound_limit
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.effects import Effects
 from everstep.sim.exact import Corruption, Exact
-from everstep.sim.model import Job
+from everstep.sim.model import PLANES, Blocks, Job
 from everstep.sim.promise import require
 from everstep.sim.records import Records
 from everstep.sim.taint import Taint
@@ -71,10 +71,11 @@ class Checks:
             require(len(sums) == self.job.stages, "P1", f"step {key.step}: gradients differ or are missing")
             self.effects.commit(key.step)
 
-    def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> None:
+    def entered(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> None:
         """A worker goes on in a generation from the state of `step`, which it holds of these stages."""
         self.newest = max(self.newest, generation)
-        missing = set(self.records.plans[generation].stages_of(who.worker_id)) - set(held)
+        whole = {stage for stage, state in held.items() if None not in state}
+        missing = set(self.records.plans[generation].stages_of(who.worker_id)) - whole
         require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
         self.together(generation)
         if self.job.stages > 1:
@@ -108,13 +109,19 @@ class Checks:
                 for h in said.values()
             )
             pool = [s.worker_id for s in plan.pool(stage)]
-            return (
-                live or any((stage, at) in h.snapshots for h in said.values()) or all(at in said[i].disk for i in pool)
-            )
+            kept = any((stage, at) in h.snapshots for h in said.values())
+            return live or kept or all(at in said[i].disk for i in pool) or self._in_parts(said, at, stage)
 
         steps = range(1 + (self.job.steps if limit is None else limit))
         newest = max(at for at in steps if at == 0 or all(there(at, k) for k in range(plan.stages)))
         require(step == newest, "P2", f"{who} enters {generation} at step {step}; the newest in all is {newest}")
+
+    def _in_parts(self, said: Mapping[int, Holding], at: int, stage: int) -> bool:
+        """Whether what the members have of a stage at a step is together all of it."""
+        live = [h.parts[stage] for h in said.values() if h.position.step == at and stage in h.parts]
+        kept = [h.kept_parts[stage, at] for h in said.values() if (stage, at) in h.kept_parts]
+        blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
+        return len(blocks) == sum(n for _, n in PLANES)
 
     def together(self, generation: int) -> None:
         """Those who have entered a generation are at most one decision apart, whatever their stages."""

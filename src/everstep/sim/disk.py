@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from everstep.sim.model import Blocks
+
 
 class Disk:
     """Checkpoints, by step and stage. `hosts`: who sees the directory; everybody if None."""
@@ -11,7 +13,7 @@ class Disk:
     def __init__(self, stages: int, hosts: frozenset[str] | None) -> None:
         self.stages = stages
         self.hosts = hosts
-        self.parts: dict[int, dict[int, int]] = {}
+        self.parts: dict[int, dict[int, Blocks]] = {}
         self.damaged: set[int] = set()
         self._asking: dict[int, Callable[[], None]] = {}
 
@@ -19,7 +21,7 @@ class Disk:
         """Call `complete` when the parts of all stages are there."""
         self._asking = {step: complete}
 
-    def write(self, stage: int, step: int, state: int) -> None:
+    def write(self, stage: int, step: int, state: Blocks) -> None:
         """One stage's part is on disk; the last one completes the checkpoint."""
         self.parts.setdefault(step, {})[stage] = state
         self.damaged.discard(step)
@@ -37,7 +39,7 @@ class Disk:
         """The newest complete checkpoint cannot be read any more."""
         self.damaged.update(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages)[-1:])
 
-    def read(self, stage: int, step: int) -> int | None:
+    def read(self, stage: int, step: int) -> Blocks | None:
         """A stage's state, or None if the checkpoint turns out to be damaged: then it is set aside."""
         if step in self.damaged or step not in self.parts:
             self.parts.pop(step, None)

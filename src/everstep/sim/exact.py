@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.base.plan import WorkerKey
-from everstep.sim.model import Gradient, Job, undisturbed, update, wrong
+from everstep.sim.model import Blocks, Gradient, Job, merged, undisturbed, update, wrong
 from everstep.sim.promise import require
 
 
@@ -40,14 +40,15 @@ class Exact:
         self.job = job
         self.corruption = corruption
         self.states = undisturbed(job)
-        self.finals: list[dict[int, int]] = []
+        self.finals: list[dict[int, Blocks]] = []
 
-    def state(self, who: WorkerKey, step: int, stage: int, state: int) -> None:
-        """A worker's state of a stage is now that of `step`."""
-        right = 0 <= step <= self.job.steps and (wrong(state) or self.states[step][stage] == state)
+    def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
+        """A worker's state of a stage, every block that is there, is now that of `step`."""
+        known = 0 <= step <= self.job.steps
+        right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
         require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
 
-    def reduced(self, who: WorkerKey, step: int, stage: int, state: int, gradient: Gradient) -> None:
+    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: Gradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
         after = update(state, step, gradient)
         right = wrong(after) or after == self.states[step][stage]
@@ -61,16 +62,17 @@ class Exact:
         """An application is told that the state is that of `step`."""
         require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
 
-    def final(self, who: WorkerKey, step: int, states: Mapping[int, int]) -> None:
+    def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
         """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
         require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
         for stage, state in states.items():
             self.state(who, step, stage, state)
+            require(None not in state, "P1", f"{who} finished without blocks of stage {stage}")
             unnoticed = wrong(state) and not self.corruption.unnoticed
             require(not unnoticed, "P1", f"{who} finished with a wrong state of stage {stage}")
         self.finals.append(dict(states))
 
-    def saved(self, step: int, states: Mapping[int, int]) -> None:
+    def saved(self, step: int, states: Mapping[int, Blocks]) -> None:
         """A checkpoint that was asked for is on disk."""
         right = states.keys() == self.states[step].keys() and all(
             wrong(state) or state == self.states[step][stage] for stage, state in states.items()

@@ -33,7 +33,8 @@ _WEIGHTS = {
     "stop": 1,
 }
 _KINDS = tuple(_WEIGHTS)
-KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool"))
+_LOSSES = ("lose", "lose", "lose_all", "lose_kept")
+KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool", *dict.fromkeys(_LOSSES)))
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,19 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
             second = rng.choice(("settling", "fetching", "fetching", "computing", "updating"))
             faults.append(replace(draw_one(rng, at, second), kind=rng.choice(("kill", "kill", "pool", "freeze"))))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
+
+
+def draw_losses(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+    """Blocks that are lost, in every third schedule; often several at once, or into what follows."""
+    faults: list[Fault] = []
+    for _ in range(rng.choice((1, 1, 2, 4)) if rng.random() < 0.35 else 0):
+        one = draw_one(rng, rng.randint(20, horizon_ms))
+        faults.append(replace(one, kind=rng.choice(_LOSSES)))
+        if rng.random() < 0.5:
+            phase = rng.choice(("settling", "fetching", "fetching", "heal", "reducing"))
+            second = draw_one(rng, one.at_ms + rng.randint(0, 20), phase)
+            faults.append(replace(second, kind=rng.choice((*_LOSSES, "kill", "kill", "link"))))
+    return tuple(faults)
 
 
 def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:

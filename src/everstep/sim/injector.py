@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.sim.control import CONTROL_HOST, Control
 from everstep.sim.faults import Fault
+from everstep.sim.model import PLANES
 from everstep.sim.worker import SimWorker
 from everstep.sim.world import MS, SECOND
 
@@ -74,6 +76,19 @@ class Injector:
         """Two hosts cannot reach each other for a while."""
         self.world.cut(a, b)
         self.world.later(fault.for_ms * MS, self.world.mend, a, b)
+
+    def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
+        """Some blocks of a stage that it holds; whether it was the time for it. Late ones are no matter."""
+        life = target.life
+        if not life.alive or self.stopped:
+            return True
+        driver = life.driver
+        held = sorted(set(driver.machine.stages) & set(life.state.stages))
+        if not held or not driver.still or life.frozen_ns is not None or driver.position.step != life.state.at:
+            return False
+        self.world.log(life.name, "LOSES", held[pick % len(held)], mask)
+        target.lose(held[pick % len(held)], _blocks(mask))
+        return True
 
     def stop(self) -> None:
         """From here on nothing fails: what is cut, frozen or down comes back."""
@@ -168,6 +183,36 @@ def _flip(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
         site.checks.corruption.flip(target.me)
     elif not injector.stopped:
         injector.world.later(7 * MS, _flip, injector, fault, None)
+
+
+def _lose(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+    """Blocks of one worker's state, as soon as it may be noticed."""
+    target = injector.worker(fault, worker)
+    if target is not None and not injector.lose(target, fault.pick, 1 + fault.pick % 15):
+        injector.world.later(3 * MS, _lose, injector, fault, target)
+
+
+def _lose_all(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+    """Of all workers at once, of each another block: what is left is whole together, unless it is one alone."""
+    live = injector.control.live_workers()
+    if all(one.life.driver.still for one in live):
+        for n, one in enumerate(live):
+            injector.lose(one, fault.pick, 1 << (n + fault.pick) % 4)
+    elif not injector.stopped:
+        injector.world.later(MS, _lose_all, injector, fault, worker)
+
+
+def _lose_kept(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+    """Blocks of a snapshot in memory: of one worker, or of all."""
+    live = injector.control.live_workers()
+    for n, one in enumerate(live):
+        if one.holdings and (fault.same or n == fault.pick % len(live)):
+            mask = 1 << (n + fault.pick) % 4 if fault.same else 1 + fault.pick % 15
+            one.lose_kept(*one.holdings[-1], _blocks(mask))
+
+
+def _blocks(mask: int) -> Extents:
+    return Extents.numbered(PLANES, (k for k in range(4) if mask >> k & 1))
 
 
 # ---- the coordinator and hosts
@@ -298,4 +343,7 @@ _KINDS: dict[str, Callable[[Injector, Fault, SimWorker | None], None]] = {
     "scale": _scale,
     "drain": _drain,
     "stop": _stop,
+    "lose": _lose,
+    "lose_all": _lose_all,
+    "lose_kept": _lose_kept,
 }

@@ -22,7 +22,7 @@ from everstep.protocol.driver.operations import Compute
 from everstep.protocol.step_types import Discard, LaneDone
 from everstep.sim.life import Handlers, Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import Gradient, add, backward, forward, leaf
+from everstep.sim.model import Blocks, Gradient, add, backward, forward, leaf
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
@@ -199,14 +199,14 @@ class Lanes:
                 node = merge.into
         self.life.handle(LaneDone(operation.step, stage, lane))
 
-    def _forward(self, plan: Plan, step: int, stage: int, lane: int, state: int) -> None:
+    def _forward(self, plan: Plan, step: int, stage: int, lane: int, state: Blocks) -> None:
         value = forward(state, step, lane, self._came["forward", step, stage, lane])
         if stage + 1 == plan.stages:
             self._arrived("backward", step, stage, lane, value)
         else:
             self.mesh.send(plan.holder(stage + 1, lane), "lane", "forward", step, stage + 1, lane, value)
 
-    def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: int) -> None:
+    def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: Blocks) -> None:
         entering = self._came.pop(("forward", step, stage, lane))
         coming_back = self._came.pop(("backward", step, stage, lane))
         if stage > 0:

@@ -32,7 +32,9 @@ def nothing(effect: object) -> None:
 class Site:
     """What the workers of a simulation share."""
 
-    def __init__(self, world: World, checks: Checks, disk: Disk) -> None:
+    def __init__(self, world: World, checks: Checks, disk: Disk, donors: int = 1) -> None:
+        """donors: how many are asked for a state at once."""
+        self.donors = donors
         self.world = world
         self.checks = checks
         self.disk = disk
@@ -144,10 +146,11 @@ class Life(Process):
         self._answered(operation, "aborted")
         self.handle(do.Aborted(operation.op, accused, Why(Cause.LINK, reason)))
 
-    def tainted(self, operation: do.Operation, reason: str) -> None:
+    def tainted(self, operation: do.Operation, reason: str, torn: bool | None = None) -> None:
         """The operation came upon something that must not be used, now and then when it had loaded a part of it."""
         self._answered(operation, "tainted")
-        self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), self.world.rng.random() < 0.3))
+        torn = self.world.rng.random() < 0.3 if torn is None else torn
+        self.handle(do.Tainted(operation.op, Why(Cause.CORRUPT, reason), torn))
 
     def _answered(self, operation: do.Operation, how: str) -> None:
         self.operation = None

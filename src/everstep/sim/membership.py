@@ -6,7 +6,8 @@ from typing import Any
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Release
-from everstep.sim.copying import Donor, Follower
+from everstep.sim.copying import Donor
+from everstep.sim.following import Follower
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import Handlers, Life
 from everstep.sim.mesh import Mesh

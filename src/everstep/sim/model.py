@@ -6,6 +6,9 @@ stages, and what comes back down depends on it.
 
 The lowest bit of every value says whether it descends from one in which a bit has flipped, which is that one. So what
 is wrong for another reason is never taken for it.
+
+A stage's state is a few blocks in a few planes; what an update makes of one depends on all. One that is lost is None,
+and nothing can be computed from that.
 """
 
 from __future__ import annotations
@@ -13,12 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everstep.base.errors import check
+from everstep.base.extents import Extents
 from everstep.placement.tree import fold
 
 BLOCKS = 3
 INITIAL = 2
+PLANES = (("model", 2), ("exp_avg", 2))
 
 Gradient = tuple[int, ...]
+Blocks = tuple[int | None, ...]
+"""A stage's state, by number of the block."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +56,63 @@ def evaluates(job: Job, step: int) -> bool:
     return job.stages > 1 and job.gathers(step) > 0 and step % 2 == 0
 
 
-def initial(stage: int) -> int:
+def initial(stage: int) -> Blocks:
     """The state of a stage that nobody has trained yet."""
-    return INITIAL + 2 * stage
+    return tuple(INITIAL + 2 * stage + 100 * block for block in range(sum(n for _, n in PLANES)))
 
 
-def flipped(state: int) -> int:
+def flipped(state: Blocks) -> Blocks:
     """The state after its bit has flipped."""
-    return state | 1
+    return tuple(block if block is None else block | 1 for block in state)
 
 
-def wrong(value: int) -> bool:
+def wrong(value: int | Blocks) -> bool:
     """Whether it descends from a flipped bit."""
-    return bool(value & 1)
+    return any((block or 0) & 1 for block in ((value,) if isinstance(value, int) else value))
 
 
-def forward(state: int, step: int, lane: int, entering: int) -> int:
+def present(state: Blocks) -> Extents:
+    """The blocks that are there."""
+    return Extents.numbered(PLANES, (k for k, block in enumerate(state) if block is not None))
+
+
+def without(state: Blocks, lost: Extents) -> Blocks:
+    """The same, but for these blocks."""
+    gone = {k for lo, hi in lost.spans(PLANES) for k in range(lo, hi)}
+    return tuple(None if k in gone else block for k, block in enumerate(state))
+
+
+def merged(first: Blocks, second: Blocks) -> Blocks:
+    """What either has."""
+    return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
+
+
+NOTHING: Blocks = (None,) * sum(n for _, n in PLANES)
+
+
+def digest(state: Blocks) -> int:
+    """Of all blocks; says like them whether it is wrong."""
+    return hash(state) & -2 | _bit(state)
+
+
+def _bit(state: Blocks) -> int:
+    check(None not in state, f"nothing is computed from a state that lacks blocks: {state}")
+    return int(wrong(state))
+
+
+def forward(state: Blocks, step: int, lane: int, entering: int) -> int:
     """What a stage hands to the next one."""
-    return hash((state, step, lane, entering, 5)) & -2 | (state | entering) & 1
+    return hash((state, step, lane, entering, 5)) & -2 | (_bit(state) | entering) & 1
 
 
-def backward(state: int, step: int, lane: int, entering: int, coming_back: int) -> int:
+def backward(state: Blocks, step: int, lane: int, entering: int, coming_back: int) -> int:
     """What a stage hands to the one before."""
-    return hash((state, step, lane, entering, coming_back, 7)) & -2 | (state | entering | coming_back) & 1
+    return hash((state, step, lane, entering, coming_back, 7)) & -2 | (_bit(state) | entering | coming_back) & 1
 
 
-def leaf(state: int, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> Gradient:
+def leaf(state: Blocks, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> Gradient:
     """The gradient of one lane at one stage, one value per block."""
-    bit = (state | entering | coming_back) & 1
+    bit = (_bit(state) | entering | coming_back) & 1
     return tuple(hash((state, step, lane, block, entering, coming_back)) & -2 | bit for block in range(BLOCKS))
 
 
@@ -84,13 +121,15 @@ def add(left: int, right: int) -> int:
     return hash((left, right, 17)) & -2 | (left | right) & 1
 
 
-def update(state: int, step: int, gradient: Gradient) -> int:
+def update(state: Blocks, step: int, gradient: Gradient) -> Blocks:
     """The state of a stage after the step."""
     first, second, third = gradient
-    return hash((state, step, *gradient)) & -2 | (state | first | second | third) & 1
+    bit = (_bit(state) | first | second | third) & 1
+    made = hash((state, step, *gradient))
+    return tuple(hash((made, block)) & -2 | bit for block in range(len(state)))
 
 
-def whole_lane(states: Mapping[int, int], step: int, lane: int) -> dict[int, Gradient]:
+def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, Gradient]:
     """One lane through all stages: its gradient at each."""
     stages = len(states)
     if stages == 1:
@@ -105,7 +144,7 @@ def whole_lane(states: Mapping[int, int], step: int, lane: int) -> dict[int, Gra
     return leaves
 
 
-def undisturbed(job: Job) -> list[dict[int, int]]:
+def undisturbed(job: Job) -> list[dict[int, Blocks]]:
     """The state of every stage after each step, as one worker computes it that nothing ever happens to."""
     states = [{stage: initial(stage) for stage in range(job.stages)}]
     for step in range(1, job.steps + 1):

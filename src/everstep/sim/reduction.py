@@ -12,7 +12,7 @@ from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSect
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import Handlers, Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, Gradient, add
+from everstep.sim.model import BLOCKS, Gradient, add, digest
 from everstep.sim.records import Vote
 
 _USE = 0xFFFFFFFF
@@ -92,7 +92,7 @@ class Reduction:
             me,
             tuple(k * plan.lanes + lane for k, lanes in mine.items() for lane in lanes),
             tuple((k, hash(gradient)) for k, gradient in sorted(gradients.items())),
-            tuple((k, self.life.state.stages[k]) for k in sorted(gradients)),
+            tuple((k, self._state(k)) for k in sorted(gradients)),
         )
         sections = []
         for k, lanes in mine.items():
@@ -104,7 +104,12 @@ class Reduction:
     def _digest(self, step: int, stage: int) -> str:
         """Of the state before the step, if a comparison is due."""
         every = self.life.driver.config.verify_every
-        return format(self.life.state.stages[stage], "x") if every and step % every == 0 else ""
+        return format(self._state(stage), "x") if every and step % every == 0 else ""
+
+    def _state(self, stage: int) -> int:
+        """As it is told; of one that lacks blocks nobody will hear."""
+        state = self.life.state.stages[stage]
+        return 0 if None in state else digest(state)
 
     def _owes(self, operation: do.Reduce, worker_id: int) -> bool:
         step = operation.step

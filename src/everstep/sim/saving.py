@@ -5,6 +5,7 @@ from __future__ import annotations
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
 from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.model import Blocks
 from everstep.sim.world import MS
 
 _GRACE_NS = 500 * MS
@@ -38,7 +39,7 @@ class Saver:
                 took = life.world.between(MS, 60 * MS)
                 life.later(took, self._written, effect.plan.generation, stage, number, life.state.stages[stage])
 
-    def _written(self, generation: int, stage: int, number: int, state: int) -> None:
+    def _written(self, generation: int, stage: int, number: int, state: Blocks) -> None:
         """What is not complete when its generation ends, or when it is condemned, is abandoned."""
         driver = self.life.driver
         sound = driver.machine.sound

@@ -34,7 +34,7 @@ from everstep.sim.control import (
 )
 from everstep.sim.disk import Disk
 from everstep.sim.exact import Corruption
-from everstep.sim.faults import Fault, draw, draw_one, draw_split
+from everstep.sim.faults import Fault, draw, draw_losses, draw_one, draw_split
 from everstep.sim.injector import Injector
 from everstep.sim.life import Life, Site
 from everstep.sim.model import INITIAL, Job, wrong
@@ -70,6 +70,13 @@ class Setup:
     save_ms: int = 0  # how long the last checkpoint of a worker that has raised may take; 0: none is taken
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
+    donors: int = 1  # how many are asked for a state at once
+
+    def with_losses(self, seed: int, horizon_ms: int) -> Setup:
+        """The same; now and then blocks are lost, or several donors are asked at once."""
+        rng = Random(f"blocks {seed}")
+        faults = (*self.faults, *draw_losses(rng, horizon_ms))
+        return replace(self, donors=rng.choice((1, 1, 2, 3)), faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
 
     def with_state_of(self, size: int) -> Setup:
         """The same, with workers whose state has so many bytes."""
@@ -93,6 +100,7 @@ class Setup:
     def __str__(self) -> str:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
+        compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
             f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
@@ -117,7 +125,7 @@ def set_up(seed: int) -> Setup:
         rewindable=rng.random() < 0.5,
         save_ms=rng.choice((0, 300)),
     )
-    return chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng)
+    return chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -141,7 +149,7 @@ def set_up_split(seed: int) -> Setup:
         lasting_ms=rng.choice((30_000, 0, 50)),
         save_ms=rng.choice((0, 300)),
     )
-    return chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng)
+    return chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ class Simulation:
         self.make_coordinator = make_coordinator or _production_coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
-        site = Site(self.world, self.checks, Disk(setup.job.stages, seeing))
+        site = Site(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
         numbers = range(setup.workers + setup.spares)
         slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
         self.control = Control(site, slots, self._coordinator, self._driver)
@@ -264,7 +272,8 @@ class Simulation:
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
         found = {}
         for w in live:
-            held, stages = w.driver.machine.holding(), [k for k, state in w.state.stages.items() if not wrong(state)]
+            right = [k for k, state in w.state.stages.items() if not wrong(state) and None not in state]
+            held, stages = w.driver.machine.holding(), right
             found[w.me] = {(w.state.at, k) for k in stages}
             if held.gradient_step in tops:
                 found[w.me] |= {(held.gradient_step, k) for k in held.gradient_stages if k in stages}

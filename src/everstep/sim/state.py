@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver.operations import Gathers
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Gradient, Job, flipped, initial, update
+from everstep.sim.model import Blocks, Gradient, Job, flipped, initial, update, without
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Copy:
 
     position: Key
     records: Mapping[int, Record]
-    states: Mapping[int, int]
+    states: Mapping[int, Blocks]
     effects: tuple[tuple[int, int], ...] = ()
     gathers: Gathers = field(default_factory=dict)
 
@@ -45,9 +46,15 @@ class State:
         """A bit of a stage's state flips."""
         self.stages[stage] = flipped(self.stages[stage])
 
+    def lose(self, stage: int, lost: Extents) -> None:
+        """Blocks of a stage are gone."""
+        self.stages[stage] = without(self.stages[stage], lost)
+
     def reduced(self, step: int, gradients: dict[int, Gradient]) -> None:
         """The gradient of a step is complete, for all own stages."""
         for stage, gradient in gradients.items():
+            if None in self.stages[stage]:
+                continue
             self.checks.exact.reduced(self.me, step, stage, self.stages[stage], gradient)
         self.gradients = (step, gradients)
 

@@ -8,7 +8,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Record
 from everstep.sim.exact import Corruption
-from everstep.sim.model import wrong
+from everstep.sim.model import Blocks, wrong
 from everstep.sim.promise import require
 from everstep.sim.records import Records
 
@@ -45,7 +45,7 @@ class Taint:
         require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
         self.corruption.found_by.add(who)
 
-    def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, int]) -> bool:
+    def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
         """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
         member has, nobody goes on from anything that is wrong."""
         sound = sound_limit(self.records.holdings.get(generation, {}))

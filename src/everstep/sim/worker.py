@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import get_args
 
+from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.step_types import BlocksLost
 from everstep.sim.client import FindServer
-from everstep.sim.copying import Donor, Fetcher, Follower
+from everstep.sim.copying import Donor
+from everstep.sim.fetching import Fetcher
+from everstep.sim.following import Follower
 from everstep.sim.keep import Memory
 from everstep.sim.lanes import Lanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, Site
@@ -19,12 +23,14 @@ from everstep.sim.membership import Decisions, Membership
 from everstep.sim.mesh import Mesh
 from everstep.sim.reduction import Reduction
 from everstep.sim.saving import Saver
+from everstep.sim.taking import KNOWN as COPIES
 from everstep.sim.ties import Ties
 from everstep.sim.world import MS, Connection
 
 KNOWN = (
     *(("operations", f"{kind.__name__} done") for kind in do.Operation.__subclasses__()),
     *(("effects", kind.__name__) for kind in get_args(do.Effect) if kind is not do.Operation),
+    *COPIES,
 )
 """What a driver may say, as `World.seen` counts it."""
 
@@ -44,6 +50,7 @@ class SimWorker:
         parts = (mesh, lanes, memory, donor, fetcher, follower, reduction, Saver(life), self.ties, self.loop, *both)
         for part in parts:
             life.install(part.handlers())
+        self._memory, self._donor = memory, donor
         self._users = (self.ties, mesh, donor, fetcher, follower)
         life.world.log(life.name, "STARTED", f"pid {life.pid} on {life.host}")
         life.later(life.world.between(5 * MS, 40 * MS), self.ties.connect, self.loop.begin)
@@ -52,6 +59,22 @@ class SimWorker:
     def can_flip(self) -> bool:
         """Whether it is a member between two updates."""
         return self.life.driver.machine.settled and not isinstance(self.life.operation, UNINTERRUPTED)
+
+    @property
+    def holdings(self) -> list[tuple[int, int]]:
+        """(stage, step) of the whole snapshots in its memory."""
+        return sorted(key for key, value in self._memory.kept.items() if None not in value)
+
+    def lose(self, stage: int, lost: Extents) -> None:
+        """Blocks of a stage's state are gone, and it has noticed."""
+        life = self.life
+        life.state.lose(stage, lost)
+        self._donor.lose(stage, lost)
+        life.handle(BlocksLost(stage, lost))
+
+    def lose_kept(self, stage: int, step: int, lost: Extents) -> None:
+        """Blocks of a snapshot are gone, and it has noticed."""
+        self._memory.lose(stage, step, lost)
 
     def uses(self, connection: Connection) -> bool:
         """Whether something may still be sent or expected here."""

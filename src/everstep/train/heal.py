@@ -16,12 +16,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, check
+from everstep.base.extents import WHOLE, Coded, Extents
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
@@ -31,6 +32,7 @@ from everstep.exact.ties import Place
 from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.train.blocks import Readable, StageState, serve_blocks
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +40,12 @@ MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
 
 
-class Readable(Protocol):
-    """A snapshot, whoever made it."""
-
-    @property
-    def n_blocks(self) -> int: ...
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def manifest(self) -> dict[str, Any]: ...
-
-    def read_block(self, index: int) -> memoryview: ...
-
-
 @dataclass(frozen=True)
 class Offer:
     """Snapshots on offer, by stage: state and records at `position`, with the gathers of that step.
 
     application: the state of the user's loop right after the update, where the snapshots may have a later one; empty if
-    the loop has none.
+    the loop has none. parts: of snapshots that are not whole, what is there.
     """
 
     position: Key
@@ -64,6 +53,7 @@ class Offer:
     gathers: Mapping[Key, Mapping[int, Record]]
     snapshots: Mapping[int, Readable]
     application: bytes = b""
+    parts: Mapping[int, Extents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,9 +66,11 @@ class Gradient:
 
 @dataclass
 class Feed:
-    """One joiner being followed, in some stages: `items` are (step, message header, parts)."""
+    """One joiner being followed, in some stages: `items` are (step, message header, parts). follows: it is fed; else it
+    takes blocks of what is offered, and follows another."""
 
     stages: tuple[int, ...]
+    follows: bool = True
     offer: Offer | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     items: queue.SimpleQueue[tuple[int, dict[str, Any], list[Any]]] = field(default_factory=queue.SimpleQueue)
@@ -108,8 +100,10 @@ class Donor:
         self,
         asked: Callable[[], None] = lambda: None,
         others: Mapping[str, Callable[[PeerConnection, dict[str, Any]], None]] | None = None,
+        doubt: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
-        """asked: called, in a handler thread, when somebody wants to follow."""
+        """asked: called, in a handler thread, when somebody wants to follow. doubt: likewise, for a stage and a step,
+        when blocks came damaged to somebody."""
         self._told_asked = asked
         self._lock = threading.Lock()
         self._asked: list[Feed] = []
@@ -117,6 +111,7 @@ class Donor:
         self._settled: dict[int, Offer] = {}
         self._settled_changed = threading.Condition(self._lock)
         self._others = dict(others or {})
+        self._doubt = doubt
 
     # ---- training thread
 
@@ -147,7 +142,7 @@ class Donor:
         """
         with self._lock:
             self._feeds = [f for f in self._feeds if not f.closed]
-            feeds = list(self._feeds)
+            feeds = [f for f in self._feeds if f.follows]
         if not feeds:
             return
         common = [encode_records(records), application()]
@@ -193,21 +188,33 @@ class Donor:
         """One joiner's connection, from request to end."""
         kind = str(request.get("kind"))
         if kind == "settle":
-            self._serve_settled(connection, int(request["generation"]), request.get("stages", [0]))
+            self._serve_settled(connection, request)
         elif kind == "heal":
-            self._serve_heal(connection, tuple(request.get("stages", [0])))
+            self._serve_heal(connection, request)
         elif kind in self._others:
             self._others[kind](connection, request)
 
-    def _serve_settled(self, connection: PeerConnection, generation: int, stages: Sequence[int]) -> None:
+    def _serve_settled(self, connection: PeerConnection, request: dict[str, Any]) -> None:
+        generation, stages = int(request["generation"]), request.get("stages", [0])
         with self._settled_changed:
             self._settled_changed.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
             offer = self._settled.get(generation)
-        if offer is not None and set(stages) <= set(offer.snapshots):
+        if offer is None or not set(stages) <= set(offer.snapshots):
+            return
+        if request.get("ranges"):
+            self._serve_ranges(connection, offer, request)
+        elif not set(stages) & set(offer.parts):
             send_offer(connection, offer, stages)
 
-    def _serve_heal(self, connection: PeerConnection, stages: tuple[int, ...]) -> None:
-        feed = Feed(stages)
+    def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
+        """What is asked for, block by block."""
+        connection.send_json(_header(offer, request.get("stages", [0]), request["ranges"] == "first"))
+        step = offer.position.step
+        serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
+
+    def _serve_heal(self, connection: PeerConnection, request: dict[str, Any]) -> None:
+        stages, ranges = tuple(request.get("stages", [0])), request.get("ranges")
+        feed = Feed(stages, follows=ranges != "more")
         with self._lock:
             self._asked.append(feed)
         self._told_asked()
@@ -216,9 +223,13 @@ class Donor:
                 return
             if not set(stages) <= set(feed.offer.snapshots):
                 return
-            send_offer(connection, feed.offer, stages)
+            if ranges:
+                self._serve_ranges(connection, feed.offer, request)
+            else:
+                send_offer(connection, feed.offer, stages)
             feed.sent()
-            self._stream(connection, feed)
+            if feed.follows:
+                self._stream(connection, feed)
         except (EverstepError, OSError) as error:
             log.debug("the joiner left: %s", error)  # it went away, or became a member: nothing is owed to it
         finally:
@@ -243,36 +254,29 @@ class Donor:
 
 def send_offer(connection: PeerConnection, offer: Offer, stages: Sequence[int]) -> None:
     """Manifests and records first, then the blocks in order, stage after stage."""
-    gathers = {f"{k.step},{k.seq}": encode_records(v).hex() for k, v in offer.gathers.items()}
-    connection.send_json(
-        {
-            "position": list(offer.position),
-            "records": encode_records(offer.records).hex(),
-            "gathers": gathers,
-            "application": offer.application.hex(),
-            "manifests": [offer.snapshots[k].manifest() for k in stages],
-        }
-    )
+    connection.send_json(_header(offer, stages, manifests=True))
     for k in stages:
         send_blocks(connection, offer.snapshots[k])
+
+
+def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, Any]:
+    """manifests: else whoever takes only blocks has them of another donor."""
+    gathers = {f"{k.step},{k.seq}": encode_records(v).hex() for k, v in offer.gathers.items()}
+    header = {
+        "position": list(offer.position),
+        "records": encode_records(offer.records).hex(),
+        "gathers": gathers,
+        "application": offer.application.hex(),
+        "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],
+    }
+    parts = {str(k): offer.parts[k].encoded() for k in stages if k in offer.parts}
+    return {**header, "parts": parts} if parts else header
 
 
 def send_blocks(connection: PeerConnection, snapshot: Readable) -> None:
     """All blocks of a snapshot, in order."""
     for index in range(snapshot.n_blocks):
         connection.send_bytes([snapshot.read_block(index)])
-
-
-@dataclass(frozen=True)
-class StageState:
-    """One stage's state as it arrived; hashes are checked when it is loaded."""
-
-    manifest: dict[str, Any]
-    blocks: list[memoryview]
-
-    def load_into(self, state: ModelState) -> None:
-        """Raises: CheckpointCorrupt if it was altered."""
-        state.load(self.manifest, lambda i: self.blocks[i])
 
 
 @dataclass(frozen=True)
@@ -307,11 +311,22 @@ def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Calla
         k: StageState(manifest, receive_blocks(connection, manifest, tick))
         for k, manifest in zip(stages, header["manifests"], strict=True)
     }
+    return offered(header, states)
+
+
+def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> Received:
+    """What a donor has told, with the states that came."""
     gathers = {
         Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text)) for name, text in header["gathers"].items()
     }
     records = decode_records(bytes.fromhex(header["records"]))
     return Received(Key(*header["position"]), records, gathers, states, bytes.fromhex(header["application"]))
+
+
+def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:
+    """What a donor says that it has of these stages."""
+    parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
+    return {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
 
 
 # ---- steps on the wire

@@ -12,11 +12,15 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
+from everstep.base.extents import Extents
 from everstep.base.plan import Member
 from everstep.checkpoint.vault import Copy, Kept, Vault
+from everstep.exact.digest import digest_bytes
+from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
 from everstep.protocol.driver.records import decode_records, encode_records
+from everstep.protocol.step_types import Record
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train.view import WorkerView
 
@@ -32,7 +36,7 @@ class Keeper:
         self._note = note
         self._vault = Vault(view.config.checkpoint.memory)
         self._copying: list[Snapshot] = []
-        self._told: tuple[tuple[int, int], ...] = ()
+        self._told: InMemory = InMemory(())
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -73,10 +77,13 @@ class Keeper:
 
     def state(self) -> None:
         """Have the driver know what is there and whole by now, if that is something new."""
-        kept = self._vault.kept()
-        if kept != self._told:
-            self._told = kept
-            self._note(InMemory(kept))
+        now = self._in_memory()
+        if now != self._told:
+            self._told = now
+            self._note(now)
+
+    def _in_memory(self, records: Mapping[int, Mapping[int, Record]] | None = None) -> InMemory:
+        return InMemory(self._vault.kept(), records or {}, self._vault.parts())
 
     def retire(self, effect: RetireKept) -> None:
         """All stages have a snapshot of this step: what is older may go."""
@@ -87,9 +94,27 @@ class Keeper:
         self._vault.forget(effect.after)
 
     def at(self, step: int) -> Mapping[int, Kept]:
-        """All that is kept here of a step, by stage."""
+        """All that is kept whole here of a step, by stage."""
         found = {k: self._vault.get(k, s) for k, s in self._vault.kept() if s == step}
         return {k: snapshot for k, snapshot in found.items() if snapshot is not None}
+
+    def parts_at(self, step: int) -> dict[int, tuple[Kept, Extents]]:
+        """What is kept in part, by stage, and the blocks that are there."""
+        found = {k: self._vault.part(k, s) for k, s in self._vault.parts() if s == step}
+        return {k: part for k, part in found.items() if part is not None}
+
+    def check(self, stage: int, step: int) -> None:
+        """From any thread: let blocks of a snapshot that are not what they were count no more, and say so."""
+        snapshot = self._vault.get(stage, step)
+        if snapshot is None:
+            return
+        manifest = snapshot.manifest()
+        pairs = enumerate(manifest["blocks"])
+        rotten = [n for n, digest in pairs if digest_bytes(snapshot.read_block(n)) != digest]
+        if rotten:
+            log.warning("blocks %s of the snapshot of stage %d at step %d have changed", rotten, stage, step)
+            self._vault.lose(stage, step, Extents.numbered(sizes_of(manifest), rotten))
+            self._note(self._in_memory())
 
     def close(self) -> None:
         """Give the memory back."""
@@ -135,6 +160,8 @@ class Keeper:
         except CheckpointCorrupt as error:
             log.warning("a snapshot for keeping came damaged: %s", error)
             return
-        if self._vault.get(stage, number) is None and self._vault.put(stage, number, copy):
-            self._note(InMemory(self._vault.kept(), {number: decode_records(bytes.fromhex(request["records"]))}))
+        if not copy.there.whole:
+            log.warning("of a snapshot for keeping only %s came undamaged", copy.there)
+        if self._vault.get(stage, number) is None and self._vault.put(stage, number, copy, copy.there):
+            self._note(self._in_memory({number: decode_records(bytes.fromhex(request["records"]))}))
         connection.send_json({"kind": "kept"})

@@ -74,7 +74,7 @@ class Session:
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
         keeper, finisher = Keeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
-        donor = Donor(lambda: executor.note(do.FollowerAsked()), others)
+        donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
         updates = Updates(view, transport, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         lanes = Lanes(view, transport, restorer, dataset, collate, device, executor.lane_done)

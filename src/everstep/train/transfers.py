@@ -9,19 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.plan import Member
+from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.checkpoint.checkpointer import Restored
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude, stages_in
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
-from everstep.train.heal import Donor, Offer, Received, StageState
+from everstep.train.blocks import Assembly, BlocksDamaged, Held, Layers, Readable, StageState
+from everstep.train.executor import Unusable
+from everstep.train.heal import Donor, Offer, Received
 from everstep.train.keeping import Keeper
 from everstep.train.replica import StageReplica
 from everstep.train.restoring import Restorer
 from everstep.train.saving import LOOP, PAST, LoopState
+from everstep.train.taking import Taker
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
@@ -41,6 +45,7 @@ class Transfers:
         self._keeper = keeper
         self._restorer = restorer
         self._loop = loop
+        self._taker = Taker(view, self._own)
         self._feeds: list[_Feed] = []
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -66,9 +71,17 @@ class Transfers:
         position = effect.position
         offer = Offer(position, effect.records, {}, {})
         if effect.live:
-            offer = self._live(position, effect.records, effect.gathers, effect.stages)
-        snapshots = {**self._keeper.at(position.step), **offer.snapshots}
-        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots))
+            offer = self._live(position, effect.records, effect.gathers, (*effect.stages, *effect.parts))
+        whole = {k: s for k, s in offer.snapshots.items() if k not in effect.parts}
+        snapshots: dict[int, Readable] = {**self._keeper.at(position.step), **whole}
+        kept = self._keeper.parts_at(position.step)
+        parts: dict[int, Extents] = {}
+        for stage in {*effect.parts, *kept} - set(snapshots):
+            layers = [(offer.snapshots[stage], effect.parts[stage])] if stage in effect.parts else []
+            layers += [kept[stage]] if stage in kept else []
+            snapshots[stage], parts[stage] = Layers(layers), union(there for _, there in layers)
+        parts = {stage: there for stage, there in parts.items() if not there.whole}
+        self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots, parts=parts))
 
     def unshelve(self, effect: do.Unshelve) -> None:
         """Whoever had to fetch the state has it."""
@@ -90,7 +103,7 @@ class Transfers:
         stages: Sequence[int],
     ) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
-        snapshots: dict[int, heal.Readable] = {}
+        snapshots: dict[int, Readable] = {}
         for stage in stages:
             replica = self._view.stages[stage]
             replica.settle_buffers()
@@ -105,7 +118,7 @@ class Transfers:
         """Raises: CollectiveAborted if the generation ends, or no donor gives the state."""
         view, position = self._view, operation.position
         view.phase("heal", position.step, operation.plan)
-        received = self._copy(operation, operation.sources)
+        received = self._taker.settle(operation.plan, position.step, operation.sources, operation.pieces)
         check(all(r.position == position for r in received), f"the donors are not at {position}")
         self._updates.stand_still()
         if position != view.driver.position:
@@ -118,22 +131,35 @@ class Transfers:
             self._arrive(received[0])
         return do.Copied(received[0].records, received[0].gathers)
 
-    def _copy(self, operation: do.Fetch | do.Restore, sources: Mapping[int, tuple[int, ...]]) -> list[Received]:
-        """All that is wanted, in memory: nothing is changed before all of it is there."""
-        view, plan, received = self._view, operation.plan, []
-        for ids, stages in heal.by_donors(sources).items():
-            request = {"kind": "settle", "generation": plan.generation, "stages": stages}
-            try:
-                connection = heal.connect_first([plan.member(d) for d in ids], view.link.token, request)
-                with view.cutter.guarded(connection, plan.generation):
-                    while not heal.readable(connection, _SLICE_S):
-                        view.tick()
-                    received.append(heal.receive_offer(connection, stages, view.tick))
-            except (EverstepError, OSError) as error:
-                if view.cutter.over(plan.generation):
-                    raise CollectiveAborted("a newer plan has come") from error
-                raise heal.unreachable(error, ids) from error
-        return received
+    def _own(self, stage: int, step: int) -> list[Held]:
+        """What is here of a stage at a step, live or kept, damaged or not."""
+        view = self._view
+        found: list[Held] = []
+        if view.step == step and stage in view.stages:
+            replica = view.stages[stage]
+            replica.settle_buffers()
+            snapshot = replica.state.clone_snapshot()
+            snapshot.start()
+            snapshot.wait()
+            machine = view.driver.machine
+            found.append((snapshot, machine.parts.get(stage, WHOLE)))
+        whole, parts = self._keeper.at(step), self._keeper.parts_at(step)
+        kept = (whole[stage], WHOLE) if stage in whole else parts.get(stage)
+        return found if kept is None else [*found, kept]
+
+    def _kept(self, stage: int, step: int) -> StageState:
+        """What was stated as being in this worker's memory, checked. Raises: Unusable if it is not whole any more."""
+        whole = self._keeper.at(step)
+        own = [(whole[stage], WHOLE)] if stage in whole else self._own(stage, step)
+        check(bool(own), f"stage {stage} of step {step} was stated as kept")
+        assembly = Assembly({stage: own[-1][0].manifest()}, self._view.tick, 1)
+        assembly.want(stage, NONE, own)
+        try:
+            return assembly.take([], 0)[stage]
+        except BlocksDamaged:
+            self._keeper.check(stage, step)
+            why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
+            raise Unusable(why, torn=False) from None
 
     def _load(self, offer: Received) -> None:
         for stage, state in offer.states.items():
@@ -165,8 +191,10 @@ class Transfers:
         view, number, me = self._view, operation.step, self._view.me
         sources = operation.sources
         view.phase("heal", number, operation.plan)
-        received = self._copy(operation, {k: ids for k, ids in sources.items() if ids and ids[0] != me})
-        own = self._keeper.at(number)
+        others = {k: ids for k, ids in sources.items() if ids and ids[0] != me}
+        received = self._taker.settle(operation.plan, number, others, operation.pieces)
+        mine = [k for k, ids in sources.items() if ids and ids[0] == me and k not in operation.stands]
+        own = {k: self._kept(k, number) for k in mine}
         records = operation.own or next((r.records for r in received if r.records), {})
         self._updates.stand_still()
         restored = None
@@ -180,8 +208,7 @@ class Transfers:
                 if not number:
                     view.stages.rebuild(stage)
             elif ids[0] == me and stage not in operation.stands:
-                check(stage in own, f"stage {stage} of step {number} was stated as kept")
-                self._load_stage(view.stages[stage], _in_memory(own[stage]))
+                self._load_stage(view.stages[stage], own[stage])
             else:
                 view.stages[stage].abandon()
         for offer in received:
@@ -211,25 +238,16 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
+        asked = []
         for donors, wanted in operation.groups:
-            request = {"kind": "heal", "worker": str(view.link.me), "stages": list(wanted)}
-            self._feeds.append(_Feed(self._connect(donors, request, operation.generation), wanted))
-        for feed in self._feeds:
+            asked.append(self._taker.ask(operation.generation, donors, wanted))
+            self._feeds.append(_Feed(asked[-1].connection, wanted))
+        for feed, one in zip(self._feeds, asked, strict=True):
             try:
-                while not heal.readable(feed.connection, _SLICE_S):
-                    view.tick()
-                feed.take(heal.receive_offer(feed.connection, feed.stages, view.tick))
+                feed.take(self._taker.offered(one))
             except (EverstepError, OSError) as error:
                 raise CollectiveAborted(str(error)) from error
         return tuple(feed.offered.position for feed in self._feeds)
-
-    def _connect(self, donors: Sequence[Member], request: dict[str, Any], generation: int) -> PeerConnection:
-        try:
-            connection = heal.connect_first(donors, self._view.link.token, request)
-        except (EverstepError, OSError) as error:
-            raise CollectiveAborted(str(error)) from error
-        self._view.cutter.guard(connection, generation)
-        return connection
 
     def watch(self, operation: do.Watch) -> list[do.Seen]:
         """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
@@ -302,7 +320,3 @@ class _Feed:
         """Raises: InvariantViolation before it came."""
         check(self._offer is not None, "nothing was offered yet")
         return self._offer  # type: ignore[return-value]
-
-
-def _in_memory(snapshot: heal.Readable) -> StageState:
-    return StageState(snapshot.manifest(), [snapshot.read_block(i) for i in range(snapshot.n_blocks)])

@@ -7,8 +7,10 @@ import pytest
 from checkpoint_saving import advance, make_state
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
+from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.vault import Copy, Vault
 from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
 
@@ -78,7 +80,32 @@ def test_a_peer_gets_a_verified_copy() -> None:
     assert held.put(0, 5, copy) and held.kept() == ((0, 5),)
     bad = [bytes(copy.read_block(k)) for k in range(copy.n_blocks)]
     bad[2] = bad[2][:-1] + bytes([bad[2][-1] ^ 1])
-    with pytest.raises(CheckpointCorrupt, match="block 2 of the snapshot"):
-        Copy(manifest, bad)
-    with pytest.raises(CheckpointCorrupt, match="1 of"):
-        Copy(manifest, bad[:1])
+    part = Copy(manifest, bad)
+    of = sizes_of(manifest)
+    assert Extents.numbered(of, [2]) == WHOLE - part.there and part.n_blocks == copy.n_blocks
+    assert Copy(manifest, bad[:1]).there == Extents.numbered(of, [0])
+    with pytest.raises(CheckpointCorrupt, match="none of the"):
+        Copy(manifest, [bad[2]])
+    with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
+        Copy({**manifest, "blocks": manifest["blocks"][1:]}, bad)
+
+
+def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
+    state, vault = make_state(1), Vault(MemoryTierConfig())
+    made = snapshot(state)
+    of = sizes_of(made.manifest())
+    blocks = [bytes(made.read_block(k)) for k in range(made.n_blocks)]
+    blocks[1] = bytes(len(blocks[1]))
+    came = Copy(made.manifest(), blocks)
+    assert vault.put(0, 5, came, came.there)
+    left = WHOLE - Extents.numbered(of, [1])
+    assert vault.kept() == () and vault.get(0, 5) is None
+    assert vault.parts() == {(0, 5): left} and vault.part(0, 5) == (came, left)
+    assert vault.put(0, 6, made) and vault.part(0, 6) is None
+    vault.lose(0, 6, Extents.numbered(of, [0, 2]))
+    assert vault.kept() == () and vault.parts()[0, 6] == WHOLE - Extents.numbered(of, [0, 2])
+    vault.lose(0, 6, WHOLE)
+    assert (0, 6) not in vault.parts() and vault.part(0, 6) is None
+    vault.forget(5)
+    assert vault.parts() == {(0, 5): left}
+    assert vault.put(0, 6, snapshot(state)) and vault.kept() == ((0, 6),), "what was lost is of the one before"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from everstep.base.extents import WHOLE, Extents, Run
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.settling import settle
-from everstep.protocol.step_types import Holding, Key, Record
+from everstep.protocol.step_types import Holding, Key, Pieces, Record
 
 RECORDS = {9: Record(0, b"")}
 
@@ -143,3 +144,89 @@ def test_lanes_of_an_initial_state_that_is_replaced_run_again() -> None:
     settled = settle(plan((1, 0)), holdings)
     assert settled.wants == {1: {0: (0,)}} and settled.rerun == {0, 1}
     assert settle(plan((0, 1)), holdings).rerun == frozenset()
+
+
+# ---- parts of stages
+
+OF = (("model", 4), ("exp_avg", 4))
+
+
+def part(*runs: tuple[str, int, int]) -> Extents:
+    return Extents.part(OF, [Run(*run) for run in runs])
+
+
+MODEL, OPTIMIZER = part(("model", 0, 4)), part(("exp_avg", 0, 4))
+ONE = part(("model", 2, 3))
+
+
+def test_who_has_lost_a_block_gets_that_block_alone():
+    hurt = replace(at(5), stages=(), parts={0: WHOLE - ONE})
+    settled = settle(plan((0, 1, 2)), {0: at(5, 0), 1: hurt, 2: at(5, 0)})
+    assert (settled.target, settled.back) == (Key(5, 0), False)
+    assert settled.wants == {1: {0: (0, 2)}} and settled.pieces == {1: {0: Pieces(ONE)}}
+    assert settled.serves == {0: (1,), 2: (1,)} and settled.rerun == frozenset(), "a standby has no lanes"
+
+
+def test_halves_that_are_together_whole_are_held():
+    """Planes of a stage at different members: each gets the other's, and a newcomer both."""
+    halves = {0: replace(at(5), parts={0: MODEL}), 1: replace(at(5), parts={0: OPTIMIZER}), 2: at(3, 0)}
+    settled = settle(plan((0, 1, 2)), halves)
+    assert (settled.target, settled.back) == (Key(5, 0), False)
+    assert settled.wants == {0: {0: (1,)}, 1: {0: (0,)}, 2: {0: (0, 1)}}
+    assert settled.pieces == {
+        0: {0: Pieces(OPTIMIZER, {1: OPTIMIZER})},
+        1: {0: Pieces(MODEL, {0: MODEL})},
+        2: {0: Pieces(WHOLE, {0: MODEL, 1: OPTIMIZER})},
+    }
+    assert settled.rerun == {0, 1}
+
+
+def test_without_one_block_all_go_to_the_newest_step_that_is_whole():
+    holdings = {
+        0: replace(at(9, snapshots=((0, 4),)), parts={0: MODEL}, kept_parts={(0, 6): MODEL}),
+        1: replace(at(9), parts={0: OPTIMIZER - part(("exp_avg", 0, 1))}, kept_parts={(0, 6): OPTIMIZER}),
+    }
+    settled = settle(plan((0, 1)), holdings)
+    assert (settled.target, settled.back) == (Key(6, 0), True)
+    assert settled.pieces == {
+        0: {0: Pieces(OPTIMIZER, {1: OPTIMIZER})},
+        1: {0: Pieces(MODEL, {0: MODEL})},
+    }
+    bad = {**holdings, 1: replace(holdings[1], kept_parts={})}
+    settled = settle(plan((0, 1)), bad)
+    assert settled.target == Key(4, 0) and settled.pieces == {}
+
+
+def test_a_live_part_and_a_kept_one_of_a_member_count_together():
+    both = replace(at(6), parts={0: MODEL}, kept_parts={(0, 6): OPTIMIZER})
+    settled = settle(plan((0, 1)), {0: both, 1: at(0)})
+    assert (settled.target, settled.back) == (Key(6, 0), True)
+    assert settled.wants == {0: {0: (0,)}, 1: {0: (0,)}} and settled.pieces == {}
+
+
+def test_nobody_takes_a_step_with_a_part():
+    """The gradient is there, but the blocks that it makes anew may depend on one that is lost."""
+    behind = replace(at(4), gradient_step=5, parts={0: WHOLE - ONE})
+    settled = settle(plan((0, 1)), {0: at(5, 0), 1: replace(behind, gradient_step=0)})
+    assert settled.wants == {1: {0: (0,)}} and settled.pieces == {}, "it gets all of the newer state"
+    assert settle(plan((0, 1)), {0: at(5), 1: behind}).target == Key(0, 0)
+
+
+def test_a_gather_may_be_taken_with_a_part():
+    hurt = replace(at(5), parts={0: WHOLE - ONE})
+    settled = settle(plan((0, 1)), {0: at(5, 0, seq=1), 1: hurt})
+    assert settled.rolls == {1} and settled.pieces == {1: {0: Pieces(ONE)}}
+
+
+def test_a_part_of_another_initial_state_is_none():
+    zero = Holding(Key(0, 0), {}, 0, "this")
+    other = Holding(Key(0, 0), {}, 0, "that", stages=(), parts={0: WHOLE - ONE})
+    settled = settle(plan((0, 1)), {0: zero, 1: other})
+    assert settled.wants == {1: {0: (0,)}} and settled.pieces == {}
+    same = replace(other, digest="this")
+    assert settle(plan((0, 1)), {0: zero, 1: same}).pieces == {1: {0: Pieces(ONE)}}
+
+
+def test_lanes_of_a_repaired_stage_run_again():
+    hurt = replace(at(5), parts={0: WHOLE - ONE})
+    assert settle(plan((1, 0)), {0: at(5, 0), 1: hurt}).rerun == {0, 1}

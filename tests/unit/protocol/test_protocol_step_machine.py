@@ -9,7 +9,8 @@ import pytest
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.settling import settle
-from everstep.protocol.step_machine import TRANSITIONS, Phase, StepMachine
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import TRANSITIONS, Phase
 from everstep.protocol.step_types import (
     Compute,
     Discard,

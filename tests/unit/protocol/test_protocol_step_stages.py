@@ -6,7 +6,8 @@ import pytest
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
     Compute,
     Discard,

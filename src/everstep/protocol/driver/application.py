@@ -13,10 +13,11 @@ from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.saver import Saver
 from everstep.protocol.driver.saves import SaveAsked
 from everstep.protocol.driver.settler import Gathers
-from everstep.protocol.step_machine import Phase, StepMachine
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
 
-_UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT})
+_UNSETTLED = frozenset({Phase.WAITING, Phase.SETTLING, Phase.FETCHING, Phase.UPDATING, Phase.LEFT, Phase.LACKING})
 
 
 class Application:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.errors import check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
@@ -33,10 +34,12 @@ from everstep.protocol.driver.saves import PartsThere, SaveEnded
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
 
 FOREVER = 1 << 62
 _DECIDED = step.Update | step.Gathered | step.Release | step.Discard
+_READING = do.Compute | do.Update | do.Fetch | do.Restore | do.Adopt | do.Replay | do.Evaluate | do.SaveLast | do.Finish
 
 
 def interrupts(message: wire.AnyMessage) -> int | None:
@@ -107,6 +110,12 @@ class Driver:
         """Records of the decisions of the present step, by key."""
         return self._gathers.known
 
+    @property
+    def still(self) -> bool:
+        """Whether nothing reads or changes the state now, so that blocks may be reported lost."""
+        busy = isinstance(self._out.operation, _READING)
+        return not busy and self.machine.phase not in (Phase.UPDATING, Phase.FETCHING)
+
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
         return self._settler.in_memory(number)
@@ -151,6 +160,8 @@ class Driver:
                 self._saver.parts_there(event)
             case SaveEnded():
                 self._saver.ended(event)
+            case step.BlocksLost():
+                self._lost(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
             case do.Tick():
@@ -185,6 +196,16 @@ class Driver:
         if differs is not None:
             self._feeds_lost(differs.why)
         self._application.go_on()
+
+    def _lost(self, event: step.BlocksLost) -> None:
+        """Blocks of the state are gone: they are repaired when all settle, or with what else a joiner copies."""
+        check(self.still, f"{event} during {self._out.operation}, {self.machine.phase}")
+        self._feed(event)
+        if self.machine.plan is not None:
+            self._drop_transfers()
+            self._settler.lacks(event)
+        else:
+            self._feeds_lost(Why(Cause.CORRUPT, f"blocks of stage {event.stage} are lost ({event.extents})"))
 
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""

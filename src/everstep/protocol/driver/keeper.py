@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from everstep.base.cause import Cause, Why
+from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
@@ -26,11 +27,12 @@ class Keeper:
         self._out = out
         self._proven = proven
         self._there: tuple[tuple[int, int], ...] = ()
+        self._parts: Mapping[tuple[int, int], Extents] = {}
         self._records: dict[int, Mapping[int, Record]] = {}
         self._begun = self._handed = 0
         self._skipping = False
         self._released = 0
-        self._stated: tuple[tuple[int, int], ...] = ()
+        self._stated = SnapshotsKept()
 
     @property
     def complete(self) -> int:
@@ -47,7 +49,7 @@ class Keeper:
         """The state is that of this step, and the application has not gone on yet."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))
-            there = {number for _, number in self._there}
+            there = {number for _, number in (*self._there, *self._parts)}
             self._records = {n: r for n, r in self._records.items() if n >= outcome.kept or n in there}
         plan = self._machine.plan
         if "memory" in outcome.save[0] and plan is not None:
@@ -82,7 +84,7 @@ class Keeper:
 
     def there(self, event: do.InMemory) -> Iterable[SnapshotsKept]:
         """What is held here has changed."""
-        self._there = event.snapshots
+        self._there, self._parts = event.snapshots, event.parts
         self._skipping &= all(number != self._begun for _, number in event.snapshots)
         for number, records in event.records.items():
             self._records.setdefault(number, records)
@@ -97,16 +99,23 @@ class Keeper:
         """Steps after this one are done again."""
         self._out.put(do.ForgetKept(number))
         self._there = tuple(key for key in self._there if key[1] <= number)
+        self._parts = {key: part for key, part in self._parts.items() if key[1] <= number}
         self._records = {n: r for n, r in self._records.items() if n <= number}
         self._begun = self._handed = min(self._begun, number) if self._handed == self._begun else 0
         return self._state()
 
     def _state(self) -> Iterable[SnapshotsKept]:
-        stated = tuple(key for key in self._there if key[1] <= self._released and key[1] in self._records)
+        stated = SnapshotsKept(
+            snapshots=tuple(key for key in self._there if self._counts(key[1])),
+            parts={key: part for key, part in self._parts.items() if self._counts(key[1])},
+        )
         if stated == self._stated:
             return ()
         self._stated = stated
-        return [SnapshotsKept(snapshots=stated)]
+        return [stated]
+
+    def _counts(self, number: int) -> bool:
+        return number <= self._released and number in self._records
 
 
 def target(plan: Plan, stage: int) -> Member | None:

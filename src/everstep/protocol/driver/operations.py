@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause, Why
+from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.records import Outcome
 from everstep.protocol.driver.saves import AbandonSave, Save, SaveAsked
-from everstep.protocol.step_types import Discard, Key, Record, Release
+from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
 
 LEFT = Why(Cause.LINK, "")
 
@@ -94,20 +95,25 @@ class Update(Operation):
 @dataclass(frozen=True)
 class Fetch(Operation):
     """Copy the state at a position from the donors (worker ids by stage, in order of preference); answered with
-    `Copied`. All or nothing."""
+    `Copied`, or `Tainted` if blocks that were stated are not to be had. All or nothing.
+
+    pieces: of stages of which this worker has a part itself, or no donor has all.
+    """
 
     plan: Plan
     position: Key
     sources: Mapping[int, tuple[int, ...]]
+    pieces: Piecewise = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Restore(Operation):
     """Take on the state of a step: for each stage from the first of its sources (oneself: own memory; nobody: disk, or
-    at step 0 the initial state); answered with `Copied`, or `Tainted` if what is on disk cannot be used.
+    at step 0 the initial state); answered with `Copied`, or `Tainted` if what is on disk cannot be used, or blocks that
+    were stated are not to be had.
 
     own: the records of that step's decision, if this worker stands there itself. stands: of which stages it has the
-    state of that step already.
+    state of that step already. pieces: as in `Fetch`; what is this worker's own of them is live or kept.
     """
 
     plan: Plan
@@ -115,6 +121,7 @@ class Restore(Operation):
     sources: Mapping[int, tuple[int, ...]]
     own: Mapping[int, Record]
     stands: tuple[int, ...]
+    pieces: Piecewise = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -250,9 +257,9 @@ class Decided:
 @dataclass(frozen=True)
 class Shelve:
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
-    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept
-    one; of the present one the application's part is given as it was right after the update, be the position a later
-    one: whoever takes it does again what comes between."""
+    it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one; of the
+    present one the application's part is given as it was right after the update, be the position a later one: whoever
+    takes it does again what comes between. parts: of further stages, the blocks that are there."""
 
     generation: int
     position: Key
@@ -260,6 +267,7 @@ class Shelve:
     gathers: Gathers
     stages: tuple[int, ...]
     live: bool
+    parts: Mapping[int, Extents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -488,10 +496,12 @@ class FollowerAsked:
 
 @dataclass(frozen=True)
 class InMemory:
-    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over."""
+    """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over. parts: of
+    snapshots that are not whole, the blocks that are there."""
 
     snapshots: tuple[tuple[int, int], ...]
     records: Mapping[int, Mapping[int, Record]] = field(default_factory=dict)
+    parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

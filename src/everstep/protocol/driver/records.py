@@ -14,6 +14,7 @@ import msgspec
 
 from everstep.base.cause import Cause
 from everstep.base.errors import check
+from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.step_types import Holding, Key, Record
@@ -208,6 +209,8 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     disk: tuple[int, ...] = ()
     gradient_stages: tuple[int, ...] = (0,)
     sound: int = -1
+    parts: dict[int, Coded] = {}
+    kept_parts: tuple[tuple[int, int, Coded], ...] = ()
 
 
 _held = msgspec.msgpack.Decoder(_Held)
@@ -250,6 +253,8 @@ def encode_holding(holding: Holding) -> bytes:
             disk=holding.disk,
             gradient_stages=holding.gradient_stages,
             sound=holding.sound,
+            parts={k: part.encoded() for k, part in holding.parts.items()},
+            kept_parts=tuple((k, step, part.encoded()) for (k, step), part in sorted(holding.kept_parts.items())),
         )
     )
 
@@ -268,4 +273,6 @@ def decode_holding(data: bytes) -> Holding:
         disk=held.disk,
         gradient_stages=held.gradient_stages,
         sound=held.sound,
+        parts={k: Extents.decoded(coded) for k, coded in held.parts.items()},
+        kept_parts={(k, step): Extents.decoded(coded) for k, step, coded in held.kept_parts},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from everstep.base.cause import Why
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
@@ -77,7 +77,8 @@ class Settler:
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
         holdings = self._stated.values()
-        return any(h.position.step == number or any(s == number for _, s in h.snapshots) for h in holdings)
+        kept = (s for h in holdings for _, s in (*h.snapshots, *h.kept_parts))
+        return number in (*(h.position.step for h in holdings), *kept)
 
     # ---- regroup
 
@@ -128,6 +129,14 @@ class Settler:
             sound=self._machine.sound,
         )
 
+    def lacks(self, event: step.BlocksLost) -> None:
+        """Blocks are gone: all settle anew, for that repairs them."""
+        machine = self._machine
+        if self.plan.prepared:  # the coordinator may not have heard yet that the members have switched to it
+            at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
+            self._out.tell(wire.Progress, lasting=False, **at)
+        self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
+
     def entered(self, effect: step.Entered) -> None:
         """All go on from here."""
         plan = self.plan
@@ -152,9 +161,9 @@ class Settler:
         if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet
             records = self._gathers.of_update(position.step)
             gathers = {position: records} if records else {}
-        stages = machine.stages if live else ()
+        stages, parts = (machine.stages, machine.parts) if live else ((), {})
         self._shelved = True
-        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live))
+        self._out.put(do.Shelve(effect.generation, position, records, gathers, stages, live, parts))
 
     def unshelve(self) -> None:
         """Whoever had to copy the state has done so."""
@@ -166,7 +175,8 @@ class Settler:
 
     def fetch(self, effect: step.FetchState) -> None:
         """Copy what is lacking."""
-        self._out.start(do.Fetch, self._machine.generation, self.plan, effect.position, effect.donors)
+        generation = self._machine.generation
+        self._out.start(do.Fetch, generation, self.plan, effect.position, effect.donors, effect.pieces)
 
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
@@ -179,7 +189,8 @@ class Settler:
         own = self._gathers.of_update(at.step) if stands else {}
         own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
-        self._out.start(do.Restore, machine.generation, self.plan, effect.step, effect.sources, own, held)
+        where = effect.step, effect.sources, own, held, effect.pieces
+        self._out.start(do.Restore, machine.generation, self.plan, *where)
         return None
 
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:

@@ -1,0 +1,195 @@
+"""Sets of blocks of one stage's state, run-length coded: what a member holds, lacks, asks for or gives. Pure.
+
+A state's blocks lie in planes (one per kind of state) and have one numbering: plane after plane, as `Sizes` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from everstep.base.errors import check
+
+Sizes = tuple[tuple[str, int], ...]
+"""The planes of a state with their numbers of blocks, in the order of the numbering."""
+
+Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
+"""A proper part as it travels: sizes, and (place of the plane among them, lo, hi)."""
+
+_Spans = list[tuple[int, int]]
+
+
+class Run(NamedTuple):
+    """Blocks `lo` to `hi` - 1 of a plane."""
+
+    plane: str
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Extents:
+    """A set of blocks. `whole`: all there are, however many. Else `runs` (ascending, disjoint, none beginning where
+    another ends), and where there are any `of`: the planes that make up the whole, of which these are not all.
+
+    Equal sets are equal values: make parts by `part`.
+    """
+
+    whole: bool = False
+    runs: tuple[Run, ...] = ()
+    of: Sizes = ()
+
+    @staticmethod
+    def part(of: Sizes, runs: Iterable[Run]) -> Extents:
+        """These blocks of a state of such sizes; `WHOLE` if they are all. Raises: InvariantViolation for others."""
+        known, starts = dict(of), _starts(of)
+        spans = []
+        for plane, lo, hi in runs:
+            check(0 <= lo <= hi <= known.get(plane, -1), f"expected blocks of {of}, got {lo} to {hi} of {plane!r}")
+            spans.append((starts[plane] + lo, starts[plane] + hi))
+        return _made(of, spans)
+
+    @staticmethod
+    def numbered(of: Sizes, numbers: Iterable[int]) -> Extents:
+        """Blocks by their numbers."""
+        return _made(of, [(n, n + 1) for n in numbers])
+
+    def __bool__(self) -> bool:
+        return self.whole or bool(self.runs)
+
+    def __or__(self, other: Extents) -> Extents:
+        if self.whole or not other:
+            return self
+        if other.whole or not self:
+            return other
+        return _made(self._like(other), self._spans() + other._spans())
+
+    def __sub__(self, other: Extents) -> Extents:
+        if not self or not other:
+            return self
+        if other.whole:
+            return NONE
+        of = other.of if self.whole else self._like(other)
+        mine = [(0, _total(of))] if self.whole else self._spans()
+        return _made(of, [span for one in mine for span in _without(one, other._spans())])
+
+    def __and__(self, other: Extents) -> Extents:
+        if self.whole or not other:
+            return other
+        return self - (WHOLE - other) if not other.whole else self
+
+    def covers(self, other: Extents) -> bool:
+        """Whether all of the other are among these."""
+        return not other - self
+
+    def fits(self, other: Extents) -> bool:
+        """Whether both can be parts of one state."""
+        return not (self.of and other.of) or self.of == other.of
+
+    def size(self, of: Sizes) -> int:
+        """How many blocks, of a state of such sizes."""
+        return sum(hi - lo for lo, hi in self.spans(of))
+
+    def spans(self, of: Sizes) -> _Spans:
+        """The numbers of the blocks, ascending, as (first, one beyond the last)."""
+        return ([(0, _total(of))] if _total(of) else []) if self.whole else self._spans()
+
+    def first(self, count: int, of: Sizes) -> Extents:
+        """The first so many blocks."""
+        taken: _Spans = []
+        for lo, hi in self.spans(of):
+            taken.append((lo, min(hi, lo + count)))
+            count -= hi - lo
+            if count <= 0:
+                break
+        return _made(of, taken)
+
+    def split(self, shares: int, of: Sizes) -> list[Extents]:
+        """So many sets, one after the other, that differ by one block at the most."""
+        found, left, size = [], self, self.size(of)
+        for k in range(shares):
+            share = left.first(size // shares + (k < size % shares), of) if left else NONE
+            found.append(share)
+            left = left - share
+        return found
+
+    def encoded(self) -> Coded:
+        """For a message. Raises: InvariantViolation for the whole, which needs none."""
+        check(not self.whole, "only a part is encoded")
+        places = {plane: k for k, (plane, _) in enumerate(self.of)}
+        return self.of, tuple((places[run.plane], run.lo, run.hi) for run in self.runs)
+
+    @staticmethod
+    def decoded(coded: Coded) -> Extents:
+        """What `encoded` made. Raises: InvariantViolation for what it cannot have made."""
+        of, runs = coded
+        check(all(0 <= k < len(of) for k, _, _ in runs), f"expected runs of the planes {of}, got {runs}")
+        return Extents.part(of, (Run(of[k][0], lo, hi) for k, lo, hi in runs))
+
+    def __str__(self) -> str:
+        return "all" if self.whole else ", ".join(f"{p} {lo}-{hi - 1}" for p, lo, hi in self.runs) or "nothing"
+
+    def _like(self, other: Extents) -> Sizes:
+        check(self.of == other.of, f"parts of states of different sizes: {self.of}, {other.of}")
+        return self.of
+
+    def _spans(self) -> _Spans:
+        starts = _starts(self.of)
+        return [(starts[plane] + lo, starts[plane] + hi) for plane, lo, hi in self.runs]
+
+
+WHOLE = Extents(whole=True)
+NONE = Extents()
+
+
+def union(parts: Iterable[Extents]) -> Extents:
+    """All of them together."""
+    found = NONE
+    for part in parts:
+        found |= part
+    return found
+
+
+def _total(of: Sizes) -> int:
+    return sum(count for _, count in of)
+
+
+def _starts(of: Sizes) -> dict[str, int]:
+    return dict(zip((plane for plane, _ in of), accumulate((n for _, n in of), initial=0), strict=False))
+
+
+def _made(of: Sizes, spans: Sequence[tuple[int, int]]) -> Extents:
+    """The set of all blocks with these numbers, in any order."""
+    merged: _Spans = []
+    for lo, hi in sorted(span for span in spans if span[0] < span[1]):
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
+        else:
+            merged.append((lo, hi))
+    if not merged:
+        return NONE
+    total = _total(of)
+    check(merged[0][0] >= 0 and merged[-1][1] <= total, f"expected blocks below {total}, got {merged[-1][1] - 1}")
+    if merged == [(0, total)]:
+        return WHOLE
+    runs = []
+    for (plane, count), start in zip(of, _starts(of).values(), strict=True):
+        for lo, hi in merged:
+            low, high = max(lo, start), min(hi, start + count)
+            if low < high:
+                runs.append(Run(plane, low - start, high - start))
+    return Extents(False, tuple(runs), of)
+
+
+def _without(span: tuple[int, int], holes: _Spans) -> _Spans:
+    lo, hi = span
+    left: _Spans = []
+    for start, stop in holes:
+        if start >= hi:
+            break
+        if stop > lo:
+            left.append((lo, start))
+            lo = max(lo, stop)
+    return [*left, (lo, hi)]

@@ -1,0 +1,68 @@
+"""What a worker's step machine can be doing, and what may come when: its transitions as one table. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from everstep.protocol.step_types import (
+    BlocksLost,
+    Followed,
+    GatherAsked,
+    GradientReduced,
+    HoldingArrived,
+    LaneDone,
+    LanesLost,
+    PlanArrived,
+    PreparedArrived,
+    RecordArrived,
+    SnapshotsKept,
+    StateCopied,
+    StepAsked,
+    Tainted,
+    Updated,
+)
+
+
+class Phase(StrEnum):
+    """What the worker is doing."""
+
+    WAITING = "waiting"  # no plan: not started, or healing
+    SETTLING = "settling"  # has stated what it holds, waits for the others' holdings
+    FETCHING = "fetching"  # gets state that it lacks, or goes back
+    IDLE = "idle"  # the application has the turn
+    COMPUTING = "computing"
+    REDUCING = "reducing"
+    AGREEING = "agreeing"
+    UPDATING = "updating"
+    GATHERING = "gathering"
+    LACKING = "lacking"  # blocks of its state are gone: waits for a plan, in which that is repaired
+    LEFT = "left"  # the members switched to a plan without this worker
+
+
+_ALL = frozenset(Phase)
+_RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERING})
+_SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
+OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
+MUST_FIT = (StepAsked, GatherAsked, Updated, Tainted, StateCopied, Followed, BlocksLost)
+_TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE, Phase.LACKING})
+
+# Every transition: event, phases in which it may come, what handles it, phases it may lead to (besides staying).
+# In other phases an event is an echo of something superseded and is dropped, or, if in MUST_FIT, the driver's mistake.
+TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = (
+    (PlanArrived, _ALL, "_plan_arrived", frozenset({Phase.SETTLING})),
+    (PreparedArrived, _ALL, "_prepared_arrived", frozenset({Phase.SETTLING})),
+    (HoldingArrived, _ALL, "_holding_arrived", _SETTLED),
+    (StepAsked, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
+    (GatherAsked, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
+    (LaneDone, _ALL, "_lane_done", frozenset({Phase.REDUCING})),
+    (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING, Phase.LACKING}), "_lanes_lost", frozenset()),
+    (GradientReduced, _ALL - {Phase.LACKING}, "_gradient_reduced", frozenset({Phase.AGREEING})),
+    (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
+    (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
+    (Tainted, frozenset({Phase.UPDATING}), "_tainted", frozenset({Phase.SETTLING})),
+    (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
+    (Followed, OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
+    (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),
+    (BlocksLost, _ALL - {Phase.UPDATING, Phase.FETCHING}, "_blocks_lost", frozenset({Phase.LACKING})),
+)
+BY_EVENT = {event: (phases, handler, reach) for event, phases, handler, reach in TRANSITIONS}

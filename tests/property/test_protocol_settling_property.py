@@ -1,0 +1,157 @@
+"""Settling with parts of stages, against a dumb oracle that knows sets of single blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.base.extents import WHOLE, Extents
+from everstep.base.plan import Member, Plan, Seat
+from everstep.protocol.settling import Settlement, settle
+from everstep.protocol.step_types import Holding, Key, Record
+
+OF = (("model", 2), ("exp_avg", 2))
+ALL = frozenset(range(4))
+STAGES, STEPS = (0, 1), (0, 1, 2)
+
+Blocks = frozenset[int]
+
+
+def plan_of(n: int, dealt: list[int]) -> Plan:
+    """Worker i has a seat in stage dealt[i], and the first two in both if a stage would have nobody."""
+    wanted = {(i, stage) for i, stage in enumerate(dealt)} | {(k % n, k) for k in STAGES}
+    firsts = {k: min(i for i, stage in wanted if stage == k) for k in STAGES}
+    seats = tuple(
+        Seat(i, k, "active" if firsts[k] == i else "standby", (0, 1) if firsts[k] == i else ())
+        for i, k in sorted(wanted, key=lambda one: (one[1], one[0]))
+    )
+    return Plan(3, "because", tuple(Member(i, 0, "host") for i in range(n)), seats, 2, stages=2)
+
+
+def extents(blocks: Blocks) -> Extents:
+    return Extents.numbered(OF, blocks)
+
+
+def numbers(part: Extents) -> Blocks:
+    return frozenset(k for lo, hi in part.spans(OF) for k in range(lo, hi))
+
+
+SOME = st.frozensets(st.sampled_from(sorted(ALL)))
+LIVE = st.sampled_from([ALL, ALL, ALL, frozenset()]) | SOME
+
+
+POSITIONS = st.sampled_from([Key(2, 0), Key(2, 0), Key(2, 1), Key(1, 0), Key(0, 0)])
+
+
+@st.composite
+def members(draw):
+    at = draw(POSITIONS)
+    live: dict[int, Blocks] = {k: draw(LIVE) for k in STAGES}
+    kept = {(k, s): draw(SOME | st.just(ALL)) for k in STAGES for s in STEPS[1:] if draw(st.integers(0, 3)) == 0}
+    whole = tuple(k for k in STAGES if live[k] == ALL)
+    rolls = draw(st.booleans()) and at.step < 2 and bool(whole)
+    return Holding(
+        position=at,
+        records={9: Record(0, b"")} if at.step else {},
+        gradient_step=at.step + 1 if rolls else 0,
+        digest="same" if at.step == 0 else "",
+        stages=whole,
+        gradient_stages=whole,
+        snapshots=tuple(sorted(key for key, blocks in kept.items() if blocks == ALL)),
+        disk=(1,) if draw(st.integers(0, 5)) == 0 else (),
+        parts={k: extents(blocks) for k, blocks in live.items() if blocks and blocks != ALL},
+        kept_parts={key: extents(blocks) for key, blocks in kept.items() if blocks and blocks != ALL},
+    )
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 4))
+    plan = plan_of(n, [draw(st.sampled_from(STAGES)) for _ in range(n)])
+    return plan, {i: draw(members()) for i in range(n)}
+
+
+def has(holding: Holding, stage: int, step: int, *, rolled: bool = False) -> Blocks:
+    """Blocks that a member has of a stage at the beginning of a step; rolled: with one more decision."""
+    found: Blocks = frozenset()
+    if holding.position.step == step:
+        found |= ALL if stage in holding.stages else numbers(holding.parts.get(stage, Extents()))
+    if rolled and stage in holding.stages:
+        found |= ALL
+    if (stage, step) in holding.snapshots:
+        found |= ALL
+    return found | numbers(holding.kept_parts.get((stage, step), Extents()))
+
+
+def together(plan: Plan, holdings: Mapping[int, Holding], step: int) -> bool:
+    """Whether every stage is there at a step, in parts or whole, or on disk for all that need it."""
+    top = any(h.position == Key(step, 0) and h.records for h in holdings.values())
+    top = top and max(h.position for h in holdings.values()) == Key(step, 0)
+    for stage in STAGES:
+        rolled = {i: top and h.gradient_step == step and h.position.step + 1 == step for i, h in holdings.items()}
+        found = frozenset().union(*(has(h, stage, step, rolled=rolled[i]) for i, h in holdings.items()))
+        pool = [s.worker_id for s in plan.pool(stage)]
+        if found != ALL and not all(step in holdings[i].disk for i in pool):
+            return False
+    return True
+
+
+def own(settled: Settlement, holdings: Mapping[int, Holding], worker_id: int, stage: int) -> Blocks:
+    rolled = worker_id in settled.rolls and settled.target.seq == 0
+    if not settled.back:
+        holding = holdings[worker_id]
+        live = holding.position.step == settled.target.step
+        part = numbers(holding.parts.get(stage, Extents())) if live else frozenset()
+        return ALL if stage in holding.stages and (live or rolled) else part
+    return has(holdings[worker_id], stage, settled.target.step, rolled=rolled)
+
+
+@settings(max_examples=400)
+@given(cases())
+def test_everybody_gets_what_it_lacks_of_whoever_has_it_and_nothing_else(case):
+    plan, holdings = case
+    settled = settle(plan, holdings)
+    for i in holdings:
+        for stage in plan.stages_of(i):
+            mine = own(settled, holdings, i, stage)
+            sources = settled.wants.get(i, {}).get(stage)
+            pieces = settled.pieces.get(i, {}).get(stage)
+            if sources is None:
+                assert mine == ALL, "who gets nothing has all"
+            elif not sources:
+                assert settled.back, "disk, or anew"
+                assert settled.target.step == 0 or settled.target.step in holdings[i].disk
+            elif sources[0] == i:
+                assert mine == ALL and pieces is None
+            else:
+                donors = [j for j in sources if j != i]
+                given = {j: own(settled, holdings, j, stage) for j in donors}
+                missing = ALL if pieces is None else numbers(pieces.missing)
+                assert missing <= frozenset().union(*given.values()), "it can be had"
+                if pieces is not None:
+                    assert missing == ALL - mine, "what is one's own is not asked for"
+                    for j in donors:
+                        assert numbers(pieces.given.get(j, WHOLE)) <= given[j], "nobody is asked for what it lacks"
+                        assert given[j] & missing
+                assert all(i in settled.serves[j] for j in donors)
+
+
+@settings(max_examples=400)
+@given(cases())
+def test_nobody_goes_back_further_than_it_must(case):
+    plan, holdings = case
+    settled = settle(plan, holdings)
+    newest = max(step for step in STEPS if step == 0 or together(plan, holdings, step))
+    assert settled.target.step == newest
+    assert settle(plan, holdings) == settled
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_with_whole_stages_there_is_nothing_in_pieces(case):
+    plan, holdings = case
+    whole = {i: replace(h, parts={}, kept_parts={}) for i, h in holdings.items()}
+    assert settle(plan, whole).pieces == {}

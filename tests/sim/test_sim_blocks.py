@@ -1,0 +1,143 @@
+"""Blocks that are lost, live or in memory: named scenarios, what seeds meet, and broken rules that must be noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from everstep.base.extents import NONE, WHOLE
+from everstep.protocol import step_machine
+from everstep.protocol.settling import Settlement, settle
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import BlocksLost, Holding, StepEffect
+from everstep.sim.faults import Fault
+from everstep.sim.model import INITIAL, Job, initial, merged, present, without
+from everstep.sim.scenario import Setup, set_up, simulate
+
+WHOLE_MODEL = Job(10, 6, 3)
+SPLIT = Job(8, 4, 3, stages=2, keep_every=2)
+
+
+def setup(job: Job, *faults: Fault, workers: int = 4, **more) -> Setup:
+    return Setup(workers, 0, 2, 1, "replace", job, faults, **more)
+
+
+LOSSES = setup(WHOLE_MODEL, *(Fault("lose", 60 + 70 * n, "reducing", 1, 100, 7 * n) for n in range(3)))
+ALL_LOSE = setup(WHOLE_MODEL, Fault("lose_all", 150, pick=0), Fault("lose_all", 260, "agreeing", 1, 50, 1))
+SCENARIOS = {
+    "one worker loses blocks": LOSSES,
+    "all lose another block, and have the whole together": ALL_LOSE,
+    "a donor dies while several repair each other": replace(
+        ALL_LOSE, donors=3, faults=(*ALL_LOSE.faults, Fault("kill", 150, "fetching", 2, 1500, 1))
+    ),
+    "links break while blocks are on their way": replace(
+        ALL_LOSE,
+        donors=3,
+        faults=(*ALL_LOSE.faults, *(Fault("link", 150, "fetching", n, 3000 * n, n) for n in range(1, 7))),
+    ),
+    "a worker alone loses a block": setup(WHOLE_MODEL, Fault("lose", 150, pick=3), workers=1),
+    # The coordinator had not heard yet of the switch, and took the complaint for one of a generation that is not.
+    "blocks are lost just after a switch": setup(
+        WHOLE_MODEL, Fault("kill", 60, pick=1), *(Fault("lose", 100, "settling", n, 0, n) for n in (5, 7, 9))
+    ),
+    # The initial state was stated as whole, by a worker that had lost blocks of it before its first plan.
+    "blocks are lost before the first plan": setup(
+        WHOLE_MODEL, *(Fault("lose", 5 + n, pick=n) for n in range(0, 20, 4))
+    ),
+    # Who had taken over a gather that its application had not asked for yet forgot it when it copied blocks then.
+    "a joiner loses blocks among gathers": setup(
+        Job(10, 6, 2), Fault("kill", 60, pick=1), *(Fault("lose_all", 100, "gathering", n, 30, n) for n in (2, 5))
+    ),
+    "a pool dies, and what is kept of it is in parts": setup(
+        SPLIT,
+        Fault("lose_kept", 215, "computing", 1, 0, 2, same=True),
+        Fault("pool", 220, "computing", 4, 0, 1),
+        workers=6,
+    ),
+    "blocks of several stages, while a pool dies": setup(
+        SPLIT, Fault("lose_all", 180, pick=2), Fault("pool", 180, "fetching", 1, 500, 1), workers=6, donors=2
+    ),
+    "several donors for a joiner, of which one dies": setup(
+        WHOLE_MODEL, Fault("kill", 60, pick=1), Fault("kill", 80, "heal", 1, 9000, 2), workers=5, donors=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_promises_hold(name):
+    failed = [str(o) for o in (simulate(seed, setup=SCENARIOS[name]) for seed in range(10)) if not o.ok]
+    assert not failed, failed[0]
+
+
+def seen(setups: list[Setup]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for one in setups:
+        for seed in range(6):
+            found.update(simulate(seed, setup=one).seen)
+    return found
+
+
+def test_the_scenarios_meet_what_they_are_meant_to_meet():
+    found = seen(list(SCENARIOS.values()))
+    for name in ("rest", "of what is not whole", "from several", "in the place of one lost"):
+        assert found["copies", name] > 0, name
+    assert {fault.kind for n in range(200) for fault in set_up(n).faults} >= {"lose", "lose_all", "lose_kept"}
+    assert {set_up(n).donors for n in range(50)} == {1, 2, 3}
+
+
+def test_one_donor_gives_the_whole_as_long_as_nothing_is_lost():
+    quiet = setup(WHOLE_MODEL, Fault("kill", 100, pick=1), Fault("kill", 250, pick=2))
+    assert not any(group == "copies" for group, _ in seen([quiet]))
+
+
+def test_states_of_blocks():
+    state = initial(1)
+    one = present((None, state[1], None, None))
+    assert present(state) == WHOLE and present(without(state, WHOLE)) == NONE
+    assert merged(without(state, one), without(state, WHOLE - one)) == state
+
+
+# ---- broken rules
+
+
+def problems(given: Setup, machine: type[StepMachine] = StepMachine) -> list[str]:
+    def make(key):
+        return machine(key, str(INITIAL))
+
+    return [o.problem for o in (simulate(s, setup=given, make_machine=make) for s in range(8)) if not o.ok]
+
+
+class StatesAllTheSame(StepMachine):
+    """States a stage as whole of which blocks are lost."""
+
+    def holding(self) -> Holding:
+        held = super().holding()
+        return replace(held, stages=tuple(sorted({*held.stages, *held.parts})), parts={})
+
+
+class GoesOnWithAPart(StepMachine):
+    """Takes a loss for none."""
+
+    def _blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
+        return []
+
+
+@pytest.mark.parametrize("machine", [StatesAllTheSame, GoesOnWithAPart])
+def test_a_bug_in_the_step_machine_is_noticed(machine):
+    assert problems(LOSSES, machine)
+
+
+def test_who_copies_what_it_has_is_noticed(monkeypatch):
+    """The rest was there, and all of it crossed the wire."""
+
+    def greedy(plan, holdings) -> Settlement:
+        return replace(settle(plan, holdings), pieces={})
+
+    monkeypatch.setattr(step_machine, "settle", greedy)
+    assert any("has copied what it had" in p for p in problems(LOSSES))
+
+
+def test_the_same_setups_pass_with_the_real_rules():
+    assert problems(LOSSES) == problems(ALL_LOSE) == []

@@ -1,0 +1,378 @@
+"""State from others, over real sockets: of one donor or several, whole or in part, and what comes damaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_saving import make_state
+from everstep.base.errors import CollectiveAborted, EverstepError
+from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.plan import Member, Plan, Seat
+from everstep.base.ports import Piece, Reduced
+from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.numbering import sizes_of
+from everstep.exact.state import ModelState
+from everstep.protocol.step_types import Key, Pieces, Record
+from everstep.runtime.peer import PeerConnection, PeerServer
+from everstep.train import taking
+from everstep.train.blocks import Held
+from everstep.train.cutter import Cutter
+from everstep.train.executor import Unusable
+from everstep.train.heal import Donor, FollowedStep, Gradient, Offer, Received, next_item
+from everstep.train.taking import Taker
+
+TOKEN = b"x" * 32
+RECORDS = {1: Record(0, b"r")}
+GENEROUS_S = 20.0
+AT = Key(4, 0)
+
+
+class Shown:
+    """A snapshot; `before` is called with the number of each block that is read, and may give another one."""
+
+    def __init__(self, state: ModelState, before: Callable[[int], bytes | None] = lambda n: None) -> None:
+        self._snapshot = state.clone_snapshot()
+        self._snapshot.start()
+        self._before = before
+        self.n_blocks = self._snapshot.n_blocks
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._snapshot.wait(timeout_s)
+
+    def manifest(self) -> dict[str, Any]:
+        return self._snapshot.manifest()
+
+    def read_block(self, index: int) -> memoryview:
+        other = self._before(index)
+        return self._snapshot.read_block(index) if other is None else memoryview(other)
+
+
+class Peer:
+    """A worker that gives its state: a donor behind a real server. `asked`: set when somebody wants to follow."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.asked = threading.Event()
+        self.doubted: list[tuple[int, int]] = []
+        self.donor = Donor(self.asked.set, doubt=lambda stage, step: self.doubted.append((stage, step)))
+        self.conversations: list[tuple[PeerConnection, threading.Event]] = []
+        self.server = PeerServer("127.0.0.1", TOKEN, self._handle)
+        self.member = Member(worker_id, 0, "host", address=self.server.address)
+
+    def _handle(self, connection: PeerConnection, request: dict[str, Any]) -> None:
+        ended = threading.Event()
+        self.conversations.append((connection, ended))
+        try:
+            self.donor.handle(connection, request)
+        finally:
+            ended.set()
+
+    @property
+    def given(self) -> int:
+        """Blocks that it has sent, once nobody asks for any more."""
+        assert all(ended.wait(GENEROUS_S) for _, ended in self.conversations)
+        return sum(connection.sent_bytes for connection, _ in self.conversations) // BLOCK_BYTES
+
+    def shelve(self, shown: Shown, there: Extents = WHOLE) -> None:
+        parts = {} if there.whole else {0: there}
+        self.donor.shelve(3, Offer(AT, RECORDS, {AT: RECORDS}, {0: shown}, parts=parts))
+
+    def offer(self, shown: Shown, position: Key = AT) -> None:
+        """To who has asked by now."""
+        assert self.asked.wait(GENEROUS_S)
+        self.donor.offer(lambda: Offer(position, RECORDS, {}, {0: shown}))
+
+    def die(self) -> None:
+        self.server.abort_all()
+        self.server.deaf_until(1 << 62)
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    made = [Peer(i) for i in range(3)]
+    yield made
+    for peer in made:
+        peer.server.close()
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any state is worth several donors, block by block."""
+    monkeypatch.setattr(taking, "LEAST_BYTES", 1)
+    monkeypatch.setattr(taking, "CHUNK_BLOCKS", 1)
+
+
+def taker(own: Mapping[int, Held] | None = None) -> Taker:
+    size = make_state().n_blocks * BLOCK_BYTES
+    view = SimpleNamespace(
+        cutter=Cutter(lambda generation: None),
+        link=SimpleNamespace(token=TOKEN, me="9.0"),
+        stages=SimpleNamespace(expected_bytes=size),
+        tick=lambda: None,
+    )
+    return Taker(view, lambda stage, step: [own[stage]] if own and stage in own else [])  # type: ignore[arg-type]
+
+
+def settled(peers: list[Peer], pieces: Mapping[int, Pieces] | None = None, **more: Any) -> Received:
+    members = tuple(peer.member for peer in peers)
+    plan = Plan(3, "because", members, (Seat(0, 0, "active", (0,)),), 1)
+    sources = {0: tuple(member.worker_id for member in members)}
+    (received,) = taker(**more).settle(plan, AT.step, sources, pieces or {})
+    return received
+
+
+def part(state: ModelState, *numbers: int) -> Extents:
+    return Extents.numbered(sizes_of(state.manifest()), numbers)
+
+
+def same(received: Received, expected: ModelState) -> bool:
+    """Whether what came is, loaded into another model, the same to the bit."""
+    other = make_state(8)
+    received.states[0].load_into(other)
+    return other.manifest() == expected.manifest() and (received.position, received.records) == (AT, RECORDS)
+
+
+def test_a_small_state_comes_of_one_donor(peers):
+    state = make_state()
+    for peer in peers:
+        peer.shelve(Shown(state))
+    assert same(settled(peers), state)
+    assert [peer.given for peer in peers] == [state.n_blocks, 0, 0]
+
+
+def test_a_large_state_comes_of_several_at_once(peers, several):
+    state = make_state()
+    together = threading.Barrier(3, timeout=GENEROUS_S)
+    first = [True] * 3
+
+    def meet(k: int) -> None:
+        if first[k]:  # nobody has given all before the others were asked
+            first[k] = False
+            together.wait()
+
+    for k, peer in enumerate(peers):
+        peer.shelve(Shown(state, lambda n, k=k: meet(k)))
+    assert same(settled(peers), state)
+    assert sum(peer.given for peer in peers) == state.n_blocks and all(peer.given for peer in peers)
+
+
+def test_a_damaged_block_is_repaired_from_a_peer_alone(peers):
+    """The rest of the state does not cross the wire."""
+    state, mine = make_state(), make_state()
+    wide = dict(mine.model.named_parameters())["wide"]
+    with torch.no_grad():
+        wide.view(-1)[70_000] += 1.0
+    changed = [n for n in range(state.n_blocks) if bytes(_block(state, n)) != bytes(_block(mine, n))]
+    assert len(changed) == 1
+    peers[0].shelve(Shown(state))
+    pieces = {0: Pieces(part(state, *changed))}
+    received = settled(peers[:1], pieces, own={0: (Shown(mine), WHOLE)})
+    assert peers[0].given == 1
+    received.states[0].load_into(mine)
+    assert mine.manifest() == state.manifest()
+
+
+def _block(state: ModelState, number: int) -> memoryview:
+    state.manifest()
+    return state.read_block(number)
+
+
+def test_own_blocks_that_are_not_right_come_too(peers):
+    """One is known to be lost, another has changed unnoticed."""
+    state, mine = make_state(), make_state()
+    deep = dict(mine.model.named_parameters())["deep"]
+    with torch.no_grad():
+        deep.view(-1)[200_000] += 1.0
+    peers[0].shelve(Shown(state))
+    received = settled(peers[:1], {0: Pieces(part(state, 0))}, own={0: (Shown(mine), WHOLE)})
+    assert same(received, state) and peers[0].given == 2
+
+
+def test_parts_of_several_make_a_whole(peers):
+    """A snapshot of one and a live state of another, of which nobody has all."""
+    state = make_state()
+    half = part(state, *range(state.n_blocks // 2))
+    peers[0].shelve(Shown(state), half)
+    peers[1].shelve(Shown(state), WHOLE - half)
+    pieces = {0: Pieces(WHOLE, {0: half, 1: WHOLE - half})}
+    assert same(settled(peers[:2], pieces), state)
+    of = sizes_of(state.manifest())
+    assert [peer.given for peer in peers] == [half.size(of), (WHOLE - half).size(of), 0]
+
+
+def test_what_a_part_has_instead_of_the_rest_counts_for_nothing(peers):
+    """Live states with garbage where blocks are lost, of which the manifests of their owners know nothing."""
+    state, mine, theirs = make_state(), make_state(), make_state()
+    of = sizes_of(state.manifest())
+    for broken, name in ((mine, "wide"), (theirs, "deep")):
+        with torch.no_grad():
+            dict(broken.model.named_parameters())[name].view(-1)[-10:].add_(1.0)
+    differ = {n for n in range(state.n_blocks) if bytes(_block(state, n)) != bytes(_block(mine, n))}
+    has = WHOLE - Extents.numbered(of, differ)
+    theirs_has = WHOLE - Extents.numbered(
+        of, [n for n in range(state.n_blocks) if bytes(_block(state, n)) != bytes(_block(theirs, n))]
+    )
+    assert has | theirs_has == WHOLE
+    peers[0].shelve(Shown(theirs), theirs_has)
+    peers[1].shelve(Shown(mine), has)
+    assert same(settled(peers[:2], {0: Pieces(WHOLE, {0: theirs_has, 1: has})}), state)
+    missing = WHOLE - has
+    received = settled(peers[:1], {0: Pieces(missing, {0: missing})}, own={0: (Shown(mine), has)})
+    assert same(received, state)
+
+
+def test_what_is_not_whole_is_never_streamed(peers):
+    state = make_state()
+    peers[0].shelve(Shown(state), part(state, 0))
+    with pytest.raises(CollectiveAborted) as caught:
+        settled(peers[:1])
+    assert caught.value.accused == (0,) and peers[0].given == 0
+
+
+def flipping(state: ModelState, number: int) -> Callable[[int], bytes | None]:
+    bad = bytearray(_block(state, number))
+    bad[5] ^= 1
+    return lambda n: bytes(bad) if n == number else None
+
+
+def test_a_block_that_comes_damaged_is_asked_of_another(peers):
+    state = make_state()
+    peers[0].shelve(Shown(state, flipping(state, 2)))
+    peers[1].shelve(Shown(state))
+    assert same(settled(peers[:2]), state)
+    assert [peer.given for peer in peers] == [state.n_blocks, 1, 0]
+
+
+def test_a_block_that_nobody_gives_undamaged_is_given_up_with_a_reason(peers, several):
+    state = make_state()
+    for peer in peers:
+        peer.shelve(Shown(state, flipping(state, 2)))
+    with pytest.raises(Unusable, match=r"stage 0 \(model 2-2\) did not come from 0\.0") as caught:
+        settled(peers)
+    assert not caught.value.torn
+    assert all(peer.doubted == [(0, 4)] for peer in peers), "each looks whether its own has changed"
+
+
+def test_blocks_that_a_donor_has_lost_since_are_refused(peers):
+    state = make_state()
+    peers[0].shelve(Shown(state), NONE | part(state, 0))
+    with pytest.raises(Unusable):
+        settled(peers[:1], {0: Pieces(WHOLE, {0: part(state, 0, 1)})})
+    assert peers[0].doubted == [], "that is not damage"
+
+
+def test_a_donor_that_dies_in_the_middle_is_replaced(peers, several):
+    state = make_state()
+    peers[0].shelve(Shown(state, lambda n: peers[0].die() if n == 3 else None))
+    for peer in peers[1:]:
+        peer.shelve(Shown(state))
+    assert same(settled(peers), state)
+
+
+def test_nobody_is_left(peers, several):
+    state = make_state()
+    for peer in peers:
+        peer.shelve(Shown(state, lambda n, peer=peer: peer.die() if n > 3 else None))
+    with pytest.raises(CollectiveAborted, match="could not be copied"):
+        settled(peers)
+
+
+# ---- following
+
+
+def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers, several):
+    """It follows the first one, gets blocks of all, and ends with the same bits."""
+    state = make_state()
+    died, given = threading.Event(), [0, 0, 0]
+
+    def count(k: int) -> None:
+        given[k] += 1
+        if given[k] == 2 and k == 1:
+            peers[1].die()
+            died.set()
+        elif given[k] == 2:
+            assert died.wait(GENEROUS_S)
+
+    copying = taker()
+    asked = copying.ask(1, [peer.member for peer in peers], [0])
+    for k, peer in enumerate(peers):
+        peer.offer(Shown(state, lambda n, k=k: count(k)))
+    received = copying.offered(asked)
+    assert same(received, state) and all(given), given
+    flat = torch.arange(3.0)
+    gradient = Gradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", (0, 0)))
+    for peer in (peers[0], peers[2]):
+        peer.donor.feed(5, RECORDS, {0: gradient}, {0: 3}, lambda: b"loop")
+    item = _step(asked.connection)
+    assert item.step == 5 and torch.equal(item.gradients[0].reduced.pieces[0].data, flat)
+    asked.connection.close()
+    peers[0].donor.cut()
+    assert peers[1].given < state.n_blocks // 2
+
+
+def _step(connection: PeerConnection) -> FollowedStep:
+    while not isinstance(item := next_item(connection, {0: 3}), FollowedStep):
+        pass
+    return item
+
+
+def test_one_that_is_elsewhere_is_let_go(peers, several):
+    state, later = make_state(), make_state(steps=2)
+    copying = taker()
+    asked = copying.ask(1, [peer.member for peer in peers[:2]], [0])
+    peers[1].offer(Shown(later), Key(5, 0))
+    peers[0].offer(Shown(state))
+    assert same(copying.offered(asked), state)
+    asked.connection.close()
+    assert [peer.given for peer in peers] == [state.n_blocks, 0, 0]
+
+
+def test_healing_begins_anew_if_who_is_followed_dies(peers, several):
+    state = make_state()
+    copying = taker()
+    asked = copying.ask(1, [peer.member for peer in peers[:2]], [0])
+    peers[0].offer(Shown(state, lambda n: peers[0].die()))
+    peers[1].offer(Shown(state))
+    with pytest.raises((EverstepError, OSError)):
+        copying.offered(asked)  # the others give the rest, but there is no feed
+        next_item(asked.connection, {0: 3})
+
+
+def test_a_small_state_is_followed_as_it_comes(peers):
+    state = make_state()
+    copying = taker()
+    asked = copying.ask(1, [peer.member for peer in peers], [0])
+    peers[0].offer(Shown(state))
+    assert same(copying.offered(asked), state) and not any(peer.asked.is_set() for peer in peers[1:])
+    asked.connection.close()
+
+
+def test_a_plan_frees_a_copy_from_several(peers, several):
+    """Nobody gives the state: the cut ends it, with nothing held."""
+    state, begun = make_state(), threading.Event()
+    never = threading.Event()
+    copying = taker()
+
+    def hang(n: int) -> None:
+        begun.set()
+        never.wait(GENEROUS_S)
+
+    peers[0].shelve(Shown(state, hang))
+    plan = Plan(3, "because", (peers[0].member,), (Seat(0, 0, "active", (0,)),), 1)
+    cutter = copying._view.cutter
+
+    def cut() -> None:
+        assert begun.wait(GENEROUS_S)
+        cutter.cut(3)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(CollectiveAborted, match="a newer plan has come"):
+        copying.settle(plan, 4, {0: (0,)}, {0: Pieces(WHOLE, {0: WHOLE})})
+    never.set()
+    thread.join()
