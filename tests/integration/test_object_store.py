@@ -14,6 +14,7 @@ import obstore
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError
 from everstep.checkpoint.interchange import read_weights
@@ -29,7 +30,7 @@ from everstep.checkpoint.verify import verify_store
 from everstep.cli.job import Request, effective_config
 from everstep.cli.main import run_command
 from everstep.cli.task_loading import make_task, parse_task
-from exchange_cases import copy_of, same_bits, trained, write_step, write_unchanged
+from exchange_cases import checkpoint_of, copy_of, same_bits, trained, write_step, write_unchanged
 from foreign_checkpoints import ESCAPE, PART, escaping, tree_of
 from object_server import SMALL_KEY, SMALL_SECRET, ObjectServer, Proxy
 
@@ -204,8 +205,8 @@ def test_a_full_store_is_told_and_damages_nothing(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SMALL_SECRET)
     small = object_server.bucket(SMALL_KEY, SMALL_SECRET)
     store = open_s3(f"s3://{small}/job")
-    write_step(source, 1)
-    transfer(source, store, 1)
+    checkpoint = checkpoint_of(nn.Linear(2, 2), None, source.path)
+    transfer(source, store, checkpoint.step)
     with pytest.raises(StoreRefused, match="the store is full"):
         store.write("large", [bytes(3_000_000)], 3_000_000)
     assert newest_complete(store) is not None and store.list("large") == []
