@@ -20,8 +20,8 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, decode, refuse_foreign
-from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
+from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
@@ -50,7 +50,7 @@ from everstep.protocol.driver.policy import Due
 
 log = logging.getLogger(__name__)
 
-Event = Callable[[str, dict[str, Any]], None]
+OnEvent = Callable[[str, dict[str, Any]], None]
 """Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`, `warning`) and the fields of an event."""
 
 _DRAIN_S = 10.0
@@ -91,13 +91,13 @@ class Checkpointer:
         self,
         directory: Path,
         config: CheckpointConfig,
-        identity: Identity,
+        identity: JobIdentity,
         worker_id: int,
         *,
         send: Callable[[bytes], None],
-        events: Event = lambda kind, fields: None,
+        events: OnEvent = lambda kind, fields: None,
         collected: Callable[[int], None] = lambda step: None,
-        ended: Callable[[Outcome], None] = lambda outcome: None,
+        ended: Callable[[WriteOutcome], None] = lambda outcome: None,
         proven: Callable[[int], int] = lambda step: 0,
         sources: Sequence[Source] = (),
     ) -> None:
@@ -236,7 +236,7 @@ class Checkpointer:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
         self._writer().expect(
-            Facts(
+            CheckpointFacts(
                 extent.step,
                 plan.generation,
                 plan.stages,
@@ -264,7 +264,7 @@ class Checkpointer:
                 )
             return self._manifests
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _ended(self, outcome: WriteOutcome) -> None:
         """In the manifest writer's thread."""
         if outcome.manifest is None:
             self.skip("disk", outcome.step, outcome.failed or Why(Cause.UNKNOWN, "it was not completed"))

@@ -27,7 +27,7 @@ from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
 from everstep.protocol.driver.policy import best_of, kept
 
-Report = Callable[[str, dict[str, Any]], None]
+OnUpload = Callable[[str, dict[str, Any]], None]
 """Told (kind, fields) of an event; from the uploader's thread."""
 Prune = Callable[[BlobStore, Manifest], list[int]]
 """Applies the tier's retention to a store that has just got this checkpoint; returns the steps that it deleted."""
@@ -111,7 +111,7 @@ class Uploader:
         self,
         source: BlobStore,
         target: BlobStore,
-        report: Report,
+        report: OnUpload,
         prune: Prune = _keep_all,
         backoff: Backoff | None = None,
         seed: int | None = None,
@@ -337,7 +337,7 @@ def open_object_tier(config: CheckpointConfig) -> BlobStore | None:
 
 
 def open_uploader(
-    config: CheckpointConfig, source: BlobStore, report: Report, proven: Callable[[int], int] = lambda step: 0
+    config: CheckpointConfig, source: BlobStore, report: OnUpload, proven: Callable[[int], int] = lambda step: 0
 ) -> Uploader:
     """The uploader that `checkpoint.object.*` asks for, running. proven: as for `retention`.
 

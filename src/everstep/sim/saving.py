@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
-from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.life import Life, SimHandlers, nothing
 from everstep.sim.model import Blocks
 from everstep.sim.world import MS
 
 _GRACE_NS = 500 * MS
 
 
-class Saver:
+class SimSaver:
     """Writes this worker's parts."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             Save: self._save,

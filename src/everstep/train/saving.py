@@ -19,8 +19,8 @@ from everstep.base.errors import ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.interchange import NAMES, names_record
-from everstep.checkpoint.manifest import Identity, TensorRow
-from everstep.checkpoint.manifest_writer import Outcome
+from everstep.checkpoint.manifest import JobIdentity, TensorRow
+from everstep.checkpoint.manifest_writer import WriteOutcome
 from everstep.checkpoint.names import BEST, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
@@ -28,13 +28,13 @@ from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_records
-from everstep.protocol.driver.saver import Saving
+from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.elastic_order import Order
+from everstep.train.elastic_order import AnyOrder
 from everstep.train.heal import StateCopy, pack_state, unpack_state
-from everstep.train.link import Link
+from everstep.train.link import WorkerLink
 from everstep.train.stages import Stages
 from everstep.train.view import WorkerView
 
@@ -94,7 +94,7 @@ class LoopState:
         self._step = -1
 
 
-def saving_of(link: Link, split: bool, order: Order, whole: Whole | None) -> Saving:
+def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | None) -> SavingRules:
     """What this worker's driver goes by. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
@@ -104,10 +104,10 @@ def saving_of(link: Link, split: bool, order: Order, whole: Whole | None) -> Sav
         return epoch_of is not None and number < order.total_steps and epoch_of(number + 1) != epoch_of(number)
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled and whole is not None
-    return Saving(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
+    return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
 
 
-class Saver:
+class PartSaver:
     """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Saver:
             self.checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._saving.rule,
-                Identity(link.task, numerics(view.config), whole.tensors, job),
+                JobIdentity(link.task, numerics(view.config), whole.tensors, job),
                 view.me,
                 send=self._send,
                 events=self._told,
@@ -236,7 +236,7 @@ class Saver:
         """In one of several threads: something that happened to a checkpoint."""
         self._view.publisher.emit(kind, **{"generation": self._view.driver.generation, **fields})
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _ended(self, outcome: WriteOutcome) -> None:
         """In the main's thread for manifests."""
         number = outcome.step
         if outcome.manifest is None:

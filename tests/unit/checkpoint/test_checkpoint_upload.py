@@ -18,7 +18,7 @@ from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
-from everstep.checkpoint.store import Bytes, DirectoryStore
+from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import TransferStopped, transfer
@@ -37,7 +37,7 @@ class Spoiled(DirectoryStore):
         self.before = before
         self.writes: list[str] = []
 
-    def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
+    def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         self.before(name)
         super().write(name, chunks, size, if_absent)
         self.writes.append(name)

@@ -11,7 +11,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
-from everstep.protocol.driver.saver import Saving
+from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
@@ -567,7 +567,7 @@ def test_whoever_is_not_in_the_prepared_plan_leaves_for_good() -> None:
 
 
 def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> None:
-    w = Worker(plan(1, (0, 1)), saving=Saving(on=True))
+    w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
     w.step(1)
     w.ask(do.StepAsked(2))
     last = plan(2, (0, 1), save="stop")
@@ -582,7 +582,7 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
 
 
 def test_nobody_but_the_main_tells_of_it() -> None:
-    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=Saving(on=True))
+    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=SavingRules(on=True))
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
     w.done("somewhere")

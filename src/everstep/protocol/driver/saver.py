@@ -18,8 +18,8 @@ from everstep.base.plan import Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
-from everstep.protocol.driver.policy import Due, Schedule, Tier
-from everstep.protocol.driver.records import Outcome, gathered
+from everstep.protocol.driver.policy import Due, SaveSchedule, Tier
+from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
@@ -30,7 +30,7 @@ GIVE_UP_S = 300.0
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavingRules:
     """What a saver goes by. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
     where the rule says nothing of them; 0: none then. eval_every: steps between evaluations; 0: none. epoch_ends:
     whether a step is the last one of an epoch, but not of the job."""
@@ -51,12 +51,12 @@ class Saving:
 class Saver:
     """One worker's part in the job's checkpoints."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: Saving) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self._config = config
-        self._schedule = Schedule(config.rule, config.memory_every)
+        self._schedule = SaveSchedule(config.rule, config.memory_every)
         self._said = (0, Due())
         self._answering = 0
         self._incomplete: tuple[int, int] | None = None
@@ -128,7 +128,7 @@ class Saver:
 
     # ---- all: taking one
 
-    def updated(self, outcome: Outcome, records: Mapping[int, Record]) -> None:
+    def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the application has not gone on yet."""
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
         if tiers and self.on and self._machine.settled:
