@@ -56,7 +56,7 @@ from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import run_lock
-from everstep.runtime.zygote_client import EarlyZygote
+from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Invocation:
     run_dir: Path
     fresh: bool = False
     as_json: bool = False
-    server: EarlyZygote | None = None
+    server: EarlyForkServer | None = None
     dashboard: bool = False
     public: bool = False
     port: int | None = None
@@ -188,7 +188,7 @@ def command(
     check_metrics(given.get("metrics.listen"), public)
     threads = given.get("threads")
     preload = ("torch",) if dry_run else PRELOAD
-    server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
+    server = EarlyForkServer(threads if isinstance(threads, int) else 1, preload)
     with contextlib.closing(server):
         return _run_or_show(dataclasses.replace(invocation, server=server), dry_run)
 
