@@ -1,4 +1,4 @@
-"""The job's main: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
+"""The job's leader: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
 
 One thread does the work; whoever brings a report waits for nothing.
 """
@@ -44,7 +44,7 @@ class WriteOutcome:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What the main knows of a checkpoint, and no part does. stages: how many there are."""
+    """What the job's leader knows of a checkpoint, and no part does. stages: how many there are."""
 
     step: int
     generation: int
@@ -104,7 +104,7 @@ class ManifestWriter:
         with self._lock:
             assembly = self._current
             if assembly is None or (report.step, report.generation) > (assembly.step, assembly.generation):
-                self._early = [*self._early[-63:], report]  # its worker began before the main did
+                self._early = [*self._early[-63:], report]  # its worker began before the job's leader did
                 return
             if not assembly.add(report):
                 return

@@ -31,7 +31,7 @@ class Taint:
         if any(map(wrong, set().union(*copies.values()))):
             corruption.escaped()
 
-    def condemned(self, who: WorkerKey, sound: int) -> None:
+    def invalidated(self, who: WorkerKey, sound: int) -> None:
         """A worker has found that states after this step count for nothing."""
         shown = any(
             key.step > sound

@@ -1,4 +1,4 @@
-"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the main.
+"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the job's leader.
 
 Which are taken and given up is the driver's to say.
 """
@@ -121,7 +121,7 @@ class PartSaver:
         self._loop = loop
         self._note = note
         self._saving = view.driver.config.saving
-        self._mains: dict[int, Member] = {}
+        self._leaders: dict[int, Member] = {}
         self._prepared = False
         link = view.link
         if self._saving.on and link.run_dir is not None and whole is not None:
@@ -147,7 +147,7 @@ class PartSaver:
         return {
             Save: self.save,
             AbandonSave: self.abandon,
-            do.Condemn: self.condemn,
+            do.Invalidate: self.invalidate,
             do.Skipped: self.skip,
         }
 
@@ -175,7 +175,7 @@ class PartSaver:
                 replica.settle_buffers()
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
-        self._mains = {**dict(list(self._mains.items())[-3:]), number: plan.member(plan.leader(0))}
+        self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
         extent = Extent(number, effect.due, encode_records(effect.records), parts, effect.metrics)
         checkpointer.start(extent, states, plan)
 
@@ -195,11 +195,11 @@ class PartSaver:
                 self.before_update()
             self.checkpointer.abandon(effect.why, effect.plan)
 
-    def condemn(self, effect: do.Condemn) -> None:
+    def invalidate(self, effect: do.Invalidate) -> None:
         """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more."""
         if self.checkpointer is not None:
             self.before_update()
-            self.checkpointer.condemn(effect.sound, with_objects=effect.first)
+            self.checkpointer.invalidate(effect.sound, with_objects=effect.first)
 
     def skip(self, effect: do.Skipped) -> None:
         """A tier takes nothing of a step."""
@@ -214,8 +214,8 @@ class PartSaver:
     # ---- reports of parts, events, ends
 
     def _send(self, data: bytes) -> None:
-        """In a part's thread: to whoever was the main when the checkpoint began."""
-        main = self._mains.get(decode_report(data).step)
+        """In a part's thread: to whoever was the job's leader when the checkpoint began."""
+        main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
         connection = peer_connect(main.address, self._view.link.token, {"kind": "part"})
@@ -237,7 +237,7 @@ class PartSaver:
         self._view.publisher.emit(kind, **{"generation": self._view.driver.generation, **fields})
 
     def _ended(self, outcome: WriteOutcome) -> None:
-        """In the main's thread for manifests."""
+        """In the job's leader's thread for manifests."""
         number = outcome.step
         if outcome.manifest is None:
             self._note(SaveEnded(number, False, (outcome.failed or UNSAID).reason))

@@ -230,7 +230,7 @@ def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callabl
         job.update(step)
         job.wait_told(step)
     for worker in job.workers:
-        worker.condemn(2, with_objects=False)
+        worker.invalidate(2, with_objects=False)
     assert steps_in(job.workers[0].store) == [2] and job.workers[1].restorable(limit=2) == (2,)
     job.save(3)
     job.update(9)

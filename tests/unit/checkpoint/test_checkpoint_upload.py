@@ -287,7 +287,7 @@ def test_retention_of_the_far_side(source: DirectoryStore, tmp_path: Path) -> No
     assert read_pointer(target, LATEST) == 5
 
 
-def test_what_is_condemned_is_set_aside_and_may_come_again(source: DirectoryStore, tmp_path: Path) -> None:
+def test_what_is_invalidated_is_set_aside_and_may_come_again(source: DirectoryStore, tmp_path: Path) -> None:
     events, target = Events(), DirectoryStore(tmp_path / "far")
     uploader = Uploader(source, target, events, retention(TierConfig(keep_last=5)))
     for step in (1, 2, 3):
@@ -296,7 +296,7 @@ def test_what_is_condemned_is_set_aside_and_may_come_again(source: DirectoryStor
         events.wait("checkpoint_completed", step)
     set_aside_after(source, 1)
     assert steps_in(source) == [1] and read_pointer(source, LATEST) is None
-    uploader.condemn(1)
+    uploader.invalidate(1)
     while not uploader.idle:
         threading.Event().wait(0.001)
     assert steps_in(target) == [1] and read_pointer(target, LATEST) is None

@@ -70,7 +70,7 @@ class Alone:
         return self.out.drain()
 
     def judge(self, data: bytes, event: SaveAsked, past: bool = False) -> list[do.Effect]:
-        """All gather what the main says."""
+        """All gather what the job's leader says."""
         records = {0: Record(0, encode_payload(GatherPayload(data, 0))), 1: Record(0, encode_payload(nothing()))}
         self.saver.judged(event, records, past=past)
         return self.out.drain()
@@ -290,15 +290,15 @@ def test_failures_shorten_the_interval() -> None:
     assert interval(plan_of(0, generation=2)) < interval(plan_of(0, 1, generation=2))
 
 
-def test_condemned_states_are_forgotten() -> None:
+def test_invalidated_states_are_forgotten() -> None:
     one = Alone(SavingRules(BEST, on=True, eval_every=3))
     event = SaveAsked({"accuracy": 0.9})
     one.judge(one.saver.verdict(event), event)
     one.saver.parts_there(PartsThere(5))
     assert not one.saver.due(6)  # it waits for the evaluation
-    one.saver.condemned()
+    one.saver.invalidated()
     assert one.saver.boundary(WHY, past=False) is not None  # begun again
-    one.saver.condemned()
+    one.saver.invalidated()
     assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
     assert one.saver.verdict(SaveAsked({"accuracy": 0.1}, stored=0.5)) == b""  # nor does what waited count
     assert one.saver.verdict(SaveAsked({"accuracy": 0.2}, stored=0.1)) != b""  # nor what was the best
@@ -547,9 +547,9 @@ def test_the_driver_saves_nothing_of_states_that_differ() -> None:
     job.handle(PartsThere(1))
     job.digests = ("a", "b")
     job.step(2)
-    assert [save.step for save in job.of(Save)] == [1] and len(job.of(do.Condemn)) == 1
+    assert [save.step for save in job.of(Save)] == [1] and len(job.of(do.Invalidate)) == 1
     job.interrupt(plan_of(0, generation=2))
-    assert job.of(AbandonSave) == []  # what was begun is condemned already
+    assert job.of(AbandonSave) == []  # what was begun is invalidated already
 
 
 def test_the_driver_takes_one_at_the_end() -> None:

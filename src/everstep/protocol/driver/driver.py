@@ -316,7 +316,7 @@ class Driver:
         differs = self._stepper.update(effect)
         if differs is None:
             return
-        self._saver.condemned()
+        self._saver.invalidated()
         if differs.outvoted:
             self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return

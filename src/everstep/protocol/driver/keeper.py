@@ -1,8 +1,8 @@
 """Which snapshots in memory are taken, stated and let go, for pools that die as a whole. Pure.
 
-Taken right after an update, by all members alike, when the main's record of the step says so; each stage's leader has
-its own handed to another pool. A snapshot is stated only once its step has been released, so that going to it skips no
-effect; the newest that is complete in all stages stays until a newer one is.
+Taken right after an update, by all members alike, when the job's leader's record of the step says so; each stage's
+leader has its own handed to another pool. A snapshot is stated only once its step has been released, so that going to
+it skips no effect; the newest that is complete in all stages stays until a newer one is.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class Linger(Operation):
 
 @dataclass(frozen=True)
 class Finish(Operation):
-    """All steps are done: leave a checkpoint, and where this worker is the main write final/; answered with whether
-    that was written. save: as in `SaveLast`."""
+    """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
+    whether that was written. save: as in `SaveLast`."""
 
     plan: Plan
     step: int
@@ -304,7 +304,7 @@ class EnteredPlan:
 
 
 @dataclass(frozen=True)
-class Condemn:
+class Invalidate:
     """Checkpoints and snapshots of steps after `sound` count for nothing. first: this worker sees to what all share."""
 
     sound: int
@@ -434,7 +434,7 @@ Effect = (
     | CutFeeds
     | CloseFeeds
     | EnteredPlan
-    | Condemn
+    | Invalidate
     | Keep
     | RetireKept
     | ForgetKept

@@ -1,6 +1,6 @@
 """When checkpoints are taken, and which are kept: small objects that decide from what they are told.
 
-Pure: time and measurements are passed in. Only the job's main asks what is due; everybody else is told through the
+Pure: time and measurements are passed in. Only the job's leader asks what is due; everybody else is told through the
 records of the step, so that all of them take the same.
 """
 
@@ -75,7 +75,7 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 
 @dataclass
 class SaveSchedule:
-    """What is due after which step, for the main. Call `due` once per step, in order.
+    """What is due after which step, for the job's leader. Call `due` once per step, in order.
 
     `wanted` are requests to be answered at the next step. memory_every: the memory tier's steps where it has no rule of
     its own; 0: it is off then. cost_s: training time that the newest one on disk took; None before. failures: seen.

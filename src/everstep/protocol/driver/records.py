@@ -54,8 +54,8 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
-    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the main alone, the tiers that
-    take a checkpoint after this step, and why.
+    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader alone, the
+    tiers that take a checkpoint after this step, and why.
     """
 
     sections: list[StageSection]

@@ -95,7 +95,7 @@ class Settler:
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
-            self._out.put(do.Condemn(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
+            self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:

@@ -131,7 +131,7 @@ class Stepper:
         reason, outvoted = found
         mine, sound = self._machine.me.worker_id, self.proven(outcome.step - 1)
         everybody = {who for digests in outcome.digests.values() for who in digests}
-        self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
+        self._out.put(do.Invalidate(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
         return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._generation)
 
