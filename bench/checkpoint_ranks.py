@@ -18,7 +18,7 @@ from torch import nn
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.policy import Due
 
@@ -85,7 +85,7 @@ class Rank:
         self.checkpointer = Checkpointer(
             self.folder / name,
             config,
-            Identity("bench", {}, rows, name),
+            JobIdentity("bench", {}, rows, name),
             self.rank,
             send=self.reports.put,
             events=lambda kind, fields: self.told.append({"kind": kind, **fields}),

@@ -14,8 +14,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, Manifest
-from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.manifest import JobIdentity, Manifest
+from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
@@ -63,10 +63,10 @@ def advance(state: ModelState, seed: int) -> None:
     state.model.count.add_(1)
 
 
-def identity_of(state: ModelState, job: str = "job-a", **numerics: Any) -> Identity:
+def identity_of(state: ModelState, job: str = "job-a", **numerics: Any) -> JobIdentity:
     rows = [e for e in state.manifest()["entries"] if e[0].startswith("model/")]
     tensors = tuple((e[0].removeprefix("model/"), e[1], tuple(e[2])) for e in rows)
-    return Identity("task", {**NUMERICS, **numerics}, tensors, job)
+    return JobIdentity("task", {**NUMERICS, **numerics}, tensors, job)
 
 
 def base_of(store: DirectoryStore, step: int | None = None) -> Base:
@@ -119,9 +119,9 @@ def save(
     store = directory if isinstance(directory, DirectoryStore) else DirectoryStore(directory)
     base = base_of(store) if incremental else Base()
     ended = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[WriteOutcome] = []
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: WriteOutcome) -> None:
         outcomes.append(outcome)
         ended.set()
 
@@ -130,7 +130,7 @@ def save(
     )
     try:
         why = Why(Cause.REQUESTED, facts.pop("reason", ""))
-        writer.expect(Facts(step, generation, why=why, **facts))
+        writer.expect(CheckpointFacts(step, generation, why=why, **facts))
         for worker_id in range(workers):
             writer.add(
                 write_part(

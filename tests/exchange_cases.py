@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.checkpoint.interchange import NAMES, names_record
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import BlobStore, DirectoryStore
@@ -60,7 +60,7 @@ def rest(model: Awkward) -> list[nn.Parameter]:
 def write_step(store: DirectoryStore, step: int, seed: int = 1, job: str = "job") -> Checkpoint:
     """A checkpoint of `trained(seed)` as step `step`."""
     model, optimizer = trained(seed)
-    identity = Identity("task", {"lanes": 8}, job=job)
+    identity = JobIdentity("task", {"lanes": 8}, job=job)
     write_whole(
         store,
         ModelState(model, optimizer, units=[model]),
@@ -77,7 +77,7 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, pat
     write_whole(
         store,
         ModelState(model, optimizer, units=[model]),
-        Identity("task", {}),
+        JobIdentity("task", {}),
         step=5,
         application={NAMES: names_record(model)},
     )

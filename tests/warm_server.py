@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import cell_worker
-from everstep.runtime import local_host, zygote, zygote_client
+from everstep.runtime import fork_server, fork_server_client, local_host
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 
 PRELOAD = (
-    *zygote.DEFAULT_PRELOAD,
+    *fork_server.DEFAULT_PRELOAD,
     "everstep",
     "everstep.cli.main",
     "everstep.cli.run",
@@ -48,7 +48,7 @@ class Egg:
 
 
 def _hatch(control: socket.socket) -> None:
-    """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.zygote` is."""
+    """In the fork: wait for the descriptors, then be what `python -m everstep.runtime.fork_server` is."""
     parent = os.getppid()
     die_with_parent(parent)
     message, fds, _, _ = socket.recv_fds(control, 64, 3)
@@ -62,9 +62,9 @@ def _hatch(control: socket.socket) -> None:
     os.dup2(board_fd, wanted)  # workers are told the number that the agent has
     board_fd = wanted
     close_descriptors({fd, board_fd})
-    zygote._SERVER_PID = os.getpid()
+    fork_server._SERVER_PID = os.getpid()
     arguments = ["--fd", str(fd), "--board-fd", str(board_fd), "--parent", str(parent), "--preload", ""]
-    os._exit(zygote.main(arguments))
+    os._exit(fork_server.main(arguments))
 
 
 class Child:
@@ -79,17 +79,17 @@ class Child:
 
 def lay(egg: Egg) -> None:
     """The next fork server of this process is this one, which needs no import; a second one is an ordinary one."""
-    ordinary, eggs = zygote_client.start_fork_server, [egg]
+    ordinary, eggs = fork_server_client.start_fork_server, [egg]
 
-    def start(log_path: Path | None, board_fd: int, threads: int, preload: Any) -> zygote_client.ZygoteClient:
+    def start(log_path: Path | None, board_fd: int, threads: int, preload: Any) -> fork_server_client.ForkServerClient:
         if not eggs or threads != 1:
             return ordinary(log_path, board_fd, threads, preload)
         ours, theirs = socket.socketpair()
         with theirs, eggs.pop().socket as way, open(log_path or os.devnull, "ab") as log:
             socket.send_fds(way, [str(board_fd).encode()], [theirs.fileno(), board_fd, log.fileno()])
-        return zygote_client.ZygoteClient(ours, egg.pid, Child(egg.pid))  # type: ignore[arg-type]
+        return fork_server_client.ForkServerClient(ours, egg.pid, Child(egg.pid))  # type: ignore[arg-type]
 
-    zygote_client.start_fork_server = start
+    fork_server_client.start_fork_server = start
 
 
 def probe_in_fork(task: str, request: Any, *, units: bool = False, server: Any = None) -> Any:
@@ -155,7 +155,7 @@ def main() -> None:
     """Serve until stdin ends."""
     adopt_orphans()
     begin = time.monotonic()
-    zygote.preload(list(PRELOAD))
+    fork_server.preload(list(PRELOAD))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for jobs
     print(json.dumps({"ready_s": round(time.monotonic() - begin, 1)}), flush=True)
     for line in iter(sys.stdin.readline, ""):

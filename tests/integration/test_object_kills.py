@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
@@ -40,7 +40,7 @@ def checkpoints(path: Path, count: int) -> DirectoryStore:
             write_unchanged(store, before, step)
             continue
         torch.manual_seed(step)
-        write_whole(store, ModelState(nn.Linear(1600, 1600)), Identity("task", {}), step=step)
+        write_whole(store, ModelState(nn.Linear(1600, 1600)), JobIdentity("task", {}), step=step)
         before = open_checkpoint(store, step)
     return store
 

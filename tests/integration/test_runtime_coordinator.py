@@ -24,8 +24,8 @@ from everstep.runtime.address import read_address
 from everstep.runtime.board import Board
 from everstep.runtime.commands import NoJobRunning, ask, run_lock
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.zygote import DEFAULT_PRELOAD
-from everstep.runtime.zygote_client import start_fork_server
+from everstep.runtime.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.fork_server_client import start_fork_server
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -132,17 +132,17 @@ def test_the_fork_server_imports_torch_without_starting_threads(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     board = Board.create(2)
-    zygote = start_fork_server(tmp_path / "zygote.log", board.fd, 1, DEFAULT_PRELOAD)
+    fork_server = start_fork_server(tmp_path / "fork-server.log", board.fd, 1, DEFAULT_PRELOAD)
     try:
-        ready = zygote.receive()[0]
+        ready = fork_server.receive()[0]
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
         context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, 1, {}, "task")
         log = tmp_path / "worker.log"
-        zygote.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
+        fork_server.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
         seen = []
         while not seen or seen[-1]["op"] != "exited":
-            seen += zygote.receive()
+            seen += fork_server.receive()
         assert seen[-1]["status"] == 0, log.read_text()
     finally:
-        zygote.close(5.0)
+        fork_server.close(5.0)
         board.close()

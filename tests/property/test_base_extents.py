@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import NONE, WHOLE, Extents, Run, Sizes, union
+from everstep.base.extents import NONE, WHOLE, BlockRun, Extents, Sizes, union
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(
     lambda counts: tuple((f"plane{k}", n) for k, n in enumerate(counts))
@@ -26,7 +26,7 @@ def plain(extents: Extents, of: Sizes) -> Blocks:
 
 
 def made(of: Sizes, blocks: Blocks) -> Extents:
-    return Extents.part(of, [Run(plane, k, k + 1) for plane, k in sorted(blocks, reverse=True)])
+    return Extents.part(of, [BlockRun(plane, k, k + 1) for plane, k in sorted(blocks, reverse=True)])
 
 
 @st.composite
@@ -73,15 +73,20 @@ def test_parts_travel(case):
 
 def test_what_is_no_part_is_refused():
     of = (("model", 2),)
-    for runs in ([Run("model", 1, 3)], [Run("other", 0, 1)], [Run("model", 2, 1)], [Run("model", -1, 1)]):
+    for runs in (
+        [BlockRun("model", 1, 3)],
+        [BlockRun("other", 0, 1)],
+        [BlockRun("model", 2, 1)],
+        [BlockRun("model", -1, 1)],
+    ):
         with pytest.raises(InvariantViolation):
             Extents.part(of, runs)
     with pytest.raises(InvariantViolation):
         Extents.decoded((of, ((1, 0, 1),)))
     with pytest.raises(InvariantViolation):
         WHOLE.encoded()
-    other = Extents.part((("model", 3),), [Run("model", 0, 1)])
-    mine = Extents.part(of, [Run("model", 0, 1)])
+    other = Extents.part((("model", 3),), [BlockRun("model", 0, 1)])
+    mine = Extents.part(of, [BlockRun("model", 0, 1)])
     assert not mine.fits(other) and mine.fits(WHOLE) and str(mine) == "model 0-0"
     with pytest.raises(InvariantViolation):
         _ = mine | other

@@ -12,55 +12,57 @@ from everstep.protocol import step_machine
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import BlocksLost, Holding, StepEffect
-from everstep.sim.faults import Fault
-from everstep.sim.model import INITIAL, Job, initial, merged, present, without
+from everstep.sim.faults import SimFault
+from everstep.sim.model import INITIAL, SimJob, initial, merged, present, without
 from everstep.sim.scenario import Setup, set_up, simulate
 
-WHOLE_MODEL = Job(10, 6, 3)
-SPLIT = Job(8, 4, 3, stages=2, keep_every=2)
+WHOLE_MODEL = SimJob(10, 6, 3)
+SPLIT = SimJob(8, 4, 3, stages=2, keep_every=2)
 
 
-def setup(job: Job, *faults: Fault, workers: int = 4, **more) -> Setup:
+def setup(job: SimJob, *faults: SimFault, workers: int = 4, **more) -> Setup:
     return Setup(workers, 0, 2, 1, "replace", job, faults, **more)
 
 
-LOSSES = setup(WHOLE_MODEL, *(Fault("lose", 60 + 70 * n, "reducing", 1, 100, 7 * n) for n in range(3)))
-ALL_LOSE = setup(WHOLE_MODEL, Fault("lose_all", 150, pick=0), Fault("lose_all", 260, "agreeing", 1, 50, 1))
+LOSSES = setup(WHOLE_MODEL, *(SimFault("lose", 60 + 70 * n, "reducing", 1, 100, 7 * n) for n in range(3)))
+ALL_LOSE = setup(WHOLE_MODEL, SimFault("lose_all", 150, pick=0), SimFault("lose_all", 260, "agreeing", 1, 50, 1))
 SCENARIOS = {
     "one worker loses blocks": LOSSES,
     "all lose another block, and have the whole together": ALL_LOSE,
     "a donor dies while several repair each other": replace(
-        ALL_LOSE, donors=3, faults=(*ALL_LOSE.faults, Fault("kill", 150, "fetching", 2, 1500, 1))
+        ALL_LOSE, donors=3, faults=(*ALL_LOSE.faults, SimFault("kill", 150, "fetching", 2, 1500, 1))
     ),
     "links break while blocks are on their way": replace(
         ALL_LOSE,
         donors=3,
-        faults=(*ALL_LOSE.faults, *(Fault("link", 150, "fetching", n, 3000 * n, n) for n in range(1, 7))),
+        faults=(*ALL_LOSE.faults, *(SimFault("link", 150, "fetching", n, 3000 * n, n) for n in range(1, 7))),
     ),
-    "a worker alone loses a block": setup(WHOLE_MODEL, Fault("lose", 150, pick=3), workers=1),
+    "a worker alone loses a block": setup(WHOLE_MODEL, SimFault("lose", 150, pick=3), workers=1),
     # The coordinator had not heard yet of the switch, and took the complaint for one of a generation that is not.
     "blocks are lost just after a switch": setup(
-        WHOLE_MODEL, Fault("kill", 60, pick=1), *(Fault("lose", 100, "settling", n, 0, n) for n in (5, 7, 9))
+        WHOLE_MODEL, SimFault("kill", 60, pick=1), *(SimFault("lose", 100, "settling", n, 0, n) for n in (5, 7, 9))
     ),
     # The initial state was stated as whole, by a worker that had lost blocks of it before its first plan.
     "blocks are lost before the first plan": setup(
-        WHOLE_MODEL, *(Fault("lose", 5 + n, pick=n) for n in range(0, 20, 4))
+        WHOLE_MODEL, *(SimFault("lose", 5 + n, pick=n) for n in range(0, 20, 4))
     ),
     # Who had taken over a gather that its application had not asked for yet forgot it when it copied blocks then.
     "a joiner loses blocks among gathers": setup(
-        Job(10, 6, 2), Fault("kill", 60, pick=1), *(Fault("lose_all", 100, "gathering", n, 30, n) for n in (2, 5))
+        SimJob(10, 6, 2),
+        SimFault("kill", 60, pick=1),
+        *(SimFault("lose_all", 100, "gathering", n, 30, n) for n in (2, 5)),
     ),
     "a pool dies, and what is kept of it is in parts": setup(
         SPLIT,
-        Fault("lose_kept", 215, "computing", 1, 0, 2, same=True),
-        Fault("pool", 220, "computing", 4, 0, 1),
+        SimFault("lose_kept", 215, "computing", 1, 0, 2, same=True),
+        SimFault("pool", 220, "computing", 4, 0, 1),
         workers=6,
     ),
     "blocks of several stages, while a pool dies": setup(
-        SPLIT, Fault("lose_all", 180, pick=2), Fault("pool", 180, "fetching", 1, 500, 1), workers=6, donors=2
+        SPLIT, SimFault("lose_all", 180, pick=2), SimFault("pool", 180, "fetching", 1, 500, 1), workers=6, donors=2
     ),
     "several donors for a joiner, of which one dies": setup(
-        WHOLE_MODEL, Fault("kill", 60, pick=1), Fault("kill", 80, "heal", 1, 9000, 2), workers=5, donors=3
+        WHOLE_MODEL, SimFault("kill", 60, pick=1), SimFault("kill", 80, "heal", 1, 9000, 2), workers=5, donors=3
     ),
 }
 
@@ -88,7 +90,7 @@ def test_the_scenarios_meet_what_they_are_meant_to_meet():
 
 
 def test_one_donor_gives_the_whole_as_long_as_nothing_is_lost():
-    quiet = setup(WHOLE_MODEL, Fault("kill", 100, pick=1), Fault("kill", 250, pick=2))
+    quiet = setup(WHOLE_MODEL, SimFault("kill", 100, pick=1), SimFault("kill", 250, pick=2))
     assert not any(group == "copies" for group, _ in seen([quiet]))
 
 

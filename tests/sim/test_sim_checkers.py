@@ -26,29 +26,29 @@ from everstep.protocol.step_types import (
     Updated,
 )
 from everstep.sim import scenario
-from everstep.sim.faults import Fault
-from everstep.sim.model import INITIAL, Job
+from everstep.sim.faults import SimFault
+from everstep.sim.model import INITIAL, SimJob
 from everstep.sim.scenario import simulate
 
-SMALL = scenario.Setup(3, 0, 2, 1, "replace", Job(6, 6, 3), ())
+SMALL = scenario.Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 3), ())
 DISTURBED = replace(
     SMALL,
     workers=4,
     faults=(
-        Fault("kill", 60, "agreeing", 1, 300, 1),
-        Fault("kill", 120, "updating", 1, 0, 2, same=True),
-        Fault("link", 200, "agreeing", 1, 0, 1),
+        SimFault("kill", 60, "agreeing", 1, 300, 1),
+        SimFault("kill", 120, "updating", 1, 0, 2, same=True),
+        SimFault("link", 200, "agreeing", 1, 0, 1),
     ),
 )
 
-JOINED = replace(DISTURBED, faults=(Fault("kill", 60, pick=1), Fault("kill", 90, "computing", 9, 2000, 2)))
+JOINED = replace(DISTURBED, faults=(SimFault("kill", 60, pick=1), SimFault("kill", 90, "computing", 9, 2000, 2)))
 POOL_DIES = replace(
     SMALL,
     workers=4,
-    job=Job(8, 4, 3, stages=2, keep_every=2),
-    faults=(Fault("pool", 250, "computing", 4, 0, 1),),
+    job=SimJob(8, 4, 3, stages=2, keep_every=2),
+    faults=(SimFault("pool", 250, "computing", 4, 0, 1),),
 )
-UPDATING = replace(SMALL, faults=tuple(Fault("kill", 20, "updating", n, 0, 1) for n in range(2, 14, 3)))
+UPDATING = replace(SMALL, faults=tuple(SimFault("kill", 20, "updating", n, 0, 1) for n in range(2, 14, 3)))
 
 
 def outcomes(machine: type[StepMachine], setup: scenario.Setup, seeds: Sequence[int]) -> list[str]:

@@ -9,41 +9,45 @@ import pytest
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.stepper import Stepper
 from everstep.protocol.step_machine import StepMachine
-from everstep.sim.faults import Fault
-from everstep.sim.model import Job, flipped, leaf, undisturbed, update, wrong
-from everstep.sim.scenario import Outcome, Setup, set_up, set_up_split, simulate
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob, flipped, leaf, undisturbed, update, wrong
+from everstep.sim.scenario import Setup, Verdict, set_up, set_up_split, simulate
 
-FLIP = Fault("flip", 40)
-AT_ONCE = Fault("flip", 5, "computing")
+FLIP = SimFault("flip", 40)
+AT_ONCE = SimFault("flip", 5, "computing")
 
 
-def quiet(workers: int, job: Job, every: int, *faults: Fault, rewindable: bool = True) -> Setup:
+def quiet(workers: int, job: SimJob, every: int, *faults: SimFault, rewindable: bool = True) -> Setup:
     return Setup(workers, 0, 2, 1, "replace", job, faults, verify_every=every, rewindable=rewindable)
 
 
 SCENARIOS = {
     # Copies differed in the state that counts as sound: all stood there, nobody fetched another one, and nobody asked
     # for the step again.
-    "the very first state": quiet(2, Job(6, 4, 3), 1, AT_ONCE),
-    "the very first state, and one is outvoted": quiet(4, Job(6, 4, 3), 1, AT_ONCE),
-    "the very first state of a stage": quiet(4, Job(6, 3, 3, 2, 1), 1, AT_ONCE),
+    "the very first state": quiet(2, SimJob(6, 4, 3), 1, AT_ONCE),
+    "the very first state, and one is outvoted": quiet(4, SimJob(6, 4, 3), 1, AT_ONCE),
+    "the very first state of a stage": quiet(4, SimJob(6, 3, 3, 2, 1), 1, AT_ONCE),
     # A plan was taken in between the decision and its update: the same finding was told as one of the next generation,
     # and ended the job as the second at this step.
-    "all find it at their own pace": quiet(2, Job(6, 5, 3, keep_every=1), 1, FLIP),
-    "all find it at their own pace, in stages": quiet(6, Job(8, 3, 3, 3, 1), 1, FLIP),
+    "all find it at their own pace": quiet(2, SimJob(6, 5, 3, keep_every=1), 1, FLIP),
+    "all find it at their own pace, in stages": quiet(6, SimJob(8, 3, 3, 3, 1), 1, FLIP),
     # The outvoted worker decided first and left; the plan without it came before the others had its last record, so
     # they never compared anything, and went on from states that its gradients had spoilt.
-    "the outvoted worker alone knows": quiet(3, Job(10, 6, 3, keep_every=1), 2, FLIP),
+    "the outvoted worker alone knows": quiet(3, SimJob(10, 6, 3, keep_every=1), 2, FLIP),
     "some who know die": quiet(
-        4, Job(10, 6, 3, keep_every=1), 2, FLIP, *(Fault("kill", 50, "agreeing", n, 400, same=True) for n in (9, 17))
+        4,
+        SimJob(10, 6, 3, keep_every=1),
+        2,
+        FLIP,
+        *(SimFault("kill", 50, "agreeing", n, 400, same=True) for n in (9, 17)),
     ),
     # What was being written when states were found to differ was completed by those who had not found it themselves.
-    "checkpoints of what is wrong": quiet(3, Job(9, 6, 3, write_every=2), 3, FLIP, Fault("kill", 160, pick=1)),
-    "loops that cannot go back": quiet(3, Job(8, 6, 3, write_every=2), 2, FLIP, rewindable=False),
+    "checkpoints of what is wrong": quiet(3, SimJob(9, 6, 3, write_every=2), 3, FLIP, SimFault("kill", 160, pick=1)),
+    "loops that cannot go back": quiet(3, SimJob(8, 6, 3, write_every=2), 2, FLIP, rewindable=False),
 }
 
 
-def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> list[Outcome]:
+def runs(name: str, seeds: int = 24, start: int = 0, **makes: object) -> list[Verdict]:
     return [simulate(start + seed, setup=SCENARIOS[name], **makes) for seed in range(seeds)]  # type: ignore[arg-type]
 
 
@@ -97,7 +101,7 @@ def test_a_driver_that_cries_wolf_is_caught(monkeypatch):
     monkeypatch.setattr(
         "everstep.protocol.driver.stepper.differing", lambda outcome: found if outcome.step == 4 else None
     )
-    outcome = simulate(1, setup=quiet(2, Job(8, 4, 3), 2))
+    outcome = simulate(1, setup=quiet(2, SimJob(8, 4, 3), 2))
     assert words in outcome.problem
 
 
@@ -143,7 +147,7 @@ def test_the_scenario_of_the_outvoted_meets_its_bug():
 
 
 def test_what_descends_from_a_flipped_bit_is_marked_and_nothing_else():
-    states: Mapping[int, int] = undisturbed(Job(2, 4, stages=2))[1]
+    states: Mapping[int, int] = undisturbed(SimJob(2, 4, stages=2))[1]
     assert not any(map(wrong, states.values()))
     bad = flipped(states[0])
     assert wrong(bad) and all(map(wrong, leaf(bad, 2, 0)))

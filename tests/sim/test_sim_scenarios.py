@@ -9,15 +9,15 @@ from everstep.protocol.coordinator import liveness
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import PlanArrived
-from everstep.sim.faults import Fault
-from everstep.sim.model import Job
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, simulate
 
 SCENARIOS = {
     # A donor that switched before it had decided the step itself never fed that step to its joiner, which the others
     # waited for in settling.
     "a donor feeds its joiner before it switches": Setup(
-        4, 0, 2, 1, "replace", Job(12, 8, 4), (Fault("kill", 60, pick=1), Fault("kill", 300, pick=2))
+        4, 0, 2, 1, "replace", SimJob(12, 8, 4), (SimFault("kill", 60, pick=1), SimFault("kill", 300, pick=2))
     ),
     # The restarted coordinator gave all slots to the first agent that came back; the copies that this one started
     # replaced the members that held the state.
@@ -27,8 +27,8 @@ SCENARIOS = {
         3,
         1,
         "replace",
-        Job(12, 8, 3),
-        (Fault("scale", 60, pick=3), Fault("coordinator", 120, for_ms=50), Fault("drop_control", 300, pick=1)),
+        SimJob(12, 8, 3),
+        (SimFault("scale", 60, pick=3), SimFault("coordinator", 120, for_ms=50), SimFault("drop_control", 300, pick=1)),
     ),
     # The same, while one host stays away for longer than the grace period.
     "a host stays away after a restart": Setup(
@@ -37,12 +37,16 @@ SCENARIOS = {
         3,
         2,
         "wait",
-        Job(10, 7, 3),
-        (Fault("coordinator", 100, for_ms=200), Fault("scale", 224, pick=0), Fault("cut_control", 292, for_ms=1400)),
+        SimJob(10, 7, 3),
+        (
+            SimFault("coordinator", 100, for_ms=200),
+            SimFault("scale", 224, pick=0),
+            SimFault("cut_control", 292, for_ms=1400),
+        ),
     ),
     # All members were given up for their silence, and training began anew, while they went on.
     "the coordinator is cut off from everybody": Setup(
-        3, 1, 1, 1, "replace", Job(12, 6, 3), (Fault("cut_control", 150, for_ms=3500),)
+        3, 1, 1, 1, "replace", SimJob(12, 6, 3), (SimFault("cut_control", 150, for_ms=3500),)
     ),
     # Given up one after the other because a plan waited for them, though their agent said that they live.
     "nobody hears of the plan": Setup(
@@ -51,8 +55,12 @@ SCENARIOS = {
         1,
         1,
         "wait",
-        Job(8, 4, 4),
-        (Fault("scale", 150, pick=0), Fault("drop_control", 140, pick=1), Fault("cut_control", 156, for_ms=3000)),
+        SimJob(8, 4, 4),
+        (
+            SimFault("scale", 150, pick=0),
+            SimFault("drop_control", 140, pick=1),
+            SimFault("cut_control", 156, for_ms=3000),
+        ),
     ),
     # The last member left, as asked, for a joiner that had taken over; its exit was taken for the loss of everything.
     "a joiner takes over everything": Setup(
@@ -61,11 +69,11 @@ SCENARIOS = {
         2,
         1,
         "replace",
-        Job(5, 7, 3),
+        SimJob(5, 7, 3),
         (
-            Fault("isolate", 32, "updating", 1, pick=46, for_ms=3987),
-            Fault("scale", 232, pick=7),
-            Fault("scale", 232, "settling", 1, 638, pick=49),
+            SimFault("isolate", 32, "updating", 1, pick=46, for_ms=3987),
+            SimFault("scale", 232, pick=7),
+            SimFault("scale", 232, "settling", 1, 638, pick=49),
         ),
     ),
     # The joiner lost its feed just when the members switched: they waited for it, and could not feed it either.
@@ -75,8 +83,8 @@ SCENARIOS = {
         1,
         1,
         "replace",
-        Job(12, 6, 9),
-        (Fault("kill", 40, pick=2), *(Fault("link", 60, "updating", n, 0, pick=n) for n in range(3, 16))),
+        SimJob(12, 6, 9),
+        (SimFault("kill", 40, pick=2), *(SimFault("link", 60, "updating", n, 0, pick=n) for n in range(3, 16))),
     ),
     # A member lost a record just when all others switched: it waited in the old generation, they in the new one.
     "a link breaks at the switch": Setup(
@@ -85,10 +93,10 @@ SCENARIOS = {
         1,
         1,
         "replace",
-        Job(12, 6, 9),
+        SimJob(12, 6, 9),
         (
-            Fault("kill", 29, pick=95),
-            *(Fault("link", 80, "agreeing", n, 0, pick=n, same=True) for n in range(1, 40, 3)),
+            SimFault("kill", 29, pick=95),
+            *(SimFault("link", 80, "agreeing", n, 0, pick=n, same=True) for n in range(1, 40, 3)),
         ),
     ),
     # A worker left as asked, its slot was wanted again at once, and the agent was told nothing new.
@@ -98,16 +106,16 @@ SCENARIOS = {
         3,
         1,
         "wait",
-        Job(7, 5, 3),
-        (Fault("scale", 65, pick=0), Fault("scale", 70, "updating", 2, pick=2), Fault("scale", 173, pick=1)),
+        SimJob(7, 5, 3),
+        (SimFault("scale", 65, pick=0), SimFault("scale", 70, "updating", 2, pick=2), SimFault("scale", 173, pick=1)),
     ),
     # A host lost power; of the broken links the reachable end was given up, and with it the state.
     "the reachable end is not to blame": Setup(
-        3, 0, 2, 1, "shrink", Job(8, 5, 3), (Fault("host", 205, pick=0, for_ms=521),)
+        3, 0, 2, 1, "shrink", SimJob(8, 5, 3), (SimFault("host", 205, pick=0, for_ms=521),)
     ),
     # The coordinator died after it had journaled the end and before it told anybody.
     "dying at the very end": Setup(
-        2, 0, 1, 1, "replace", Job(4, 4, 2), (Fault("coordinator_mid_effects", 80, "gathering", 3, 0, pick=1),)
+        2, 0, 1, 1, "replace", SimJob(4, 4, 2), (SimFault("coordinator_mid_effects", 80, "gathering", 3, 0, pick=1),)
     ),
     "the coordinator dies again and again": Setup(
         3,
@@ -115,8 +123,8 @@ SCENARIOS = {
         2,
         1,
         "replace",
-        Job(10, 6, 3),
-        tuple(Fault("coordinator_mid_effects", 50 + 60 * n, pick=n * 5, for_ms=10) for n in range(6)),
+        SimJob(10, 6, 3),
+        tuple(SimFault("coordinator_mid_effects", 50 + 60 * n, pick=n * 5, for_ms=10) for n in range(6)),
     ),
     "kills in settling and while fetching": Setup(
         5,
@@ -124,13 +132,13 @@ SCENARIOS = {
         2,
         1,
         "replace",
-        Job(10, 8, 3),
+        SimJob(10, 8, 3),
         (
-            Fault("kill", 80, pick=1),
-            Fault("kill", 80, "settling", 2, 100, same=True),
-            Fault("kill", 80, "settling", 4, 500, same=True),
-            Fault("kill", 80, "fetching", 1, 300, same=True),
-            Fault("kill", 200, "heal", 1, 2000, same=True),
+            SimFault("kill", 80, pick=1),
+            SimFault("kill", 80, "settling", 2, 100, same=True),
+            SimFault("kill", 80, "settling", 4, 500, same=True),
+            SimFault("kill", 80, "fetching", 1, 300, same=True),
+            SimFault("kill", 200, "heal", 1, 2000, same=True),
         ),
     ),
 }
@@ -148,27 +156,27 @@ REPLAYED = {
             3,
             1,
             "replace",
-            Job(9, 7, 5, 1, 0, 0, 1),
+            SimJob(9, 7, 5, 1, 0, 0, 1),
             (
-                Fault("scale", 50, "", 1, 0, 9, 3147, True),
-                Fault("scale", 50, "updating", 1, 0, 57, 84, True),
-                Fault("raises", 65, "", 1, 0, 21, 1936, False),
-                Fault("cut_control", 101, "agreeing", 1, 0, 92, 103, True),
-                Fault("kill", 106, "settling", 2, 4593, 28, 312, False),
-                Fault("cut_control", 182, "", 2, 0, 30, 435, False),
-                Fault("host", 182, "settling", 1, 505, 62, 2296, True),
-                Fault("cut_control", 185, "", 3, 0, 10, 160, False),
-                Fault("kill", 208, "updating", 1, 0, 0, 481, True),
-                Fault("link", 224, "", 1, 3883, 2, 360, False),
-                Fault("kill", 224, "heal", 3, 529, 45, 125, True),
-                Fault("coordinator_mid_effects", 263, "", 1, 151, 26, 3066, True),
-                Fault("coordinator", 314, "", 1, 0, 72, 144, True),
-                Fault("stale_plan", 314, "heal", 3, 3603, 35, 343, True),
-                Fault("stale_plan", 334, "", 1, 0, 53, 1469, False),
-                Fault("scale", 354, "reducing", 2, 0, 78, 249, True),
-                Fault("raises", 376, "", 3, 0, 37, 3806, False),
-                Fault("kill", 408, "", 2, 3362, 7, 171, True),
-                Fault("link", 433, "", 1, 0, 81, 1455, False),
+                SimFault("scale", 50, "", 1, 0, 9, 3147, True),
+                SimFault("scale", 50, "updating", 1, 0, 57, 84, True),
+                SimFault("raises", 65, "", 1, 0, 21, 1936, False),
+                SimFault("cut_control", 101, "agreeing", 1, 0, 92, 103, True),
+                SimFault("kill", 106, "settling", 2, 4593, 28, 312, False),
+                SimFault("cut_control", 182, "", 2, 0, 30, 435, False),
+                SimFault("host", 182, "settling", 1, 505, 62, 2296, True),
+                SimFault("cut_control", 185, "", 3, 0, 10, 160, False),
+                SimFault("kill", 208, "updating", 1, 0, 0, 481, True),
+                SimFault("link", 224, "", 1, 3883, 2, 360, False),
+                SimFault("kill", 224, "heal", 3, 529, 45, 125, True),
+                SimFault("coordinator_mid_effects", 263, "", 1, 151, 26, 3066, True),
+                SimFault("coordinator", 314, "", 1, 0, 72, 144, True),
+                SimFault("stale_plan", 314, "heal", 3, 3603, 35, 343, True),
+                SimFault("stale_plan", 334, "", 1, 0, 53, 1469, False),
+                SimFault("scale", 354, "reducing", 2, 0, 78, 249, True),
+                SimFault("raises", 376, "", 3, 0, 37, 3806, False),
+                SimFault("kill", 408, "", 2, 3362, 7, 171, True),
+                SimFault("link", 433, "", 1, 0, 81, 1455, False),
             ),
             0,
             None,
@@ -186,15 +194,15 @@ REPLAYED = {
             3,
             1,
             "replace",
-            Job(5, 3, 2, 2, 1, 2, -1),
+            SimJob(5, 3, 2, 2, 1, 2, -1),
             (
-                Fault("pool", 89, "agreeing", 3, 2189, 53, 0, False),
-                Fault("kill", 89, "fetching", 1, 0, 84, 212, True),
-                Fault("cut_control", 114, "", 1, 17, 75, 3502, False),
-                Fault("coordinator_mid_effects", 114, "agreeing", 3, 116, 97, 440, True),
-                Fault("pool", 189, "settling", 3, 522, 48, 1, True),
-                Fault("freeze", 189, "fetching", 2, 0, 73, 3842, True),
-                Fault("kill", 280, "", 3, 0, 16, 18, True),
+                SimFault("pool", 89, "agreeing", 3, 2189, 53, 0, False),
+                SimFault("kill", 89, "fetching", 1, 0, 84, 212, True),
+                SimFault("cut_control", 114, "", 1, 17, 75, 3502, False),
+                SimFault("coordinator_mid_effects", 114, "agreeing", 3, 116, 97, 440, True),
+                SimFault("pool", 189, "settling", 3, 522, 48, 1, True),
+                SimFault("freeze", 189, "fetching", 2, 0, 73, 3842, True),
+                SimFault("kill", 280, "", 3, 0, 16, 18, True),
             ),
             0,
             None,
@@ -213,21 +221,21 @@ REPLAYED = {
             3,
             1,
             "replace",
-            Job(9, 4, 2, 1, 0, 0, 1),
+            SimJob(9, 4, 2, 1, 0, 0, 1),
             (
-                Fault("coordinator_mid_effects", 58, "", 2, 0, 95, 564, True),
-                Fault("flip", 100, "reducing", 1, 0, 85, 374, True),
-                Fault("kill", 142, "", 2, 529, 83, 223, False),
-                Fault("cut_control", 212, "reducing", 2, 134, 7, 211, True),
-                Fault("coordinator", 212, "updating", 1, 370, 59, 376, True),
-                Fault("scale", 238, "", 1, 0, 64, 3360, False),
-                Fault("kill", 238, "agreeing", 1, 0, 17, 319, True),
-                Fault("cut_control", 365, "settling", 1, 1476, 22, 2749, True),
-                Fault("drain", 371, "", 3, 630, 54, 86, True),
-                Fault("isolate", 371, "agreeing", 1, 785, 30, 395, False),
-                Fault("drain", 398, "", 1, 0, 85, 3663, False),
-                Fault("last_words", 400, "", 2, 0, 44, 3863, False),
-                Fault("kill", 415, "", 1, 348, 23, 270, True),
+                SimFault("coordinator_mid_effects", 58, "", 2, 0, 95, 564, True),
+                SimFault("flip", 100, "reducing", 1, 0, 85, 374, True),
+                SimFault("kill", 142, "", 2, 529, 83, 223, False),
+                SimFault("cut_control", 212, "reducing", 2, 134, 7, 211, True),
+                SimFault("coordinator", 212, "updating", 1, 370, 59, 376, True),
+                SimFault("scale", 238, "", 1, 0, 64, 3360, False),
+                SimFault("kill", 238, "agreeing", 1, 0, 17, 319, True),
+                SimFault("cut_control", 365, "settling", 1, 1476, 22, 2749, True),
+                SimFault("drain", 371, "", 3, 630, 54, 86, True),
+                SimFault("isolate", 371, "agreeing", 1, 785, 30, 395, False),
+                SimFault("drain", 398, "", 1, 0, 85, 3663, False),
+                SimFault("last_words", 400, "", 2, 0, 44, 3863, False),
+                SimFault("kill", 415, "", 1, 348, 23, 270, True),
             ),
             verify_every=3,
         ),
@@ -241,14 +249,14 @@ REPLAYED = {
             3,
             2,
             "shrink",
-            Job(5, 3, 2, 4, 0, 4, -1),
+            SimJob(5, 3, 2, 4, 0, 4, -1),
             (
-                Fault("drain", 43, "", 1, 0, 48, 161, False),
-                Fault("pool", 43, "updating", 1, 0, 12, 0, False),
-                Fault("cut_control", 83, "agreeing", 2, 0, 40, 17, False),
-                Fault("coordinator_freeze", 83, "fetching", 1, 0, 76, 345, False),
-                Fault("pool", 121, "fetching", 1, 747, 10, 5, False),
-                Fault("coordinator", 237, "agreeing", 1, 435, 73, 2139, True),
+                SimFault("drain", 43, "", 1, 0, 48, 161, False),
+                SimFault("pool", 43, "updating", 1, 0, 12, 0, False),
+                SimFault("cut_control", 83, "agreeing", 2, 0, 40, 17, False),
+                SimFault("coordinator_freeze", 83, "fetching", 1, 0, 76, 345, False),
+                SimFault("pool", 121, "fetching", 1, 747, 10, 5, False),
+                SimFault("coordinator", 237, "agreeing", 1, 435, 73, 2139, True),
             ),
             disk_hosts=1,
             rewindable=True,
@@ -264,15 +272,15 @@ REPLAYED = {
             2,
             1,
             "replace",
-            Job(7, 3, 2, 2, 3, 2, -1),
+            SimJob(7, 3, 2, 2, 3, 2, -1),
             (
-                Fault("coordinator_mid_effects", 56, "gathering", 1, 4938, 65, 2936, False),
-                Fault("raises", 81, "", 2, 111, 5, 3946, True),
-                Fault("pool", 161, "computing", 1, 0, 90, 5, True),
-                Fault("pool", 313, "fetching", 1, 361, 67, 40, True),
-                Fault("kill", 313, "settling", 2, 0, 7, 15, False),
-                Fault("drain", 369, "", 1, 1973, 49, 365, False),
-                Fault("drop_control", 369, "fetching", 1, 0, 38, 113, True),
+                SimFault("coordinator_mid_effects", 56, "gathering", 1, 4938, 65, 2936, False),
+                SimFault("raises", 81, "", 2, 111, 5, 3946, True),
+                SimFault("pool", 161, "computing", 1, 0, 90, 5, True),
+                SimFault("pool", 313, "fetching", 1, 361, 67, 40, True),
+                SimFault("kill", 313, "settling", 2, 0, 7, 15, False),
+                SimFault("drain", 369, "", 1, 1973, 49, 365, False),
+                SimFault("drop_control", 369, "fetching", 1, 0, 38, 113, True),
             ),
             save_ms=300,
             rewindable=True,
@@ -288,8 +296,11 @@ REPLAYED = {
             2,
             2,
             "replace",
-            Job(9, 3, 5, 4, 0, 0, -1),
-            (Fault("last_words", 169, "", 1, 0, 17, 321, False), Fault("pool", 478, "computing", 1, 0, 36, 5, True)),
+            SimJob(9, 3, 5, 4, 0, 0, -1),
+            (
+                SimFault("last_words", 169, "", 1, 0, 17, 321, False),
+                SimFault("pool", 478, "computing", 1, 0, 36, 5, True),
+            ),
             rewindable=True,
         ),
     ),
@@ -302,12 +313,12 @@ REPLAYED = {
             2,
             1,
             "wait",
-            Job(8, 3, 4, 3, 3, 2, 1),
+            SimJob(8, 3, 4, 3, 3, 2, 1),
             (
-                Fault("cut_control", 73, "agreeing", 1, 238, 73, 186, False),
-                Fault("drain", 211, "updating", 2, 5, 70, 2248, True),
-                Fault("pool", 238, "computing", 1, 722, 81, 0, True),
-                Fault("kill", 396, "gathering", 1, 747, 3, 1032, True),
+                SimFault("cut_control", 73, "agreeing", 1, 238, 73, 186, False),
+                SimFault("drain", 211, "updating", 2, 5, 70, 2248, True),
+                SimFault("pool", 238, "computing", 1, 722, 81, 0, True),
+                SimFault("kill", 396, "gathering", 1, 747, 3, 1032, True),
             ),
             active=1,
             lasting_ms=0,

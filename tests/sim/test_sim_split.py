@@ -10,25 +10,25 @@ from everstep.protocol import step_machine
 from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Holding, LanesLost, StepEffect
-from everstep.sim.faults import Fault
-from everstep.sim.model import INITIAL, Job
+from everstep.sim.faults import SimFault
+from everstep.sim.model import INITIAL, SimJob
 from everstep.sim.scenario import Setup, set_up_split, simulate
 
 CHUNK = 30
 
 POOL_DIES = Setup(
-    4, 0, 2, 1, "replace", Job(8, 4, 3, stages=2, keep_every=2), (Fault("pool", 250, "computing", 4, 0, 1),)
+    4, 0, 2, 1, "replace", SimJob(8, 4, 3, stages=2, keep_every=2), (SimFault("pool", 250, "computing", 4, 0, 1),)
 )
-POOL_DIES_UPDATING = replace(POOL_DIES, faults=(Fault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
+POOL_DIES_UPDATING = replace(POOL_DIES, faults=(SimFault("pool", 150, "updating", 9, 0, 1, for_ms=1),))
 WEAK_POOL = Setup(
-    6, 0, 2, 1, "shrink", Job(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
-    faults=(Fault("kill", 60, pick=5), Fault("kill", 120, pick=4), Fault("kill", 200, "fetching", 1, 500)),
+    6, 0, 2, 1, "shrink", SimJob(14, 6, 3, stages=2, keep_every=2), lasting_ms=10,
+    faults=(SimFault("kill", 60, pick=5), SimFault("kill", 120, pick=4), SimFault("kill", 200, "fetching", 1, 500)),
 )  # fmt: skip
 # Who had copied a stage of a new seat still held the one without a seat, but did not state it any more when the last
 # other holder of that one died.
 SEAT_LOST = Setup(
-    6, 0, 2, 1, "shrink", Job(8, 3, 3, stages=3, keep_every=1),
-    (Fault("pool", 200, "agreeing", 3, 0, 1), Fault("pool", 205, "fetching", 2, 8000, 0)),
+    6, 0, 2, 1, "shrink", SimJob(8, 3, 3, stages=3, keep_every=1),
+    (SimFault("pool", 200, "agreeing", 3, 0, 1), SimFault("pool", 205, "fetching", 2, 8000, 0)),
 )  # fmt: skip
 SCENARIOS = {
     "a pool dies while what it holds is in memory without a seat": SEAT_LOST,
@@ -39,27 +39,38 @@ SCENARIOS = {
         workers=6,
         spares=1,
         faults=(
-            Fault("pool", 250, "computing", 4, 0, 1),
-            Fault("kill", 250, "fetching", 2, 3000),
-            Fault("kill", 250, "fetching", 5, 1000, same=True),
+            SimFault("pool", 250, "computing", 4, 0, 1),
+            SimFault("kill", 250, "fetching", 2, 3000),
+            SimFault("kill", 250, "fetching", 5, 1000, same=True),
         ),
     ),
     "everybody dies, and there is a checkpoint": replace(
         POOL_DIES,
-        job=Job(8, 4, 3, stages=2, write_every=2),
-        faults=tuple(Fault("kill", 320 + n // 8, pick=n % 4) for n in range(16)),
+        job=SimJob(8, 4, 3, stages=2, write_every=2),
+        faults=tuple(SimFault("kill", 320 + n // 8, pick=n % 4) for n in range(16)),
     ),
     "a joiner follows while the members go back": replace(
         POOL_DIES,
         workers=6,
-        faults=(Fault("kill", 150, pick=0), Fault("pool", 180, "heal", 1, 1500, 2), Fault("pool", 260, pick=1)),
+        faults=(
+            SimFault("kill", 150, pick=0),
+            SimFault("pool", 180, "heal", 1, 1500, 2),
+            SimFault("pool", 260, pick=1),
+        ),
     ),
     "fewer workers than stages": Setup(
-        2, 1, 1, 1, "shrink", Job(6, 3, 3, stages=4, keep_every=1), (Fault("kill", 200, pick=1),)
+        2, 1, 1, 1, "shrink", SimJob(6, 3, 3, stages=4, keep_every=1), (SimFault("kill", 200, pick=1),)
     ),
     "a weak pool gets a member of another, and somebody dies meanwhile": WEAK_POOL,
     "a standby takes over": Setup(
-        6, 0, 2, 1, "shrink", Job(6, 3, 3, stages=2), tuple(Fault("kill", 100 + 90 * n, pick=0) for n in range(2)), 1
+        6,
+        0,
+        2,
+        1,
+        "shrink",
+        SimJob(6, 3, 3, stages=2),
+        tuple(SimFault("kill", 100 + 90 * n, pick=0) for n in range(2)),
+        1,
     ),
 }
 
@@ -167,9 +178,9 @@ class ForgetsWhatIsHeld(StepMachine):
         return replace(super().holding(), lacking=())
 
 
-INTERRUPTED = replace(POOL_DIES, faults=tuple(Fault("kill", 60, "computing", n, 4000, n) for n in (3, 9)))
+INTERRUPTED = replace(POOL_DIES, faults=tuple(SimFault("kill", 60, "computing", n, 4000, n) for n in (3, 9)))
 TORN = Setup(
-    4, 0, 2, 1, "replace", Job(8, 8, 9), tuple(Fault("kill", 60 + n, "computing", n, 12000, n) for n in (1, 6))
+    4, 0, 2, 1, "replace", SimJob(8, 8, 9), tuple(SimFault("kill", 60 + n, "computing", n, 12000, n) for n in (1, 6))
 )
 FEW = SCENARIOS["fewer workers than stages"]
 

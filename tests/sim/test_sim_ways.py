@@ -7,20 +7,30 @@ from typing import get_args
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.sim.faults import Fault
-from everstep.sim.model import Job
+from everstep.sim.faults import SimFault
+from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, simulate
 
 SEEDS, SPLIT_SEEDS = 46, 2
-DAMAGE = tuple(Fault("damage", 180, "settling", n, 1500) for n in range(1, 9))
-UNHEARD = (Fault("raises", 100, pick=1), Fault("cut_control", 99, pick=1, for_ms=2500))
+DAMAGE = tuple(SimFault("damage", 180, "settling", n, 1500) for n in range(1, 9))
+UNHEARD = (SimFault("raises", 100, pick=1), SimFault("cut_control", 99, pick=1, for_ms=2500))
 RARE = (
     # The newest checkpoint is damaged after it was stated.
-    Setup(4, 0, 2, 1, "replace", Job(8, 4, 3, 2, 0, 1), (Fault("pool", 180), *DAMAGE)),
+    Setup(4, 0, 2, 1, "replace", SimJob(8, 4, 3, 2, 0, 1), (SimFault("pool", 180), *DAMAGE)),
     # Nobody hears of a worker that has raised and holds its state, and nobody lets it go.
-    Setup(3, 0, 3, 1, "replace", Job(12, 6, 3), UNHEARD),
+    Setup(3, 0, 3, 1, "replace", SimJob(12, 6, 3), UNHEARD),
 )
-EVENTS = (do.Heard, do.Done, do.Aborted, do.Tainted, do.FollowerAsked, do.InMemory, do.HandedOver, do.NotKept, do.Tick)
+EVENTS = (
+    do.Heard,
+    do.Done,
+    do.Aborted,
+    do.Tainted,
+    do.FollowerAsked,
+    do.InMemory,
+    do.HandedOver,
+    do.NotKept,
+    do.TimePassed,
+)
 OPERATIONS = tuple(do.Operation.__subclasses__())
 TOLD_APART = {
     do.Exit: ("drained", "failed"),

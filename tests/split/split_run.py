@@ -16,7 +16,7 @@ from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
-from everstep.placement.cuts import Cut
+from everstep.placement.cuts import ModelCut
 from everstep.placement.schedules import Op, schedule
 from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
 from everstep.protocol.step_types import Record
@@ -91,7 +91,7 @@ class SplitRun:
         self,
         task: Task,
         config: Config,
-        cut: Cut,
+        cut: ModelCut,
         stages: int,
         *,
         kind: str = "1f1b",
@@ -260,8 +260,10 @@ class SplitRun:
         return found.pop()
 
 
-def run_split(task: Task, cut: Cut, stages: int, steps: int, *, values: dict[str, Any], **options: Any) -> SplitRun:
-    """A job of so many steps over this cut; `Cut` of one part: unsplit."""
+def run_split(
+    task: Task, cut: ModelCut, stages: int, steps: int, *, values: dict[str, Any], **options: Any
+) -> SplitRun:
+    """A job of so many steps over this cut; `ModelCut` of one part: unsplit."""
     config = config_of(task, {"steps": steps, **values})
     run = SplitRun(task, config, cut, stages, **options)
     for step in range(1, steps + 1):

@@ -12,7 +12,7 @@ from split_run import Text, run_split
 from torch import nn
 
 from everstep.base.errors import DeterminismError
-from everstep.placement.cuts import Cut
+from everstep.placement.cuts import ModelCut
 from everstep.zoo.digits import MLPDigits, ResNet50Digits
 
 MLP: dict[str, Any] = {"lanes": 4, "micro_batch": 4}
@@ -23,7 +23,7 @@ TEXT: dict[str, Any] = {
     "clip_norm": 0.5,
     "task": {"limit_bytes": 60_000, "context": 16, "layers": 4, "width": 32, "heads": 2},
 }
-CLASSIC: Cut = ((0, 1), (1, 4), (4, 8), (8, 14), (14, 18))
+CLASSIC: ModelCut = ((0, 1), (1, 4), (4, 8), (8, 14), (14, 18))
 
 
 class Thin(ResNet50Digits):
@@ -42,7 +42,9 @@ class Thin(ResNet50Digits):
 _unsplit: dict[str, Any] = {}
 
 
-def same(task: Any, name: str, cut: Cut, stages: int, values: dict[str, Any], steps: int = 3, **options: Any) -> None:
+def same(
+    task: Any, name: str, cut: ModelCut, stages: int, values: dict[str, Any], steps: int = 3, **options: Any
+) -> None:
     """The split run's whole manifest, digests and losses are those of the unsplit run."""
     key = f"{name} {sorted(values.items())} {steps}"
     if key not in _unsplit:
@@ -232,7 +234,7 @@ class OddModel(nn.Sequential):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("cut", [((0, 1), (1, 2), (2, 3), (3, 5)), ((0, 2), (2, 5))])
-def test_trees_views_buffers_and_draws(cut: Cut, recompute: bool) -> None:
+def test_trees_views_buffers_and_draws(cut: ModelCut, recompute: bool) -> None:
     for kind, wire in (("gpipe", False), ("1f1b", True)):
         same(OddTask, "odd", cut, len(cut), {}, kind=kind, recompute=recompute, wire=wire)
 

@@ -129,6 +129,15 @@ def test_unused_names() -> None:
     assert [name for name, _ in rules.unused_names(sources)] == ["B", "f", "C", "x", "g", "h"]
 
 
+def test_shared_names() -> None:
+    texts = {
+        "everstep.a": "class Ox: pass\nBee = int\nCAT = 1\n_Dog = str",
+        "everstep.b": "class Bee: pass\n_Dog = str",
+    }
+    sources = [source_of(name, text) for name, text in texts.items()]
+    assert [problem.partition(" ")[0] for problem in rules.shared_names(sources)] == ["Bee"]
+
+
 def test_rooms_without_name() -> None:
     assert len(list(rules.rooms_without_name(["everstep.base.utils", "everstep.order.cursor"]))) == 1
 

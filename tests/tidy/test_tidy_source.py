@@ -58,6 +58,11 @@ def test_nothing_is_unused() -> None:
     assert not known - found.keys(), "let off without need"
 
 
+def test_a_name_means_one_thing() -> None:
+    problems = list(rules.shared_names(rules.all_sources()))
+    assert not problems, "\n" + "\n".join(problems)
+
+
 def test_what_is_let_off_needs_it() -> None:
     assert {name for source in rules.all_sources() for name, _ in rules.crowds(source)} == rules.CROWDED
 

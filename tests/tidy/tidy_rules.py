@@ -288,6 +288,19 @@ def unused_names(sources: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
                         yield name, f"{source.path}:{node.lineno}: {name} is used nowhere"
 
 
+def shared_names(sources: Iterable[Source]) -> Iterator[str]:
+    """Public types and aliases of one name in several files: one name has one meaning."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            for name in _defined(node):
+                if name[0].isupper() and not name.isupper():
+                    places.setdefault(name, []).append(f"{source.path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{name} is {len(found)} things: {', '.join(found)}"
+
+
 def _is_command(node: ast.stmt) -> bool:
     """A command of the command line is made known by its decorator."""
     return any(re.search(r"\.(command|group)\(", ast.unparse(d)) for d in getattr(node, "decorator_list", []))

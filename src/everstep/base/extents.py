@@ -21,7 +21,7 @@ Coded = tuple[Sizes, tuple[tuple[int, int, int], ...]]
 _Spans = list[tuple[int, int]]
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks `lo` to `hi` - 1 of a plane."""
 
     plane: str
@@ -38,11 +38,11 @@ class Extents:
     """
 
     whole: bool = False
-    runs: tuple[Run, ...] = ()
+    runs: tuple[BlockRun, ...] = ()
     of: Sizes = ()
 
     @staticmethod
-    def part(of: Sizes, runs: Iterable[Run]) -> Extents:
+    def part(of: Sizes, runs: Iterable[BlockRun]) -> Extents:
         """These blocks of a state of such sizes; `WHOLE` if they are all. Raises: InvariantViolation for others."""
         known, starts = dict(of), _starts(of)
         spans = []
@@ -126,7 +126,7 @@ class Extents:
         """What `encoded` made. Raises: InvariantViolation for what it cannot have made."""
         of, runs = coded
         check(all(0 <= k < len(of) for k, _, _ in runs), f"expected runs of the planes {of}, got {runs}")
-        return Extents.part(of, (Run(of[k][0], lo, hi) for k, lo, hi in runs))
+        return Extents.part(of, (BlockRun(of[k][0], lo, hi) for k, lo, hi in runs))
 
     def __str__(self) -> str:
         return "all" if self.whole else ", ".join(f"{p} {lo}-{hi - 1}" for p, lo, hi in self.runs) or "nothing"
@@ -179,7 +179,7 @@ def _made(of: Sizes, spans: Sequence[tuple[int, int]]) -> Extents:
         for lo, hi in merged:
             low, high = max(lo, start), min(hi, start + count)
             if low < high:
-                runs.append(Run(plane, low - start, high - start))
+                runs.append(BlockRun(plane, low - start, high - start))
     return Extents(False, tuple(runs), of)
 
 

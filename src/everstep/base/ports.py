@@ -162,4 +162,4 @@ class Channel(Protocol):
         ...
 
 
-Tick = Callable[[], None]
+OnTick = Callable[[], None]

@@ -11,7 +11,7 @@ from everstep.base.cause import Cause
 from everstep.chaos.kinds.table import KINDS
 from everstep.chaos.scenarios import Scenario
 
-Event = Mapping[str, Any]
+JobEvent = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Struck:
 
 
 @dataclass
-class Account:
+class FaultAccount:
     """A job's faults. `told`: by kind, the events that give a cause. `steps_redone`: because a whole pool was lost.
     `state`: completed, failed, or not over."""
 
     struck: list[Struck] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    told: dict[str, list[Event]] = field(default_factory=dict)
+    told: dict[str, list[JobEvent]] = field(default_factory=dict)
     recoveries_s: list[float] = field(default_factory=list)
     steps_redone: int = 0
     steps: int = 0
@@ -66,10 +66,10 @@ class Account:
         }
 
 
-def account(events: Iterable[Event]) -> Account:
+def account(events: Iterable[JobEvent]) -> FaultAccount:
     """What the events of one job say."""
-    listed: Sequence[Event] = sorted(events, key=lambda e: int(e.get("time_unix_ns") or 0))
-    found = Account()
+    listed: Sequence[JobEvent] = sorted(events, key=lambda e: int(e.get("time_unix_ns") or 0))
+    found = FaultAccount()
     for event in listed:
         kind = str(event["kind"])
         found.counts[kind] = found.counts.get(kind, 0) + 1
@@ -89,11 +89,11 @@ def account(events: Iterable[Event]) -> Account:
     return found
 
 
-def _is_strike(event: Event) -> bool:
+def _is_strike(event: JobEvent) -> bool:
     return bool(event["kind"] == "fault_injected")
 
 
-def _struck(event: Event, later: Sequence[Event]) -> Struck:
+def _struck(event: JobEvent, later: Sequence[JobEvent]) -> Struck:
     outcome, recovery_s = _outcome(event, later)
     return Struck(
         str(event.get("fault")),
@@ -106,7 +106,7 @@ def _struck(event: Event, later: Sequence[Event]) -> Struck:
     )
 
 
-def _outcome(event: Event, later: Sequence[Event]) -> tuple[str, float | None]:
+def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | None]:
     struck_ns, who = int(event["time_unix_ns"]), event.get("worker_id")
     kind = KINDS.get(str(event.get("fault")))
     if kind is not None and kind.outcome is not None:
@@ -128,7 +128,7 @@ def _outcome(event: Event, later: Sequence[Event]) -> tuple[str, float | None]:
     return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
 
 
-def missing(scenario: Scenario, found: Account) -> list[str]:
+def missing(scenario: Scenario, found: FaultAccount) -> list[str]:
     """What the scenario should have brought about and did not; empty when all is as it should be."""
     lines = [
         f"expected at least {count} {kind}, got {found.counts.get(kind, 0)}"
@@ -150,6 +150,6 @@ def _shown(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def _said(found: Account, kind: str) -> str:
+def _said(found: FaultAccount, kind: str) -> str:
     """The events of a kind, for people."""
     return "; ".join(f"{event['cause']}: {event.get('reason')}" for event in found.told.get(kind, ()))

@@ -17,12 +17,12 @@ from typing import Any
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
-from everstep.chaos.kinds.kind import Blow, Cut, Lasting
+from everstep.chaos.kinds.kind import Blow, Lasting, OnCut
 from everstep.chaos.kinds.table import KINDS
 from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
 from everstep.runtime.address import EVENTS_FILE
 
-Report = Callable[..., Any]
+OnFault = Callable[..., Any]
 NO_PLAN = Plan(0, "none yet", (), (), 0)
 
 
@@ -41,7 +41,7 @@ class Injector:
     """
 
     def __init__(
-        self, faults: Sequence[AnyFault], run_dir: Path, worker: WorkerKey, report: Report, seed: int = 0
+        self, faults: Sequence[AnyFault], run_dir: Path, worker: WorkerKey, report: OnFault, seed: int = 0
     ) -> None:
         self._once: list[Fault] = []
         self._lasting: list[Lasting] = []
@@ -52,7 +52,7 @@ class Injector:
         self._seed = seed
         self._drawn: dict[tuple[int, int, tuple[int, ...]], Fault | None] = {}
         self._idle = not faults
-        self.cut_off: Cut = _cannot
+        self.cut_off: OnCut = _cannot
         self.flip: Callable[[], None] = lambda: None
         self.pids: Callable[[], Sequence[int]] = lambda: (os.getpid(),)
         for fault in faults:

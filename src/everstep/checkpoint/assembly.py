@@ -18,7 +18,7 @@ from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, manifest_of
 from everstep.exact.planes import planes_of
 from everstep.exact.topology import merge_with_sources
 
-Place = tuple[PartFile, int]
+BlockPlace = tuple[PartFile, int]
 """A file, and the byte in it where a block begins."""
 
 
@@ -82,9 +82,9 @@ class Assembly:
         outline = Outline(rows, planes_of({"planes": planes}), tuple(transient), facts)
         return manifest_of(entries, _first(parts).values, outline, blocks, digests)
 
-    def written(self, stage: int) -> dict[int, Place]:
+    def written(self, stage: int) -> dict[int, BlockPlace]:
         """Where the blocks are that were written for this checkpoint, by number in the stage's state."""
-        places: dict[int, Place] = {}
+        places: dict[int, BlockPlace] = {}
         for part in self._parts(stage):
             file = file_of(part)
             if file is not None:
@@ -135,11 +135,11 @@ class _Known:
     def __init__(self, older: Callable[[int | None], Manifest | None], steps: Sequence[int]) -> None:
         self._older = older
         self._steps: list[int | None] = [*steps, None]
-        self._places: dict[str, tuple[Place, Manifest]] = {}
+        self._places: dict[str, tuple[BlockPlace, Manifest]] = {}
         self.step: int | None = None
         self.depth = 0
 
-    def find(self, digest: str) -> Place | None:
+    def find(self, digest: str) -> BlockPlace | None:
         while digest not in self._places and self._steps:
             manifest = self._older(self._steps.pop(0))
             if manifest is not None:

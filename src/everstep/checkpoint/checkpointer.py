@@ -1,4 +1,4 @@
-"""The checkpoints of a job, as one worker sees them: every worker writes its parts, the main completes them.
+"""The checkpoints of a job, as one worker sees them: every worker writes its parts, the job's leader completes them.
 
 The only object of this package that a session needs. No tier ever stops training: what is slow, dead or full is told as
 an event, and the snapshot is skipped.
@@ -20,8 +20,8 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, decode, refuse_foreign
-from everstep.checkpoint.manifest_writer import Facts, ManifestWriter, Outcome
+from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
+from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
@@ -50,7 +50,7 @@ from everstep.protocol.driver.policy import Due
 
 log = logging.getLogger(__name__)
 
-Event = Callable[[str, dict[str, Any]], None]
+OnEvent = Callable[[str, dict[str, Any]], None]
 """Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`, `warning`) and the fields of an event."""
 
 _DRAIN_S = 10.0
@@ -69,7 +69,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is to be saved, as everybody knows it from the records, and what the main alone adds.
+    """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
 
     tiers and reason: as `Due` says. records: of the step's decision. application: further opaque parts by name.
     """
@@ -84,28 +84,28 @@ class Extent:
 class Checkpointer:
     """One worker's. `start`, `before_update` and `finish` are the training thread's; the rest may be called from any.
 
-    The main is the leader of stage 0.
+    The job's leader is that of stage 0.
     """
 
     def __init__(
         self,
         directory: Path,
         config: CheckpointConfig,
-        identity: Identity,
+        identity: JobIdentity,
         worker_id: int,
         *,
         send: Callable[[bytes], None],
-        events: Event = lambda kind, fields: None,
+        events: OnEvent = lambda kind, fields: None,
         collected: Callable[[int], None] = lambda step: None,
-        ended: Callable[[Outcome], None] = lambda outcome: None,
+        ended: Callable[[WriteOutcome], None] = lambda outcome: None,
         proven: Callable[[int], int] = lambda step: 0,
         sources: Sequence[Source] = (),
     ) -> None:
-        """directory: `DIR/checkpoints`, unless the config names another. send: a report to the main, where this worker
-        is not the main; called from a thread, may raise. collected: at the main, told of a step that no part is waited
-        for any more; ended: what became of it; both from any thread. proven: after so many steps,
-        the newest one whose state is known to be right; the newest checkpoint up to that is always kept. sources: of
-        damaged blocks, before other checkpoints on disk and in the object store are looked through."""
+        """directory: `DIR/checkpoints`, unless the config names another. send: a report to the job's leader, where this
+        worker is not the job's leader; called from a thread, may raise. collected: at the job's leader, told of a step
+        that no part is waited for any more; ended: what became of it; both from any thread. proven: after so many
+        steps, the newest one whose state is known to be right; the newest checkpoint up to that is always kept.
+        sources: of damaged blocks, before other checkpoints on disk and in the object store are looked through."""
         self.store = DirectoryStore(config.disk.path or directory)
         self.identity, self.worker_id = identity, worker_id
         self._config, self._send, self._events, self._proven = config, send, events, proven
@@ -202,9 +202,9 @@ class Checkpointer:
         try:
             self._send(encode_report(report))
         except (EverstepError, OSError) as error:
-            log.warning("the report of a part of step %d did not reach the main: %s", report.step, error)
+            log.warning("the report of a part of step %d did not reach the job's leader: %s", report.step, error)
 
-    # ---- the main: completing
+    # ---- the job's leader: completing
 
     def report(self, data: bytes) -> None:
         """A report of another worker, as it was given to its `send`."""
@@ -217,7 +217,7 @@ class Checkpointer:
         if self._manifests is not None:
             self._manifests.abandon(why)
 
-    def condemn(self, sound: int, *, with_objects: bool) -> None:
+    def invalidate(self, sound: int, *, with_objects: bool) -> None:
         """The states of steps after `sound` were wrong: their checkpoints are set aside, on disk and (with_objects, in
         the background) in the object store; none that is under way is completed."""
         if self._manifests is not None:
@@ -230,13 +230,13 @@ class Checkpointer:
             set_aside_after(self.store, sound)
         if with_objects and self._config.object.url is not None:
             with suppress(EverstepError):
-                self._the_uploader().condemn(sound)
+                self._the_uploader().invalidate(sound)
 
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
         self._writer().expect(
-            Facts(
+            CheckpointFacts(
                 extent.step,
                 plan.generation,
                 plan.stages,
@@ -264,7 +264,7 @@ class Checkpointer:
                 )
             return self._manifests
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _ended(self, outcome: WriteOutcome) -> None:
         """In the manifest writer's thread."""
         if outcome.manifest is None:
             self.skip("disk", outcome.step, outcome.failed or Why(Cause.UNKNOWN, "it was not completed"))

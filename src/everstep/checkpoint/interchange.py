@@ -26,7 +26,7 @@ NAMES = "names"
 """The part of `Manifest.application` that `names_record` makes."""
 _MODEL = "model/"
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told how many bytes of how many were read."""
 
 
@@ -74,7 +74,7 @@ def read_weights(
     checkpoint: Checkpoint,
     *,
     optimizer: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> Weights:
     """The model, and if wanted the optimizer's state, of a checkpoint. Tied parameters stand under each of their names.
 
@@ -119,7 +119,7 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
         raise CheckpointCorrupt(f"the optimizer's state is not as Everstep writes it: {error!r}") from error
 
 
-def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: Progress) -> dict[str, Tensor]:
+def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress) -> dict[str, Tensor]:
     """The tensors of these entries, each in memory of its own; every block is read once."""
     ordered = sorted(entries, key=lambda e: e.offset)
     needed = sorted(

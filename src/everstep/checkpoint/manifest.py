@@ -30,7 +30,7 @@ TensorRow = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Identity:
+class JobIdentity:
     """Which job a checkpoint is of.
 
     numerics: the config values that the bits depend on (`everstep.base.config.numerics`), lanes and seed among them.
@@ -69,7 +69,7 @@ class PartFile:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """`count` consecutive blocks of the state from `first` on, one after the other in file number `file`, from byte
     `offset` on."""
 
@@ -85,7 +85,7 @@ class Manifest:
 
     state: the whole manifest of `everstep.exact.image`. base: the step of the checkpoint that this one continues, with
     `depth` such steps back to a full one. records: of the step's decision. application: further opaque parts by name.
-    identity: as `Identity.to_dict`. written_bytes: what was new in it.
+    identity: as `JobIdentity.to_dict`. written_bytes: what was new in it.
     """
 
     step: int
@@ -93,7 +93,7 @@ class Manifest:
     identity: Mapping[str, Any]
     state: Mapping[str, Any]
     files: tuple[PartFile, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
     base: int | None = None
     depth: int = 0
     written_bytes: int = 0
@@ -173,7 +173,7 @@ def _build(form: Form, body: Mapping[str, Any]) -> Manifest:
         identity=body["identity"],
         state=body["state"],
         files=tuple(PartFile(*row) for row in form.files),
-        runs=tuple(Run(*row) for row in form.runs),
+        runs=tuple(StoredRun(*row) for row in form.runs),
         base=form.base,
         depth=form.depth,
         written_bytes=form.written_bytes,
@@ -185,7 +185,7 @@ def _build(form: Form, body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def differences(manifest: Manifest, identity: Identity) -> tuple[list[str], list[str]]:
+def differences(manifest: Manifest, identity: JobIdentity) -> tuple[list[str], list[str]]:
     """What a checkpoint has otherwise than a job: what cannot be loaded, and what costs exactness. Both are text."""
     fatal: list[str] = []
     theirs = {name: (dtype, shape) for name, dtype, shape in manifest.tensors}
@@ -209,7 +209,7 @@ def differences(manifest: Manifest, identity: Identity) -> tuple[list[str], list
     return fatal, loose
 
 
-def refuse_foreign(manifest: Manifest, identity: Identity, *, allow_mismatch: bool = False) -> None:
+def refuse_foreign(manifest: Manifest, identity: JobIdentity, *, allow_mismatch: bool = False) -> None:
     """Raises: ConfigError if it is of another model, or (unless allowed) of another task, config or seed."""
     fatal, loose = differences(manifest, identity)
     where = f"the checkpoint of step {manifest.step}"
@@ -222,15 +222,15 @@ def refuse_foreign(manifest: Manifest, identity: Identity, *, allow_mismatch: bo
         )
 
 
-def compact(places: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+def compact(places: Sequence[tuple[int, int]]) -> tuple[StoredRun, ...]:
     """Runs for the (file number, byte) of every block, in order."""
-    runs: list[Run] = []
+    runs: list[StoredRun] = []
     for index, (file, offset) in enumerate(places):
         last = runs[-1] if runs else None
         if last is not None and last.file == file and last.offset + last.count * BLOCK_BYTES == offset:
-            runs[-1] = Run(last.first, last.count + 1, file, last.offset)
+            runs[-1] = StoredRun(last.first, last.count + 1, file, last.offset)
         else:
-            runs.append(Run(index, 1, file, offset))
+            runs.append(StoredRun(index, 1, file, offset))
     return tuple(runs)
 
 

@@ -25,7 +25,7 @@ MAX_HEAD_BYTES = 1 << 30
 _SHOWN = 100
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+StepNumber = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileRow = tuple[str, Count, Count, Digest, Digest]
 RunRow = tuple[Count, Count, Count, Count]
@@ -61,10 +61,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class Form(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a manifest, as JSON has it."""
 
-    step: Step
+    step: StepNumber
     generation: Count
     identity: _Identity
-    base: Step | None
+    base: StepNumber | None
     depth: Count
     written_bytes: Count
     created_unix_ns: Count

@@ -1,4 +1,4 @@
-"""The job's main: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
+"""The job's leader: it waits for the parts of a checkpoint, writes the manifest, moves the pointers, tidies up.
 
 One thread does the work; whoever brings a report waits for nothing.
 """
@@ -17,7 +17,7 @@ from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.checkpoint.assembly import Assembly, assemble
-from everstep.checkpoint.manifest import Identity, Manifest
+from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.part import PartReport
 from everstep.checkpoint.pointers import read_pins, write_pointer
@@ -29,7 +29,7 @@ from everstep.protocol.driver.policy import best_of, kept
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WriteOutcome:
     """How a checkpoint ended. failed: why there is none; None if there is. stall_s: the longest that a worker stood
     still. cost_s: the same, and the processor time of its writer. why: it was taken."""
 
@@ -43,8 +43,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the main knows of a checkpoint, and no part does. stages: how many there are."""
+class CheckpointFacts:
+    """What the job's leader knows of a checkpoint, and no part does. stages: how many there are."""
 
     step: int
     generation: int
@@ -61,9 +61,9 @@ class ManifestWriter:
     def __init__(
         self,
         store: DirectoryStore,
-        identity: Identity,
+        identity: JobIdentity,
         rule: TierConfig,
-        done: Callable[[Outcome], None],
+        done: Callable[[WriteOutcome], None],
         best_metric: str | None = None,
         best_mode: str = "max",
         held: Callable[[], Collection[int]] = tuple,
@@ -79,16 +79,16 @@ class ManifestWriter:
         self._collected = collected
         self._lock = threading.Condition()
         self._current: Assembly | None = None
-        self._facts: Facts | None = None
+        self._facts: CheckpointFacts | None = None
         self._early: list[PartReport] = []
         self._began = 0.0
-        self._work: queue.SimpleQueue[tuple[Assembly, Facts, Why | None, float] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Assembly, CheckpointFacts, Why | None, float] | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._shelf: Shelf | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
         self._thread.start()
 
-    def expect(self, facts: Facts) -> None:
+    def expect(self, facts: CheckpointFacts) -> None:
         """A checkpoint begins. One that is still incomplete is given up."""
         self.abandon(Why(Cause.BUSY, "the next checkpoint began"))
         with self._lock:
@@ -104,7 +104,7 @@ class ManifestWriter:
         with self._lock:
             assembly = self._current
             if assembly is None or (report.step, report.generation) > (assembly.step, assembly.generation):
-                self._early = [*self._early[-63:], report]  # its worker began before the main did
+                self._early = [*self._early[-63:], report]  # its worker began before the job's leader did
                 return
             if not assembly.add(report):
                 return
@@ -157,7 +157,7 @@ class ManifestWriter:
                 with suppress(EverstepError):  # the checkpoint is there; the next one tries again
                     self._point(manifest)
             took = time.monotonic() - began
-            outcome = Outcome(facts.step, failed, manifest, took, stall_s, cost_s, facts.why)
+            outcome = WriteOutcome(facts.step, failed, manifest, took, stall_s, cost_s, facts.why)
             try:
                 self._done(outcome)
             finally:
@@ -168,7 +168,7 @@ class ManifestWriter:
                 with suppress(EverstepError):
                     self._sweep(manifest)
 
-    def _complete(self, assembly: Assembly, facts: Facts) -> Manifest:
+    def _complete(self, assembly: Assembly, facts: CheckpointFacts) -> Manifest:
         given: dict[str, Any] = {
             "identity": self._identity.to_dict(),
             "created_unix_ns": time.time_ns(),

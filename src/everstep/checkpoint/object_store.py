@@ -17,7 +17,7 @@ from typing import Any
 from everstep.base.cause import Cause
 from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
 from everstep.checkpoint.names import is_plain
-from everstep.checkpoint.store import Bytes, room_for, words_of
+from everstep.checkpoint.store import BytesLike, room_for, words_of
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload, and of a range when a long read is split."""
@@ -235,7 +235,7 @@ class ObjectStore:
     # ---- writing
 
     def write(
-        self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False, digest: str | None = None
+        self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False, digest: str | None = None
     ) -> None:
         """Store the bytes of the chunks under a name, all or nothing; in parts, several at once, if it is large.
 
@@ -353,7 +353,7 @@ def environment(*names: str) -> str | None:
     return next((value for name in names if (value := os.environ.get(name))), None)
 
 
-def _copies(name: str, chunks: Iterable[Bytes], size: int) -> Iterator[bytes]:
+def _copies(name: str, chunks: Iterable[BytesLike], size: int) -> Iterator[bytes]:
     """The same bytes in pieces of at most a part, copied: the client holds on to them while it sends."""
     seen = 0
     for chunk in chunks:

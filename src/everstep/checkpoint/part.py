@@ -37,7 +37,7 @@ _ATTEMPTS = 1000
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """What a worker tells the job's main about its part. Goes over connections as `encode_report` says.
+    """What a worker tells the job's leader about its part. Goes over connections as `encode_report` says.
 
     first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
@@ -73,7 +73,7 @@ _decoder = msgspec.msgpack.Decoder(PartReport)
 
 
 def encode_report(report: PartReport) -> bytes:
-    """For the way to the main."""
+    """For the way to the job's leader."""
     return msgspec.msgpack.encode(report)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from everstep.base.errors import EverstepError
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.store import BlobStore, Bytes, DirectoryStore
+from everstep.checkpoint.store import BlobStore, BytesLike, DirectoryStore
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
 
@@ -38,7 +38,7 @@ class Lost:
 class Copy:
     """The bytes of a block from elsewhere, which are still to be verified. where: they come from, in words."""
 
-    data: Bytes
+    data: BytesLike
     where: str
 
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreError, check
 from everstep.checkpoint.names import PART_EXAMPLE, is_plain
 
-Bytes = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 TEMPORARY = ".tmp-"
 """Begins the names of files that are being written; nobody lists or reads them."""
@@ -47,7 +47,7 @@ class BlobStore(Protocol):
         """In bytes. Raises: BlobMissing."""
         ...
 
-    def read(self, name: str, start: int = 0, length: int | None = None) -> Bytes:
+    def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
         """`length` bytes from `start` (to the end by default); fewer only where the blob ends. Raises: BlobMissing."""
         ...
 
@@ -55,7 +55,7 @@ class BlobStore(Protocol):
         """Reads from `start` into one view after the other; how many bytes there were. Raises: BlobMissing."""
         ...
 
-    def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
+    def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         """Writes a blob, all or nothing, durable when it returns; replaces an older one unless `if_absent`.
 
         size: the sum of the chunks' lengths, known beforehand. A chunk may be changed by its maker once the next one
@@ -129,7 +129,7 @@ class DirectoryStore:
             self._refuse_foreign(name, found)
             return found.st_size
 
-    def read(self, name: str, start: int = 0, length: int | None = None) -> Bytes:
+    def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
         with self._reading(name) as fd:
             end = os.fstat(fd).st_size
             stop = end if length is None else min(end, start + length)
@@ -140,7 +140,7 @@ class DirectoryStore:
         with self._reading(name) as fd:
             return read_views(fd, views, start)
 
-    def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
+    def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         """As the protocol says. What a failed attempt wrote is removed."""
         with self.draft(name) as draft:
             at = 0

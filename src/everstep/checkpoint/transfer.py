@@ -15,7 +15,7 @@ from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.part import tree_digest
 from everstep.checkpoint.reader import open_checkpoint, read_manifest, steps_in
-from everstep.checkpoint.store import BlobStore, Bytes
+from everstep.checkpoint.store import BlobStore, BytesLike
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import same_state
@@ -24,7 +24,7 @@ _READ_BYTES = 16 * BLOCK_BYTES
 _READ_BYTES_REMOTE = 128 * BLOCK_BYTES
 """Large enough for several ranges at once."""
 
-Progress = Callable[[int, int], None]
+OnCopied = Callable[[int, int], None]
 """Told how many bytes of how many are there by now, those that were there before included."""
 
 
@@ -47,7 +47,7 @@ def transfer(
     target: BlobStore,
     step: int,
     *,
-    progress: Progress = lambda done, total: None,
+    progress: OnCopied = lambda done, total: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Transferred:
     """Brings a complete checkpoint, with the older files that it refers to, into another store.
@@ -81,7 +81,7 @@ def transfer(
     return Transferred(manifest, wrote + len(text), files, total - wrote)
 
 
-def _advance(progress: Progress, before: int, total: int, count: int) -> None:
+def _advance(progress: OnCopied, before: int, total: int, count: int) -> None:
     progress(before + count, total)
 
 
@@ -137,7 +137,7 @@ def _send(
 ) -> None:
     _refuse_in_use(target, part)
 
-    def chunks() -> Iterator[Bytes]:
+    def chunks() -> Iterator[BytesLike]:
         sent = 0
         for chunk in _checked(source, part):
             if stopped():

@@ -27,7 +27,7 @@ from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
 from everstep.protocol.driver.policy import best_of, kept
 
-Report = Callable[[str, dict[str, Any]], None]
+OnUpload = Callable[[str, dict[str, Any]], None]
 """Told (kind, fields) of an event; from the uploader's thread."""
 Prune = Callable[[BlobStore, Manifest], list[int]]
 """Applies the tier's retention to a store that has just got this checkpoint; returns the steps that it deleted."""
@@ -111,7 +111,7 @@ class Uploader:
         self,
         source: BlobStore,
         target: BlobStore,
-        report: Report,
+        report: OnUpload,
         prune: Prune = _keep_all,
         backoff: Backoff | None = None,
         seed: int | None = None,
@@ -122,7 +122,7 @@ class Uploader:
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._waiting: int | None = None
-        self._condemned: int | None = None
+        self._invalidated: int | None = None
         self._busy: int | None = None
         self._closing = False
         self._stop = False
@@ -147,10 +147,10 @@ class Uploader:
             self._waiting = step
             self._changed.notify_all()
 
-    def condemn(self, sound: int) -> None:
+    def invalidate(self, sound: int) -> None:
         """Checkpoints of later steps that are in the store, or on their way there, are to be set aside there."""
         with self._changed:
-            self._condemned = sound if self._condemned is None else min(sound, self._condemned)
+            self._invalidated = sound if self._invalidated is None else min(sound, self._invalidated)
             if self._waiting is not None and self._waiting > sound:
                 self._waiting = None
             self._changed.notify_all()
@@ -168,7 +168,7 @@ class Uploader:
             return self._idle()
 
     def _idle(self) -> bool:
-        return self._busy is None and self._waiting is None and self._condemned is None
+        return self._busy is None and self._waiting is None and self._invalidated is None
 
     def finish(self, grace_s: float) -> bool:
         """Upload what still waits, for at most so long; then stop. True if everything is there. Waits."""
@@ -198,13 +198,13 @@ class Uploader:
                 self._changed.wait_for(lambda: not self._idle() or self._stop or self._closing)
                 if self._stop or self._idle():
                     return
-                condemned = self._condemned
+                invalidated = self._invalidated
                 step, self._busy = self._waiting, self._waiting
-                if condemned is None:
+                if invalidated is None:
                     self._waiting = None
             try:
-                if condemned is not None:
-                    self._set_aside(condemned)
+                if invalidated is not None:
+                    self._set_aside(invalidated)
                 elif step is not None:
                     self._bring(step)
             finally:
@@ -222,8 +222,8 @@ class Uploader:
                 self._changed.wait_for(lambda: self._stop, self._backoff.delay_s(4, self._random.uniform))
             return
         with self._changed:
-            if self._condemned == sound:
-                self._condemned = None
+            if self._invalidated == sound:
+                self._invalidated = None
 
     def _bring(self, step: int) -> None:
         """Attempt after attempt, until it is there, given up, or overtaken."""
@@ -254,7 +254,7 @@ class Uploader:
                 return
 
     def _unwanted(self, step: int) -> bool:
-        return self._stop or (self._condemned is not None and step > self._condemned)
+        return self._stop or (self._invalidated is not None and step > self._invalidated)
 
     def _pause(self, step: int, failures: int) -> bool:
         """Waits before the next attempt; False if there is to be none: stopped, or a newer checkpoint waits."""
@@ -337,7 +337,7 @@ def open_object_tier(config: CheckpointConfig) -> BlobStore | None:
 
 
 def open_uploader(
-    config: CheckpointConfig, source: BlobStore, report: Report, proven: Callable[[int], int] = lambda step: 0
+    config: CheckpointConfig, source: BlobStore, report: OnUpload, proven: Callable[[int], int] = lambda step: 0
 ) -> Uploader:
     """The uploader that `checkpoint.object.*` asks for, running. proven: as for `retention`.
 

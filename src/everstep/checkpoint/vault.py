@@ -38,7 +38,7 @@ class Kept(Protocol):
         ...
 
 
-class Copy:
+class MemoryCopy:
     """A snapshot that came from a peer: its manifest and its blocks, all verified. there: those that match it."""
 
     def __init__(self, manifest: Mapping[str, Any], blocks: Iterable[bytes | bytearray | memoryview]) -> None:

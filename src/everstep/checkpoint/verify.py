@@ -16,7 +16,7 @@ from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
 
-Progress = Callable[[int], None]
+OnBlock = Callable[[int], None]
 """Is told how many bytes more were read."""
 
 
@@ -30,7 +30,7 @@ class Problem:
 
 
 def verify_store(
-    store: BlobStore, steps: Collection[int] | None = None, progress: Progress = lambda n: None
+    store: BlobStore, steps: Collection[int] | None = None, progress: OnBlock = lambda n: None
 ) -> list[Problem]:
     """All problems of a store. steps: only of these checkpoints (and not of the pointers).
 
@@ -51,7 +51,7 @@ def verify_store(
 
 
 def verify_checkpoint(
-    store: BlobStore, step: int, progress: Progress = lambda n: None, checked: dict[PartFile, str] | None = None
+    store: BlobStore, step: int, progress: OnBlock = lambda n: None, checked: dict[PartFile, str] | None = None
 ) -> list[Problem]:
     """All problems of one checkpoint. checked: what is known of files already; is added to."""
     known = {} if checked is None else checked
@@ -77,7 +77,7 @@ def bytes_of_files(store: BlobStore, steps: Collection[int]) -> int:
     return sum(sizes.values())
 
 
-def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: Progress) -> str:
+def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> str:
     """What is wrong with a file, every byte of it read; empty if nothing is."""
     manifest, store = checkpoint.manifest, checkpoint.store
     try:

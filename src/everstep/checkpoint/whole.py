@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from everstep.base.errors import BlobExists, ConfigError, StoreError
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity, Manifest
+from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
 from everstep.checkpoint.store import DirectoryStore
@@ -21,7 +21,7 @@ from everstep.exact.state import ModelState
 def write_whole(
     store: DirectoryStore,
     state: ModelState,
-    identity: Identity,
+    identity: JobIdentity,
     *,
     step: int = 0,
     reason: str = "",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError, JobFailed
-from everstep.chaos.account import Account, account, missing
+from everstep.chaos.account import FaultAccount, account, missing
 from everstep.chaos.scenarios import Scenario
 from everstep.cli.ledger import audit_run
 from everstep.cli.run_dir import read_digest
@@ -29,7 +29,7 @@ _TITLE = (
     f"{'scenario':22} {'ends':12} {'faults':>6} {'evicted':>7} {'healed':>6} {'recovery s':>16} {'redone':>6} {'s':>6}"
 )
 
-Start = Callable[[list[str], Path], int]
+StartCase = Callable[[list[str], Path], int]
 """Runs `everstep ARGV`, its output into a file beside the run directory; returns the exit code."""
 
 
@@ -38,7 +38,7 @@ class Result:
     """How a scenario ended. `wrong`: what is not as it should be; `again`: the command that does it again."""
 
     name: str
-    account: Account
+    account: FaultAccount
     wrong: list[str] = field(default_factory=list)
     equal: bool | None = None
     wall_s: float = 0.0
@@ -79,7 +79,7 @@ class Suite:
         task: str,
         config: Mapping[str, Any],
         options: Sequence[str] = (),
-        start: Start | None = None,
+        start: StartCase | None = None,
     ) -> None:
         self.base = base
         self.undisturbed = base / UNDISTURBED

@@ -13,7 +13,7 @@ from everstep.base.errors import ConfigError
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.interchange_formats import detect, load_weights
 from everstep.checkpoint.interchange_import import take_weights
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
@@ -59,7 +59,7 @@ def import_weights(
     replica = initial_replica(task, config)
     parts = replica.parts
     taken = take_weights(weights, parts.model, parts.optimizer)
-    identity = Identity(canonical(spec), numerics(config))
+    identity = JobIdentity(canonical(spec), numerics(config))
     target = store if isinstance(store, DirectoryStore) else DirectoryStore(scratch)
     application = {NAMES: names_record(parts.model)}
     manifest = write_whole(target, replica.state, identity, reason=f"imported from {path}", application=application)

@@ -25,14 +25,14 @@ _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 
 
 @dataclass(frozen=True)
-class Place:
+class StorePlace:
     """A store, and the step that was named with it (None: none in particular)."""
 
     store: BlobStore
     step: int | None = None
 
 
-def find_place(text: str, endpoint: str | None = None, region: str | None = None) -> Place:
+def find_place(text: str, endpoint: str | None = None, region: str | None = None) -> StorePlace:
     """The store that PATH or a URL names; `.../step-0000000010` names one checkpoint in it. It may still be empty.
 
     A run directory stands for where its job puts checkpoints. endpoint, region: of an object store; None: from the
@@ -44,13 +44,13 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
     step = step_of(found["step"]) if found else None
     top = (found["top"] or ("/" if text.startswith("/") else ".")) if found else text
     if "://" in top and not top.startswith("file://"):
-        return Place(open_store(top, ObjectOptions(endpoint, region)), step)
+        return StorePlace(open_store(top, ObjectOptions(endpoint, region)), step)
     folder = Path(top.removeprefix("file://"))
     if (folder / JOB_FILE).is_file():
-        return Place(open_store(_of_run(folder)), step)
+        return StorePlace(open_store(_of_run(folder)), step)
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
         folder = folder / "checkpoints"
-    return Place(DirectoryStore(folder), step)
+    return StorePlace(DirectoryStore(folder), step)
 
 
 def _of_run(run_dir: Path) -> str:
@@ -60,7 +60,7 @@ def _of_run(run_dir: Path) -> str:
     return os.fspath(run_dir / "checkpoints") if path is None else path
 
 
-def choose(place: Place, which: str | None = None) -> Checkpoint:
+def choose(place: StorePlace, which: str | None = None) -> Checkpoint:
     """The checkpoint that is meant. which: a step number, `latest`, `best` or a pin; None: the one that the place
     names, else the newest.
 
@@ -79,7 +79,7 @@ def choose(place: Place, which: str | None = None) -> Checkpoint:
         raise CheckpointCorrupt(f"{error}{hint}") from None
 
 
-def _step(place: Place, which: str | None) -> int:
+def _step(place: StorePlace, which: str | None) -> int:
     store = place.store
     if which is None and place.step is not None:
         return place.step

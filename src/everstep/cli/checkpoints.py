@@ -17,7 +17,7 @@ from everstep.report.words import size_text
 if TYPE_CHECKING:
     from everstep.checkpoint.manifest import Manifest
     from everstep.checkpoint.reader import Checkpoint
-    from everstep.cli.checkpoint_place import Place
+    from everstep.cli.checkpoint_place import StorePlace
 
 _EXCHANGE = "everstep.cli.checkpoints_exchange"
 _NAMED = 10
@@ -106,7 +106,7 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
     return 0
 
 
-def _rows(place: Place) -> list[dict[str, Any]]:
+def _rows(place: StorePlace) -> list[dict[str, Any]]:
     from everstep.checkpoint.names import BEST, LATEST
     from everstep.checkpoint.pointers import read_pins, read_pointer
     from everstep.checkpoint.reader import open_checkpoint, steps_in
@@ -185,7 +185,7 @@ def verify_command(places: tuple[str, ...], which: str | None, as_json: bool) ->
     return 1 if problems else 0
 
 
-def _verify(place: Place, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
+def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
     """(how many checkpoints were looked at, what is wrong with them)."""
     from everstep.checkpoint.reader import steps_in
     from everstep.checkpoint.verify import bytes_of_files, verify_store
@@ -207,7 +207,7 @@ def _verify(place: Place, which: str | None, *, shown: bool) -> tuple[int, list[
     return len(steps), [{"place": place.store.url, "step": p.step, "name": p.name, "what": p.what} for p in found]
 
 
-def _step_of(place: Place, which: str | None) -> int:
+def _step_of(place: StorePlace, which: str | None) -> int:
     """The step that is meant, even if its manifest is damaged. Raises: ConfigError if there is none."""
     from everstep.checkpoint.reader import steps_in
     from everstep.cli.checkpoint_place import choose
@@ -349,7 +349,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 # ---- words
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> StorePlace:
     """Raises: ConfigError if it does not exist."""
     from everstep.checkpoint.store import DirectoryStore
     from everstep.cli.checkpoint_place import find_place

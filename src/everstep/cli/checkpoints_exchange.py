@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
-from everstep.cli.checkpoint_place import Place, choose, find_place, progress_bar
+from everstep.cli.checkpoint_place import StorePlace, choose, find_place, progress_bar
 from everstep.report.words import size_text
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ COMMANDS = {"export": export_command, "import": import_command, "copy": copy_com
 """For the group `everstep checkpoints`."""
 
 
-def _steps(origin: Place, which: str | None, everything: bool) -> list[int]:
+def _steps(origin: StorePlace, which: str | None, everything: bool) -> list[int]:
     from everstep.checkpoint.reader import steps_in
 
     if not everything:
@@ -144,7 +144,7 @@ def _steps(origin: Place, which: str | None, everything: bool) -> list[int]:
     return steps
 
 
-def _copy(origin: Place, goal: Place, step: int, as_json: bool) -> Transferred:
+def _copy(origin: StorePlace, goal: StorePlace, step: int, as_json: bool) -> Transferred:
     from everstep.checkpoint.transfer import transfer
 
     with progress_bar(f"copying step {step}", not as_json) as progress:

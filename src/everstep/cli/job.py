@@ -43,7 +43,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFile:
     """What job.json holds. `task` is canonical: the same for the same task, from wherever it is started.
 
     dataset_size: in samples, None where only the script knows. begins_after: the step of another job's checkpoint that
@@ -176,15 +176,15 @@ def with_chaos(config: Config, request: Request, dataset_size: int | None) -> Co
     return config
 
 
-def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int | None, request: Request) -> Job:
+def make_job(task: str, argv: Sequence[str], config: Config, dataset_size: int | None, request: Request) -> JobFile:
     """A job that is created now."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _VERSIONED:
         versions[name] = importlib.metadata.version(name)
-    return Job(task, tuple(argv), config, dataset_size, request.explicit, versions, time.time_ns())
+    return JobFile(task, tuple(argv), config, dataset_size, request.explicit, versions, time.time_ns())
 
 
-def with_cut(job: Job, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], before: Job | None) -> Job:
+def with_cut(job: JobFile, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], before: JobFile | None) -> JobFile:
     """The job with the cut that measuring its units gave, so that all its workers, and later runs of it, cut alike.
 
     cut: [first unit, unit after the last] of each part. before: this job as it was started before; if it was cut by
@@ -198,7 +198,7 @@ def with_cut(job: Job, cut: Sequence[Sequence[int]], unit_ms: Sequence[float], b
     return replace(job, config=replace(job.config, cut=sizes), unit_ms=tuple(unit_ms))
 
 
-def differences(old: Job, new: Job) -> list[str]:
+def differences(old: JobFile, new: JobFile) -> list[str]:
     """What makes these two jobs different ones: task, arguments, dataset, or config that changes the numbers."""
     found: list[str] = []
     if old.task != new.task:
@@ -214,7 +214,7 @@ def differences(old: Job, new: Job) -> list[str]:
     return found
 
 
-def write_job(run_dir: Path, job: Job) -> None:
+def write_job(run_dir: Path, job: JobFile) -> None:
     """Raises: ConfigError if the directory cannot be written."""
     try:
         write_atomically(run_dir / JOB_FILE, json.dumps(job.to_dict(), indent=2) + "\n")
@@ -222,10 +222,10 @@ def write_job(run_dir: Path, job: Job) -> None:
         raise ConfigError(f"cannot write {run_dir / JOB_FILE}: {error.strerror or error}") from None
 
 
-def read_job(run_dir: Path, *, joined: bool = True) -> Job:
+def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
     """The job of a run directory. joined: with what a script added when it joined, which nobody knows beforehand.
 
-    What this version does not know of a config that another one wrote is passed over (`Job.unknown`).
+    What this version does not know of a config that another one wrote is passed over (`JobFile.unknown`).
 
     Raises: ConfigError if there is none, or job.json cannot be read.
     """
@@ -236,7 +236,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> Job:
         size = more.pop("size", None)
         known, unknown = known_of(JOB_FILE, data["config"])
         known_more, unknown_more = known_of(DATASET_FILE, more)
-        return Job(
+        return JobFile(
             task=str(data["task"]),
             argv=tuple(str(a) for a in data["argv"]),
             config=load_config([(JOB_FILE, known), (DATASET_FILE, known_more)]),

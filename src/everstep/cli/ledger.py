@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.cli.job import Job, read_job
+from everstep.cli.job import JobFile, read_job
 from everstep.cli.run_dir import read_digest
 from everstep.observe.events import last_committed_step
 from everstep.order.cursor import SampleOrder
@@ -58,7 +58,7 @@ def audit_run(run_dir: Path) -> LedgerReport:
     return audit(read_rows(run_dir), sample_order(run_dir, job), upto, ended=ended, after=after)
 
 
-def sample_order(run_dir: Path, job: Job) -> SampleOrder:
+def sample_order(run_dir: Path, job: JobFile) -> SampleOrder:
     """The order of samples that the job's config defines.
 
     Raises: ConfigError if the size of the dataset is not known.

@@ -16,7 +16,7 @@ from everstep.base.errors import ConfigError
 from everstep.base.stage_map import devices_of, parse_map
 from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
-from everstep.runtime.zygote_client import EarlyZygote, ForkEnded
+from everstep.runtime.fork_server_client import EarlyForkServer, ForkEnded
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
@@ -49,15 +49,15 @@ class Probe:
     split_checked: bool = False
 
 
-def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyZygote | None = None) -> Probe:
+def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyForkServer | None = None) -> Probe:
     """Run `look` in a fork of `server`, or of one that is started for it. units: build the model too.
 
     Raises: ConfigError with the line that the task's import, its defaults or the config deserve.
     """
     question = {"task": task, "request": asdict(request), "units": units}
-    own = None if server is not None else EarlyZygote(1, ("torch",))
+    own = None if server is not None else EarlyForkServer(1, ("torch",))
     try:
-        data = (server or cast(EarlyZygote, own)).call(f"{__name__}:answer", question)
+        data = (server or cast(EarlyForkServer, own)).call(f"{__name__}:answer", question)
     except ForkEnded as error:
         raise ConfigError(
             f"task {task!r}: the process that imported it and built its dataset ended ({error})"

@@ -29,7 +29,7 @@ from everstep.cli.beside import (
 )
 from everstep.cli.display import Watcher, choose_display, print_summary
 from everstep.cli.job import (
-    Job,
+    JobFile,
     Request,
     check_dataset,
     check_hosts,
@@ -48,7 +48,7 @@ from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
 from everstep.cli.sinks_beside import sinks_beside
-from everstep.cli.start import Start, ask_object_store, find_start
+from everstep.cli.start import StartPoint, ask_object_store, find_start
 from everstep.cli.summary import summary
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
@@ -56,7 +56,7 @@ from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import run_lock
-from everstep.runtime.zygote_client import EarlyZygote
+from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Invocation:
     run_dir: Path
     fresh: bool = False
     as_json: bool = False
-    server: EarlyZygote | None = None
+    server: EarlyForkServer | None = None
     dashboard: bool = False
     public: bool = False
     port: int | None = None
@@ -188,7 +188,7 @@ def command(
     check_metrics(given.get("metrics.listen"), public)
     threads = given.get("threads")
     preload = ("torch",) if dry_run else PRELOAD
-    server = EarlyZygote(threads if isinstance(threads, int) else 1, preload)
+    server = EarlyForkServer(threads if isinstance(threads, int) else 1, preload)
     with contextlib.closing(server):
         return _run_or_show(dataclasses.replace(invocation, server=server), dry_run)
 
@@ -281,7 +281,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     return _launch(invocation, job, opening, start.step)
 
 
-def _opening(run_dir: Path, found: Found, start: Start, aside: Path | None, is_script: bool) -> list[str]:
+def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None, is_script: bool) -> list[str]:
     lines = [f"run directory {run_dir}"]
     if found.job is not None and found.job.unknown:
         keys = ", ".join(f"{key}={value}" for key, value in found.job.unknown.items())
@@ -321,7 +321,7 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
     return int(bool(lacking))
 
 
-def _launch(invocation: Invocation, job: Job, opening: list[str], step: int) -> int:
+def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int) -> int:
     from everstep.runtime import job as runtime_job
     from everstep.runtime.local_host import LocalHost
 

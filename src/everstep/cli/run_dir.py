@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
-from everstep.cli.job import Job, differences, read_job
+from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, LOCK_FILE
@@ -31,7 +31,7 @@ class Found:
     state: Literal["new", "stopped", "finished"]
     step: int = 0
     digest: dict[str, Any] | None = None
-    job: Job | None = None
+    job: JobFile | None = None
 
 
 def in_runs(prefix: str) -> Path:
@@ -83,7 +83,7 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
     return data
 
 
-def inspect(run_dir: Path, job: Job) -> Found:
+def inspect(run_dir: Path, job: JobFile) -> Found:
     """What a (locked) directory holds, for this job.
 
     Raises: ConfigError if it belongs to another job, saying what differs.

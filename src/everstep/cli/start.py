@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.names import manifest_name, step_of
-from everstep.cli.job import Job
+from everstep.cli.job import JobFile
 from everstep.runtime.address import CHECKPOINTS_DIR
 
 if TYPE_CHECKING:
-    from everstep.cli.checkpoint_place import Place
+    from everstep.cli.checkpoint_place import StorePlace
 
 _ASK_S = 5.0
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """step: of the checkpoint to go on from, 0 if none. words: for the user. brought: it was copied from elsewhere."""
 
     step: int = 0
@@ -31,7 +31,7 @@ class Start:
     brought: bool = False
 
 
-def checkpoint_dir(run_dir: Path, job: Job) -> Path:
+def checkpoint_dir(run_dir: Path, job: JobFile) -> Path:
     """Where the job's own checkpoints are."""
     path = job.config.checkpoint.disk.path
     return Path(path) if path is not None else run_dir / CHECKPOINTS_DIR
@@ -47,25 +47,25 @@ def newest_step(folder: Path) -> int:
     return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
-def find_start(run_dir: Path, job: Job, *, script: bool) -> Start:
+def find_start(run_dir: Path, job: JobFile, *, script: bool) -> StartPoint:
     """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
 
     Raises: ConfigError if that is no checkpoint, or one of another job. CheckpointCorrupt, StoreError.
     """
     config = job.config
     if not config.checkpoint.enabled and config.resume_from is None:
-        return Start()
+        return StartPoint()
     folder = checkpoint_dir(run_dir, job)
     own = newest_step(folder)
     if own:
-        return Start(own, f"goes on from the checkpoint of step {own} in {folder}")
+        return StartPoint(own, f"goes on from the checkpoint of step {own} in {folder}")
     if config.resume_from is None:
-        return Start()
+        return StartPoint()
     if not config.checkpoint.enabled:
         raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
     step, passed_over = _bring(config.resume_from, folder, job, script=script)
     words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from}"]
-    return Start(step, "\n".join(words), brought=True)
+    return StartPoint(step, "\n".join(words), brought=True)
 
 
 def ask_object_store(rule: CheckpointConfig) -> str:
@@ -92,7 +92,7 @@ def ask_object_store(rule: CheckpointConfig) -> str:
     return ""
 
 
-def _bring(source: str, folder: Path, job: Job, *, script: bool) -> tuple[int, list[str]]:
+def _bring(source: str, folder: Path, job: JobFile, *, script: bool) -> tuple[int, list[str]]:
     """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, and
     why newer ones were passed over."""
     from everstep.checkpoint.reader import steps_in
@@ -114,16 +114,16 @@ def _bring(source: str, folder: Path, job: Job, *, script: bool) -> tuple[int, l
     raise ConfigError(f"there is no checkpoint in {place.store.url}")
 
 
-def _bring_step(place: Place, step: int, folder: Path, job: Job, *, script: bool) -> int:
+def _bring_step(place: StorePlace, step: int, folder: Path, job: JobFile, *, script: bool) -> int:
     from everstep.base.config import numerics
-    from everstep.checkpoint.manifest import Identity, refuse_foreign
+    from everstep.checkpoint.manifest import JobIdentity, refuse_foreign
     from everstep.checkpoint.store import DirectoryStore
     from everstep.checkpoint.transfer import transfer
     from everstep.cli.checkpoint_place import choose, progress_bar
 
     checkpoint = choose(place, str(step))
     if not script:  # what a script joins with is known to its workers alone
-        identity = Identity(job.task, numerics(job.config))
+        identity = JobIdentity(job.task, numerics(job.config))
         refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
     with progress_bar(f"bringing step {checkpoint.step}", shown=True) as progress:
         try:

@@ -14,7 +14,7 @@ from everstep.cli.task_loading import load_task
 from everstep.observe.events import EventLog
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.zygote import DEFAULT_PRELOAD
+from everstep.runtime.fork_server import DEFAULT_PRELOAD
 
 if TYPE_CHECKING:
     from everstep.train.link import LaunchedLink

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from everstep.dashboard.actions import act
 from everstep.dashboard.feed import Feeds, RunFeed
 from everstep.dashboard.guard import KNOWN, METRICS, UNLOCK, Guard
-from everstep.dashboard.view import Cursor, now_ms, patch
+from everstep.dashboard.view import PageCursor, now_ms, patch
 from everstep.report.prometheus import device_families, expose, families
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
@@ -153,7 +153,7 @@ async def _body(request: Request) -> dict[str, Any] | None:
 
 async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIterator[bytes]:
     """Patches of all runs, twice a second where something changed; a comment now and then keeps the line open."""
-    cursors = [Cursor() for _ in feeds.runs]
+    cursors = [PageCursor() for _ in feeds.runs]
     silent_s = 0.0
     try:
         yield b"retry: 1000\n\n"
@@ -171,7 +171,7 @@ async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIte
         streams.release()
 
 
-def _changes(feeds: Feeds, cursors: list[Cursor]) -> bytes | None:
+def _changes(feeds: Feeds, cursors: list[PageCursor]) -> bytes | None:
     found = {}
     for i, (run, cursor) in enumerate(zip(feeds.runs, cursors, strict=True)):
         with run.lock:

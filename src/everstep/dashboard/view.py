@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
-from everstep.report.facts import MEMBERS, Facts, Line, Worker
+from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
 from everstep.report.words import number, one_line
 
 _LISTED = 200
@@ -40,7 +40,7 @@ FIELDS = (
 
 
 @dataclass
-class Cursor:
+class PageCursor:
     """What one page has of one run."""
 
     resets: int = -1
@@ -51,12 +51,12 @@ class Cursor:
     usage: tuple[int, int] = (-1, -1)
 
 
-def patch(feed: RunFeed, cursor: Cursor) -> dict[str, Any]:
+def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
     """What this page lacks of the run; {} if nothing. The cursor is moved on."""
     history, facts = feed.history, feed.history.facts
     found: dict[str, Any] = {}
     if cursor.resets != history.resets:
-        fresh = Cursor(resets=history.resets)
+        fresh = PageCursor(resets=history.resets)
         cursor.__dict__.update(fresh.__dict__)
         found["reset"] = True
     rows = worker_rows(feed)
@@ -140,7 +140,7 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
         live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
     rows: dict[int, tuple[Any, ...]] = {}
     for worker_id in sorted(facts.workers.keys() | live.keys()):
-        worker = facts.workers.get(worker_id) or Worker(worker_id)
+        worker = facts.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
         state, life = _state(worker, now)
         measured = usage.get(worker_id)
@@ -171,7 +171,7 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
     return rows
 
 
-def _state(worker: Worker, now: dict[str, Any] | None) -> tuple[str, int]:
+def _state(worker: WorkerFact, now: dict[str, Any] | None) -> tuple[str, int]:
     """The state, and the incarnation that it is of."""
     if now is None:
         return worker.state, worker.incarnation
@@ -182,7 +182,7 @@ def _state(worker: Worker, now: dict[str, Any] | None) -> tuple[str, int]:
     return ("healing" if role == "joining" else role), life
 
 
-def _changed_rows(found: dict[str, Any], cursor: Cursor, rows: dict[int, tuple[Any, ...]]) -> None:
+def _changed_rows(found: dict[str, Any], cursor: PageCursor, rows: dict[int, tuple[Any, ...]]) -> None:
     changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
     gone = [i for i in cursor.rows if i not in rows]
     if changed or gone:

@@ -25,7 +25,7 @@ _OUTSTANDING = 32
 _LIVES = 2
 """How many loader processes may die over the same batch."""
 
-Key = tuple[int, int]
+LaneKey = tuple[int, int]
 _T = TypeVar("_T")
 
 
@@ -34,7 +34,7 @@ class _Slot:
     """A loader process and what it was asked for, in order: ticket -> (step, lane)."""
 
     process: LoaderProcess
-    asked: dict[int, Key] = field(default_factory=dict)
+    asked: dict[int, LaneKey] = field(default_factory=dict)
 
 
 class LaneLoader:
@@ -65,10 +65,10 @@ class LaneLoader:
         self._pin = pin_memory
         self._preserve = preserve_generators
         self._slots: list[_Slot] = []
-        self._ready: dict[Key, Any] = {}
-        self._taken: set[Key] = set()
-        self._wanted: list[Key] = []
-        self._deaths: dict[Key, int] = {}
+        self._ready: dict[LaneKey, Any] = {}
+        self._taken: set[LaneKey] = set()
+        self._wanted: list[LaneKey] = []
+        self._deaths: dict[LaneKey, int] = {}
         self._tickets = 0
 
     def schedule(self, step: int, lanes: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class LaneLoader:
         self._slots.clear()
         self._workers = 0
 
-    def _prepared(self, key: Key) -> Any:
+    def _prepared(self, key: LaneKey) -> Any:
         """The batch that a loader process has made or is making; None if none was asked to."""
         while key not in self._ready:
             slot = next((s for s in self._slots if key in s.asked.values()), None)
@@ -178,7 +178,7 @@ class LaneLoader:
             except LoaderDied as death:
                 how = death.how
 
-    def _blame(self, key: Key, how: str) -> None:
+    def _blame(self, key: LaneKey, how: str) -> None:
         """Count a death against the batch that was being made; raise once there have been too many."""
         self._deaths[key] = self._deaths.get(key, 0) + 1
         if self._deaths[key] >= _LIVES:

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str: ...
 
 
-class Bytes:
+class ByteTokenizer:
     """Each byte is a token."""
 
     vocabulary = 256

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everstep.base.errors import ConfigError, check
 from everstep.base.ports import Node
 from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
-from everstep.exact.lending import Loan, Watch
+from everstep.exact.lending import GradientWatch, Loan
 from everstep.exact.memory import keep_freed_memory
 from everstep.placement.tree import children
 
@@ -51,7 +51,7 @@ class LaneAccumulator:
         self._narrow = [i for i, p in enumerate(self._params) if p.dtype != torch.float32]
         self._statistics = _Statistics(layout, model, units)
         self._captured: dict[int, list[Tensor]] = {}
-        self._watch: Watch | None = Watch(self._params)
+        self._watch: GradientWatch | None = GradientWatch(self._params)
         self._apart = set(self._narrow)
         self._loan: Loan | None = None
         self._all = bytes(entry.unit in units for entry in layout.entries)

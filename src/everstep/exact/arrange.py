@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everstep.exact.image import BLOCK_BYTES, StateEntry
 from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
-from everstep.exact.planes import ITEM_SIZES, REST, Plane, Run, extend, is_kind, span_of
+from everstep.exact.planes import ITEM_SIZES, REST, Plane, PlaneRun, extend, is_kind, span_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Arrangement:
         for name in sorted(self._planes):
             items = sorted(self._planes[name], key=lambda item: item[0].offset)
             itemsize = items[0][2].element_size()
-            runs: list[Run] = []
+            runs: list[PlaneRun] = []
             for unit, members in groupby(items, key=lambda item: item[0].unit):
                 placed = list(members)
                 found, n_blocks = _place_unit(placed, itemsize, runs, n_blocks)
@@ -94,7 +94,7 @@ def plane_name(kind: str, tensor: Tensor) -> str:
 
 
 def _place_unit(
-    items: Sequence[tuple[Spot, str, Tensor]], itemsize: int, runs: list[Run], n_blocks: int
+    items: Sequence[tuple[Spot, str, Tensor]], itemsize: int, runs: list[PlaneRun], n_blocks: int
 ) -> tuple[list[StateEntry], int]:
     """The entries of one unit in one plane, whose runs are added to; and the number of blocks after that."""
     entries = []

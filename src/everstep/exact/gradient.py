@@ -18,7 +18,7 @@ from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
 from everstep.exact.reduce import gather
-from everstep.exact.ties import Place, Tied
+from everstep.exact.ties import Tied, TiePlace
 
 _CLIP_EPSILON = 1e-6
 
@@ -58,7 +58,9 @@ class GradientHandOver:
         self._statistics = [(i, *_owner(model, layout.entries[i].name)) for i in layout.buffers]
         check(all(layout.entries[i].name in buffers for i in layout.buffers), "the layout is not of this model")
 
-    def hand_over(self, reduced: Reduced, scale: float, received: Mapping[Place, Tensor | None] | None = None) -> None:
+    def hand_over(
+        self, reduced: Reduced, scale: float, received: Mapping[TiePlace, Tensor | None] | None = None
+    ) -> None:
         """Sets `.grad` of every parameter to reduced * float32(scale), in the parameter's dtype.
 
         received: the reduced gradients of tied parameters at their places in other stages, flat, None where absent.
@@ -115,7 +117,7 @@ class GradientHandOver:
         return self._flat
 
     def _join_stages(
-        self, tied: Tied, flat: Tensor, scale: float, presence: bytes, received: Mapping[Place, Tensor | None]
+        self, tied: Tied, flat: Tensor, scale: float, presence: bytes, received: Mapping[TiePlace, Tensor | None]
     ) -> None:
         """As `_join_places`, in the same order, with places of other stages."""
         entry = self.layout.entries[tied.own[0].entry]

@@ -17,7 +17,7 @@ from everstep.base.errors import TaskError
 from everstep.base.ports import Node
 
 
-class Watch:
+class GradientWatch:
     """Counts how often each parameter's `.grad` is added to in a lane."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:

@@ -21,7 +21,7 @@ ITEM_SIZES = (1, 2, 4)
 """Of the elements that planes hold; tensors of larger ones are in `rest`."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
-Run = tuple[int, int, int]
+PlaneRun = tuple[int, int, int]
 """Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
 `BLOCK_ELEMENTS` times the element block on."""
 
@@ -35,7 +35,7 @@ class Plane:
 
     name: str
     itemsize: int
-    runs: tuple[Run, ...]
+    runs: tuple[PlaneRun, ...]
 
     @property
     def start(self) -> int:
@@ -74,15 +74,15 @@ def span_of(itemsize: int) -> int:
     return 4 // itemsize
 
 
-def runs_of(places: Iterable[tuple[int, int]], itemsize: int) -> tuple[Run, ...]:
+def runs_of(places: Iterable[tuple[int, int]], itemsize: int) -> tuple[PlaneRun, ...]:
     """The runs of a plane that has these (element block, block), which ascend."""
-    runs: list[Run] = []
+    runs: list[PlaneRun] = []
     for at, block in places:
         extend(runs, at, block, 1, span_of(itemsize))
     return tuple(runs)
 
 
-def extend(runs: list[Run], at: int, first: int, count: int, span: int) -> None:
+def extend(runs: list[PlaneRun], at: int, first: int, count: int, span: int) -> None:
     """Adds blocks to a plane, to the last of its runs if they follow it in both numbers."""
     if runs:
         last_at, last_first, last_count = runs[-1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from everstep.base.errors import check
 from everstep.exact.image import Image, Outline, StateEntry
 
-Arena = Tensor
+SnapshotMemory = Tensor
 """Flat uint8 host memory that is used again for the next snapshot: touching fresh memory costs more than copying."""
 
 _PIECE_BYTES = 4 << 20
@@ -32,12 +32,12 @@ class Snapshot:
         values: Mapping[str, Any],
         outline: Outline,
         now: Sequence[int],
-        arena: Arena | None,
-        take_back: Callable[[Arena], None],
+        arena: SnapshotMemory | None,
+        take_back: Callable[[SnapshotMemory], None],
     ) -> None:
         """now: indices of the tensors that are copied at once, because they may change before `wait`."""
         size = max((e.offset + e.nbytes for e in entries), default=0)
-        self._arena: Arena | None = arena
+        self._arena: SnapshotMemory | None = arena
         if arena is None or arena.numel() < size:
             self._arena = torch.empty(size, dtype=torch.uint8)
         self._entries, self._take_back = tuple(entries), take_back

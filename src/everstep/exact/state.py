@@ -34,7 +34,7 @@ from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, round_up
 from everstep.exact.planes import MODEL
 from everstep.exact.recollect import Recollection
-from everstep.exact.snapshot import Arena, Snapshot
+from everstep.exact.snapshot import Snapshot, SnapshotMemory
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
@@ -89,7 +89,7 @@ class ModelState:
         self.outline = Outline()
         """Of the state that `live_tensors` described last."""
         self._image: Image | None = None
-        self._arena: Arena | None = None
+        self._arena: SnapshotMemory | None = None
         self._recollection = Recollection(model, optimizer, scheduler, self.extras)
         self._now: list[int] = []
         for key, extra in self.extras.items():
@@ -159,7 +159,7 @@ class ModelState:
         ]
         return entries, tensors, values, self._now
 
-    def _take_back(self, arena: Arena) -> None:
+    def _take_back(self, arena: SnapshotMemory) -> None:
         self._arena = arena
 
     def _live(self) -> Image:

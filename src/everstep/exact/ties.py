@@ -20,7 +20,7 @@ from everstep.exact.reduce import cross_terms, gather, tied_terms
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class TiePlace:
     """One place of use. name: the parameter's first one. unit: its number in the whole model. stage: where it is.
     entry: index in this stage's layout, -1 for a place in another stage."""
 
@@ -35,11 +35,11 @@ class Tied:
     """A parameter with places in this stage and in others. places: in unit order. parameter: the optimizer's leaf."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[TiePlace, ...]
     parameter: nn.Parameter
 
     @cached_property
-    def own(self) -> tuple[Place, ...]:
+    def own(self) -> tuple[TiePlace, ...]:
         """The places that are here."""
         return tuple(place for place in self.places if place.entry >= 0)
 
@@ -54,9 +54,9 @@ class Tied:
         return self.places[0].entry >= 0
 
 
-def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> dict[Place, Tensor | None]:
+def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> dict[TiePlace, Tensor | None]:
     """What this stage has to tell the others: reduced gradients (flat float32, not normalised), None where absent."""
-    found: dict[Place, Tensor | None] = {}
+    found: dict[TiePlace, Tensor | None] = {}
     for tied in ties:
         for place in tied.own:
             entry = layout.entries[place.entry]
@@ -66,7 +66,7 @@ def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> 
 
 
 def stage_terms(
-    ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced, received: Mapping[Place, Tensor | None]
+    ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced, received: Mapping[TiePlace, Tensor | None]
 ) -> list[float]:
     """This stage's summands of the sum of squares of the whole gradient, beside those of its blocks (see `tied_terms`).
 

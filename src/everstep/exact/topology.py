@@ -21,18 +21,18 @@ from everstep.exact.image import BLOCK_BYTES, FOREIGN, FORMAT, OUTSIDE, VALUES, 
 from everstep.exact.layout import round_up
 from everstep.exact.planes import REST, Plane, plane_at, planes_of, rows_of, runs_of, span_of
 
-Manifest = Mapping[str, Any]
+StateManifest = Mapping[str, Any]
 _MODEL = "model/"
 _SELECTED = -4
 
 
-def state_digest(manifest: Manifest, step: int) -> str:
+def state_digest(manifest: StateManifest, step: int) -> str:
     """Of everything in a whole manifest, and the step: as `ModelState.state_digest` of the unsplit job."""
     rows = [(e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest)]
     return rows_digest(sorted(rows), manifest["values"], step)
 
 
-def model_digest(manifest: Manifest) -> str:
+def model_digest(manifest: StateManifest) -> str:
     """Of parameters and persistent buffers: as `ModelState.model_digest` of the unsplit job. 32 hex digits."""
     transient = set(manifest["transient"])
     rows = sorted(
@@ -43,7 +43,7 @@ def model_digest(manifest: Manifest) -> str:
     return digest_bytes(repr(rows).encode())
 
 
-def same_state(a: Manifest, b: Manifest) -> bool:
+def same_state(a: StateManifest, b: StateManifest) -> bool:
     """Whether two whole manifests, of different formats maybe, are of states with equal names, types and bits."""
     if a["format"] == b["format"]:
         return bool(a["digest"] == b["digest"])
@@ -53,7 +53,7 @@ def same_state(a: Manifest, b: Manifest) -> bool:
         return False  # values that Everstep did not write
 
 
-def merge(manifests: Sequence[Manifest]) -> dict[str, Any]:
+def merge(manifests: Sequence[StateManifest]) -> dict[str, Any]:
     """The manifest of the whole job from those of all its stages, one each: exactly that of the unsplit state.
 
     Raises: InvariantViolation naming what two stages state differently, or a unit that none or two of them hold.
@@ -62,7 +62,7 @@ def merge(manifests: Sequence[Manifest]) -> dict[str, Any]:
     return merge_with_sources(manifests)[0]
 
 
-def merge_with_sources(manifests: Sequence[Manifest]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+def merge_with_sources(manifests: Sequence[StateManifest]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """As `merge`, and for each block of the whole: (index of a manifest that has it, its number there)."""
     for manifest in manifests:
         entries_of(manifest)
@@ -100,7 +100,7 @@ def merge_with_sources(manifests: Sequence[Manifest]) -> tuple[dict[str, Any], t
     return sealed(whole), tuple(blocks)
 
 
-def select(manifest: Manifest, names: Collection[str]) -> tuple[dict[str, Any], tuple[int, ...]]:
+def select(manifest: StateManifest, names: Collection[str]) -> tuple[dict[str, Any], tuple[int, ...]]:
     """What a stage needs of a whole manifest: one that its `ModelState.load` takes, and where its blocks come from.
 
     names: `ModelState.names` of the stage. The second result gives, for each block of the selected manifest, its number
@@ -156,7 +156,7 @@ class _Group:
         return [[[*e[:3], e[3] - self.start, e[4]] for e in self.entries], self.digests, self.blocks]
 
 
-def _begins(manifests: Sequence[Manifest]) -> dict[int, int]:
+def _begins(manifests: Sequence[StateManifest]) -> dict[int, int]:
     """The element block that each unit begins with in the whole job."""
     held = sorted(unit for m in manifests for unit in m["stage"]["units"])
     n_units = manifests[0]["stage"]["n_units"]
@@ -169,7 +169,7 @@ def _begins(manifests: Sequence[Manifest]) -> dict[int, int]:
     return begins
 
 
-def _groups(owner: int, manifest: Manifest, begins: Mapping[int, int]) -> Iterator[_Group]:
+def _groups(owner: int, manifest: StateManifest, begins: Mapping[int, int]) -> Iterator[_Group]:
     """begins: of the units in the whole job."""
     shifts, at = {}, 0
     for unit, extent in zip(manifest["stage"]["units"], manifest["stage"]["extents"], strict=True):
@@ -232,14 +232,14 @@ def _check_foreign(groups: Sequence[_Group], owned: Mapping[str, tuple[Any, ...]
                 check(owned.get(entry[0]) == (entry[1], entry[2], digest), f"stages differ in the tied {entry[0]}")
 
 
-def _entries(manifest: Manifest) -> Iterator[tuple[list[Any], str]]:
+def _entries(manifest: StateManifest) -> Iterator[tuple[list[Any], str]]:
     return zip(manifest["entries"], manifest["digests"], strict=True)
 
 
 # ---- values
 
 
-def _merge_values(manifests: Sequence[Manifest]) -> dict[str, Any]:
+def _merge_values(manifests: Sequence[StateManifest]) -> dict[str, Any]:
     values = [m["values"] for m in manifests]
     merged = dict(values[0])
     for other in values[1:]:

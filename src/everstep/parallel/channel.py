@@ -25,12 +25,12 @@ import xxhash
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, check
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.base.ports import Hop, Tick
+from everstep.base.ports import Hop, OnTick
 from everstep.parallel import futex
 from everstep.parallel.arena import Arena
 from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
-from everstep.parallel.mapping import PAGE, Facts, Mapping, OwnMapping, PeerMapping
+from everstep.parallel.mapping import PAGE, Mapping, MappingFacts, OwnMapping, PeerMapping
 
 KINDS = ("act", "grad", "tied", "eval")
 
@@ -52,13 +52,13 @@ class SharedMemoryChannel:
     """
 
     def __init__(
-        self, me: WorkerKey, tick: Tick, *, device: torch.device | str = "cpu", room_bytes: int = 64 << 30
+        self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu", room_bytes: int = 64 << 30
     ) -> None:
         self._me = me
         self._tick = tick
         self._device = torch.device(device)
         self._fence = Fence()
-        self._facts: Facts = (room_bytes, _RECORDS, 0, 0)
+        self._facts: MappingFacts = (room_bytes, _RECORDS, 0, 0)
         self._size = _ROOM_AT + room_bytes
         self._own = OwnMapping(me, self._size, _MAGIC, self._facts)
         self._room = _bytes(self._own, room_bytes)

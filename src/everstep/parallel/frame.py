@@ -34,7 +34,7 @@ def fresh_bytes(size: int) -> torch.Tensor:
     return new_flat(-(-size // 4), torch.device("cpu")).view(torch.uint8)[:size]
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a tensor lies: [start, stop) in bytes from the beginning of the frame."""
 
     start: int
@@ -66,7 +66,7 @@ class Frame(NamedTuple):
 
     head: bytes
     meta: bytes
-    places: tuple[Place, ...]
+    places: tuple[FramePlace, ...]
     size: int
 
     def fill(self, frame: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ def _lay_out(specs: tuple[Spec, ...], meta: bytes) -> Frame:
     for spec in specs:
         dtype, shape, _ = spec
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
-        places.append(Place(at, at + size_bytes, spec))
+        places.append(FramePlace(at, at + size_bytes, spec))
         at = round_up(at + size_bytes, ALIGN_BYTES)
     return Frame(head, meta, tuple(places), at)
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
+from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.parallel.fence import Fence
@@ -50,7 +50,7 @@ class GroupTransport:
         layout: GradientLayout,
         n_lanes: int,
         store: Store,
-        tick: Tick,
+        tick: OnTick,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
         *,
@@ -290,7 +290,7 @@ class GroupTransport:
 class _Ticker:
     """Calls `tick` from a thread of its own while the caller is blocked inside torch, unless it should have left."""
 
-    def __init__(self, tick: Tick, overdue: Callable[[], bool]) -> None:
+    def __init__(self, tick: OnTick, overdue: Callable[[], bool]) -> None:
         self._tick = tick
         self._overdue = overdue
         self._busy = threading.Event()

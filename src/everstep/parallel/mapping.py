@@ -30,7 +30,7 @@ PAGE = 4096
 _BELL_AT = 256
 _HEADER = struct.Struct("<8s16sqqqqqq")
 
-Facts = tuple[int, int, int, int]
+MappingFacts = tuple[int, int, int, int]
 """Four numbers that the writer and its readers must agree on before they look at anything else."""
 
 
@@ -66,7 +66,7 @@ class Mapping:
 class OwnMapping(Mapping):
     """The memory that this process writes. `magic`: 8 bytes that name the layout."""
 
-    def __init__(self, me: WorkerKey, size_bytes: int, magic: bytes, facts: Facts) -> None:
+    def __init__(self, me: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
         self._fd = os.memfd_create(f"everstep-{me}", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_bytes)
         super().__init__(mmap.mmap(self._fd, size_bytes))
@@ -101,7 +101,7 @@ class PeerMapping(Mapping):
     something else behind that descriptor already); MembershipError if it is of another model or job.
     """
 
-    def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: Facts) -> None:
+    def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
         pid, fd, nonce = _parse(name)
         self.pid = pid
         self._pidfd = _pidfd(pid)

@@ -18,7 +18,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, StaleGeneration
-from everstep.base.ports import Tick
+from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
 
 _WAIT_MS = 5
@@ -54,7 +54,7 @@ class PeerSockets:
     """
 
     def __init__(
-        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: Tick, name: str = ""
+        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: OnTick, name: str = ""
     ) -> None:
         self._worker_ids = tuple(worker_ids)
         self._me = me

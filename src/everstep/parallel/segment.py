@@ -23,7 +23,7 @@ import xxhash
 from everstep.base.errors import check
 from everstep.base.plan import WorkerKey
 from everstep.base.ports import Tag
-from everstep.parallel.mapping import PAGE, Facts, Mapping, OwnMapping, PeerMapping, pages
+from everstep.parallel.mapping import PAGE, Mapping, MappingFacts, OwnMapping, PeerMapping, pages
 
 EXCHANGE = (0, 1)
 NODES = 2
@@ -87,7 +87,7 @@ class Geometry:
         return self.slot_offset(self.slots + 2)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> MappingFacts:
         return (self.numel, self.entries, self.n_lanes, self.record_bytes)
 
 

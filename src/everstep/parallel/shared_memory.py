@@ -23,7 +23,7 @@ import torch
 
 from everstep.base.errors import CollectiveAborted, check
 from everstep.base.plan import Member, Plan, WorkerKey
-from everstep.base.ports import Node, Piece, Reduced, Tag, Tick
+from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, finish
 from everstep.exact.reduce import presence as union
@@ -47,7 +47,7 @@ class SharedMemoryTransport:
     """
 
     def __init__(
-        self, me: WorkerKey, layout: GradientLayout, n_lanes: int, tick: Tick, *, record_bytes: int = 1 << 20
+        self, me: WorkerKey, layout: GradientLayout, n_lanes: int, tick: OnTick, *, record_bytes: int = 1 << 20
     ) -> None:
         check(record_bytes > _TOTAL.size, f"record_bytes must hold a header, got {record_bytes}")
         self._me = me

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Channel, Node, Reduced, Tag, Tick, Transport
+from everstep.base.ports import Channel, Node, OnTick, Reduced, Tag, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.kinds.kind import Site
@@ -46,7 +46,7 @@ class StagedTransport:
         self,
         me: WorkerKey,
         n_lanes: int,
-        tick: Tick,
+        tick: OnTick,
         *,
         kind: str = "shm",
         store: Store | None = None,

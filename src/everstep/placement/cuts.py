@@ -12,10 +12,10 @@ from itertools import accumulate
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import StageMap
 
-Cut = tuple[tuple[int, int], ...]
+ModelCut = tuple[tuple[int, int], ...]
 
 
-def balance(costs: Sequence[float], parts: int) -> Cut:
+def balance(costs: Sequence[float], parts: int) -> ModelCut:
     """The cut whose dearest part is the cheapest possible; of those the most even one, then the earliest cuts.
 
     costs: of each unit, in any one measure, none negative. Every part has at least one unit.
@@ -74,7 +74,7 @@ def _check_enough(units: int, parts: int) -> None:
         )
 
 
-def of_sizes(sizes: Sequence[int], units: int, source: str) -> Cut:
+def of_sizes(sizes: Sequence[int], units: int, source: str) -> ModelCut:
     """The cut with so many units per part. source: who said so, for error messages.
 
     Raises: ConfigError if a part would be empty, or they are not all units.
@@ -87,7 +87,7 @@ def of_sizes(sizes: Sequence[int], units: int, source: str) -> Cut:
     return tuple((ends[p], ends[p + 1]) for p in range(len(sizes)))
 
 
-def of_map(stage_maps: Sequence[StageMap], units: int, chunks: int = 1) -> Cut | None:
+def of_map(stage_maps: Sequence[StageMap], units: int, chunks: int = 1) -> ModelCut | None:
     """The cut that an explicit map names; None if it names no units.
 
     Raises: ConfigError if it leaves units out, names one twice, names one that does not exist, or has another number of
@@ -126,7 +126,7 @@ def choose(
     *,
     stage_maps: Sequence[StageMap] = (),
     preferred: Sequence[int] | None = None,
-) -> Cut:
+) -> ModelCut:
     """Where the model is cut: by hand from the map, else where the task prefers, else balanced by cost.
 
     preferred: units per part, as the task's own `cuts` says, or None.
@@ -145,6 +145,6 @@ def choose(
     return balance(costs, stages * chunks)
 
 
-def units_of(cut: Cut, stage: int, stages: int) -> tuple[int, ...]:
+def units_of(cut: ModelCut, stage: int, stages: int) -> tuple[int, ...]:
     """The units of a stage: those of its parts, in order."""
     return tuple(unit for first, last in cut[stage::stages] for unit in range(first, last))

@@ -1,9 +1,9 @@
 """Pipeline schedules as lists of operations: what every stage worker computes, in which order. Pure.
 
 A worker goes through its list from the front and starts each operation as soon as the `inputs` of it are there; nothing
-else decides the order. What makes one schedule differ from another is a `Kind` (`base/pipeline`): how many forward
-passes a worker runs ahead of its first backward pass, and whose turn it is among its chunks. After the passes ahead one
-forward and one backward pass take turns until the forward passes are used up.
+else decides the order. What makes one schedule differ from another is a `ScheduleKind` (`base/pipeline`): how many
+forward passes a worker runs ahead of its first backward pass, and whose turn it is among its chunks. After the passes
+ahead one forward and one backward pass take turns until the forward passes are used up.
 
 Micro-batch m is the m-th of the lanes that go this way, in lane order. **Gradients fold by lane, never by arrival**:
 the order of backward passes belongs to the schedule, the bits may not. The gradient of a chunk for one micro-batch is a
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from everstep.base.errors import ConfigError, check, did_you_mean
-from everstep.base.pipeline.kind import Kind, Shape
+from everstep.base.pipeline.kind import ScheduleKind, Shape
 from everstep.base.pipeline.table import KINDS, check_possible
 
 OpKind: TypeAlias = Literal["forward", "backward", "recompute"]
@@ -77,7 +77,7 @@ def _check_numbers(kind: str, stages: int, micro_batches: int, chunks: int) -> N
             raise ConfigError(f"a schedule needs at least 1 of {name}, got {value}: give a positive number")
 
 
-def order(kind: Kind, stage: int, shape: Shape) -> Iterator[Op]:
+def order(kind: ScheduleKind, stage: int, shape: Shape) -> Iterator[Op]:
     """What one stage worker computes, whether or not the kind was made for these numbers: a last group that is smaller
     than the others has its turns like them."""
     passes = list(_forward_passes(shape.micro_batches, max(1, kind.group(shape)), shape.chunks))

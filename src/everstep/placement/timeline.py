@@ -10,7 +10,7 @@ from everstep.base.errors import ConfigError, check
 from everstep.placement.schedules import Op, Schedule, inputs
 
 
-class Slot(NamedTuple):
+class TimelineSlot(NamedTuple):
     """One operation and the time it takes: from `start` up to, not including, `end`, in time steps."""
 
     op: Op
@@ -22,7 +22,7 @@ class Slot(NamedTuple):
 class Timeline:
     """One row of slots per stage worker, in order of time, without overlaps."""
 
-    rows: tuple[tuple[Slot, ...], ...]
+    rows: tuple[tuple[TimelineSlot, ...], ...]
 
     @property
     def length(self) -> int:
@@ -48,10 +48,10 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 1, recompute:
     return Timeline(_play(schedule, durations))
 
 
-def _play(schedule: Schedule, durations: dict[str, int]) -> tuple[tuple[Slot, ...], ...]:
+def _play(schedule: Schedule, durations: dict[str, int]) -> tuple[tuple[TimelineSlot, ...], ...]:
     chunks = 1 + max((op.chunk for ops in schedule for op in ops), default=0)
     ends: dict[Op, int] = {}
-    rows: list[list[Slot]] = [[] for _ in schedule]
+    rows: list[list[TimelineSlot]] = [[] for _ in schedule]
     waiting: dict[Op, list[int]] = {}
     awake = list(range(len(schedule)))
     while awake:
@@ -66,7 +66,7 @@ def _play(schedule: Schedule, durations: dict[str, int]) -> tuple[tuple[Slot, ..
             free = rows[stage][-1].end if rows[stage] else 0
             start = max([free, *(ends[other] for other in needed)])
             ends[op] = start + durations[op.kind]
-            rows[stage].append(Slot(op, start, ends[op]))
+            rows[stage].append(TimelineSlot(op, start, ends[op]))
             awake.extend(waiting.pop(op, ()))
     stuck = ", ".join(f"worker {worker} for {op}" for op, workers in waiting.items() for worker in workers)
     check(not waiting, f"the schedule cannot go on: waiting are {stuck}")
@@ -79,7 +79,7 @@ def bubble_fraction(timeline: Timeline) -> float:
     return sum(timeline.idle(stage) for stage in range(len(timeline.rows))) / total if total else 0.0
 
 
-def cells(row: tuple[Slot, ...], length: int) -> Iterator[tuple[Op | None, bool]]:
+def cells(row: tuple[TimelineSlot, ...], length: int) -> Iterator[tuple[Op | None, bool]]:
     """One (operation, whether it starts here) per time step of a row; (None, False) where the worker is idle."""
     at = 0
     for slot in row:

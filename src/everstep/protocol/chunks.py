@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from everstep.base.extents import NONE, Extents, Sizes, union
 
-Donor = TypeVar("Donor", bound=Hashable)
+BlockDonor = TypeVar("BlockDonor", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class _Gives:
         return self.stages.get(stage, NONE) - self.damaged.get(stage, NONE)
 
 
-class Chunks(Generic[Donor]):
+class Chunks(Generic[BlockDonor]):
     """What is to be copied, and who is asked for what. most: blocks in a chunk."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._stages: dict[int, _Stage] = {}
-        self._donors: dict[Donor, _Gives] = {}
+        self._donors: dict[BlockDonor, _Gives] = {}
 
     def want(self, stage: int, missing: Extents, of: Sizes) -> None:
         """These blocks of a stage that has so many."""
         self._stages[stage] = _Stage(of, missing if sum(n for _, n in of) else NONE)
 
-    def join(self, donor: Donor, stages: Mapping[int, Extents]) -> None:
+    def join(self, donor: BlockDonor, stages: Mapping[int, Extents]) -> None:
         """One more donor, and what it has."""
         self._donors[donor] = _Gives(stages)
 
-    def next(self, donor: Donor) -> Chunk | None:
+    def next(self, donor: BlockDonor) -> Chunk | None:
         """What to ask a donor for now; None if there is nothing that it has, for now at least."""
         gives = self._donors.get(donor)
         for number, stage in sorted(self._stages.items()) if gives is not None else ():
@@ -68,7 +68,7 @@ class Chunks(Generic[Donor]):
                 return chunk
         return None
 
-    def done(self, donor: Donor, chunk: Chunk, damaged: Extents = NONE) -> None:
+    def done(self, donor: BlockDonor, chunk: Chunk, damaged: Extents = NONE) -> None:
         """A chunk has come, but for what came damaged or not at all: that is not asked of this donor again."""
         gives = self._donors.get(donor)
         if gives is None or chunk not in gives.asked:
@@ -78,7 +78,7 @@ class Chunks(Generic[Donor]):
             gives.damaged[chunk.stage] = gives.damaged.get(chunk.stage, NONE) | damaged
             self._stages[chunk.stage].left |= damaged
 
-    def lost(self, donor: Donor) -> None:
+    def lost(self, donor: BlockDonor) -> None:
         """A donor gives nothing any more: what was asked of it is asked of others."""
         gives = self._donors.pop(donor, None)
         for chunk in gives.asked if gives is not None else ():

@@ -352,7 +352,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 # ---- coordinator -> the job's process
 
 
-class Agents(Message, frozen=True, kw_only=True):
+class AgentCount(Message, frozen=True, kw_only=True):
     """The agents that are connected now."""
 
     agent_ids: list[str]
@@ -485,7 +485,7 @@ AnyMessage = (
     | Heal
     | Dismissed
     | JobEnded
-    | Agents
+    | AgentCount
     | JobFacts
     | AgentRefused
     | KillWorker

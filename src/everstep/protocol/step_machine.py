@@ -26,22 +26,24 @@ every member had decided it. What had not been released is released when it is d
 
 What the driver must keep to:
 
-- Effects are carried out in their order. `Update` is not interrupted, and `Updated` is reported before anything else;
-  or `Tainted`, if the records show that nothing must be applied. Then nothing happens until the next plan.
+- Effects are carried out in their order. `StepDecided` is not interrupted, and `Updated` is reported before anything
+  else; or `UpdateRefused`, if the records show that nothing must be applied. Then nothing happens until the next plan.
 - Copying the state is all or nothing, and so is replaying a step: the former state stands until the new one does, and
   `StateCopied` or `Followed` is reported at once then, before any other event (if the machine still is in that phase
   and generation; otherwise the copy is thrown away). One that comes when it is not expected is a bug, and raises.
-- `Compute` replaces the lanes asked for before. In an unsplit job a lane under way may still be reported, at any time;
-  in a split one it is abandoned at `Leave`, with the transfers that it needs.
+- `LanesNeeded` replaces the lanes asked for before. In an unsplit job a lane under way may still be reported, at any
+  time; in a split one it is abandoned at `Leave`, with the transfers that it needs.
 - Lane results and the reduced gradient of a step are kept, across generations, until `Discard` names it. `Discard` is
   no watermark: after `GoBack` older steps come again.
-- A stage without a seat, and what `ServeState` gives away, is kept until the next decision (`Update` drops the stage).
+- A stage without a seat, and what `ServeState` gives away, is kept until the next decision (`StepDecided` drops the
+  stage).
 - At step 0 a worker holds the stages of its seats in whatever plan it opens: it can build them.
 - A copy of live state carries with it what has not been released yet, as `records` do. A snapshot or a checkpoint is
   stated (`SnapshotsKept`) only once its step has been released, so going to it skips no effect.
 - `BlocksLost` is reported before anything is computed, reduced from or given away of what is there instead. No update,
   copy or replay is under way then, and a settle is asked for.
-- What is asked (`StepAsked`, `GatherAsked`) is answered by `Update` or `Gathered`, be it several generations later.
+- What is asked (`StepWanted`, `GatherWanted`) is answered by `StepDecided` or `Gathered`, be it several generations
+  later.
   When `StateCopied` or `Followed` moves the position, what was asked before is forgotten: ask anew, from there.
 - A joiner reports `Followed` after each step that it replays. If its feed breaks after the members have switched, it
   may report the prepared plan as `PlanArrived`, and copies the state in settling. A feed breaks when its donor's state
@@ -60,13 +62,12 @@ from everstep.protocol.settling import Settlement, settle, sound_limit
 from everstep.protocol.step_phases import BY_EVENT, MUST_FIT, OUTSIDE, Phase
 from everstep.protocol.step_types import (
     BlocksLost,
-    Compute,
     Discard,
     Entered,
     FetchState,
     Followed,
-    GatherAsked,
     Gathered,
+    GatherWanted,
     GoBack,
     GradientReduced,
     Holding,
@@ -74,14 +75,15 @@ from everstep.protocol.step_types import (
     Key,
     LaneDone,
     LanesLost,
+    LanesNeeded,
     Leave,
     LeftPlan,
-    Open,
     PlanArrived,
     PreparedArrived,
     Record,
     RecordArrived,
-    Reduce,
+    ReductionDue,
+    Regroup,
     Release,
     SendHolding,
     SendRecord,
@@ -89,12 +91,12 @@ from everstep.protocol.step_types import (
     SettleAnew,
     SnapshotsKept,
     StateCopied,
-    StepAsked,
+    StepDecided,
     StepEffect,
     StepEvent,
-    Tainted,
-    Update,
+    StepWanted,
     Updated,
+    UpdateRefused,
 )
 
 
@@ -116,9 +118,9 @@ class StepMachine:
         self._kept = SnapshotsKept()
         self._sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
-        self._awaited: set[tuple[int, int]] = set()  # of the present `Compute`, not reported yet
+        self._awaited: set[tuple[int, int]] = set()  # of the present `LanesNeeded`, not reported yet
         self._rerun: frozenset[int] | None = None  # lanes of the first step after a settle; None: all of the plan
-        self._asked: StepAsked | GatherAsked | None = None
+        self._asked: StepWanted | GatherWanted | None = None
         self._unasked: Gathered | None = None  # decided before this application asked
         self._prepared: dict[int, Plan] = {}
         self._switch: Plan | None = None  # decided; done after the update
@@ -163,7 +165,7 @@ class StepMachine:
 
     @property
     def next_gather(self) -> Key:
-        """Key of the decision that answers the application's next `GatherAsked`."""
+        """Key of the decision that answers the application's next `GatherWanted`."""
         if self._unasked is not None:
             return self._unasked.key
         return Key(self._position.step, self._position.seq + 1)
@@ -241,7 +243,7 @@ class StepMachine:
             self._parts, self._stages = parts, tuple(k for k in seats if k not in parts)
         if self._phase is not Phase.UPDATING:
             self._phase = Phase.SETTLING
-        return [*effects, Open(plan), SendHolding(plan.generation, self.holding())]
+        return [*effects, Regroup(plan), SendHolding(plan.generation, self.holding())]
 
     def holding(self) -> Holding:
         """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
@@ -377,9 +379,9 @@ class StepMachine:
         if top.seq == 0:
             self._asked = None
             self._phase = Phase.UPDATING
-            return [*effects, Update(top.step, dict(records))]
+            return [*effects, StepDecided(top.step, dict(records))]
         gathered = Gathered(top, dict(records))
-        if isinstance(self._asked, GatherAsked):
+        if isinstance(self._asked, GatherWanted):
             self._asked = None
             effects.append(gathered)
         else:
@@ -419,18 +421,18 @@ class StepMachine:
     def _resume(self) -> list[StepEffect]:
         """Do what the application waits for."""
         asked = self._asked
-        if isinstance(asked, StepAsked):
+        if isinstance(asked, StepWanted):
             return self._begin_step()
-        if isinstance(asked, GatherAsked):
+        if isinstance(asked, GatherWanted):
             self._phase = Phase.GATHERING
             return [SendRecord(self._generation, self.next_gather, Record(self.prepared, asked.payload))]
         return []
 
     # ---- a step
 
-    def _asked_for(self, event: StepAsked | GatherAsked) -> list[StepEffect]:
+    def _asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
         check(self._asked is None, f"{event} before {self._asked} was answered")
-        if isinstance(event, GatherAsked) and self._unasked is not None:
+        if isinstance(event, GatherWanted) and self._unasked is not None:
             gathered, self._unasked = self._unasked, None
             return [gathered]
         self._asked = event
@@ -453,9 +455,9 @@ class StepMachine:
             self._awaited = {(stage, lane) for stage, lane in seats if lane in rerun}
         if self._awaited:
             self._phase = Phase.COMPUTING
-            return [Compute(step, tuple(sorted({lane for _, lane in self._awaited})))]
+            return [LanesNeeded(step, tuple(sorted({lane for _, lane in self._awaited})))]
         self._phase = Phase.REDUCING
-        return [Reduce(self._generation, step)]
+        return [ReductionDue(self._generation, step)]
 
     def _lane_done(self, event: LaneDone) -> list[StepEffect]:
         if event.step != self._position.step + 1:
@@ -467,7 +469,7 @@ class StepMachine:
         if not self._lanes_complete():
             return []
         self._phase = Phase.REDUCING
-        return [Reduce(self._generation, event.step)]
+        return [ReductionDue(self._generation, event.step)]
 
     def _lanes_lost(self, event: LanesLost) -> list[StepEffect]:
         if event.step == self._position.step + 1:
@@ -521,7 +523,7 @@ class StepMachine:
             self._stages = self._gradient_stages
             self._switch = self._agreed_switch(records)
             self._phase = Phase.UPDATING
-            return [*effects, Update(key.step, records)]
+            return [*effects, StepDecided(key.step, records)]
         self._phase = Phase.IDLE
         return [*effects, Gathered(key, records)]
 
@@ -539,10 +541,10 @@ class StepMachine:
         self._released = proven
         return [Release(proven)]
 
-    def _tainted(self, event: Tainted) -> list[StepEffect]:
+    def _tainted(self, event: UpdateRefused) -> list[StepEffect]:
         """Nothing goes on here before all have settled anew, further back."""
         self._position, self._records = Key(self._position.step - 1, 0), {}
-        self._asked = StepAsked()
+        self._asked = StepWanted()
         self._switch, self._entered = None, False
         self._holdings.pop(self._generation, None)
         self._phase = Phase.SETTLING

@@ -7,7 +7,7 @@ from enum import StrEnum
 from everstep.protocol.step_types import (
     BlocksLost,
     Followed,
-    GatherAsked,
+    GatherWanted,
     GradientReduced,
     HoldingArrived,
     LaneDone,
@@ -17,9 +17,9 @@ from everstep.protocol.step_types import (
     RecordArrived,
     SnapshotsKept,
     StateCopied,
-    StepAsked,
-    Tainted,
+    StepWanted,
     Updated,
+    UpdateRefused,
 )
 
 
@@ -43,7 +43,7 @@ _ALL = frozenset(Phase)
 _RESUMED = frozenset({Phase.IDLE, Phase.COMPUTING, Phase.REDUCING, Phase.GATHERING})
 _SETTLED = _RESUMED | {Phase.SETTLING, Phase.FETCHING, Phase.UPDATING}
 OUTSIDE = frozenset({Phase.WAITING, Phase.LEFT})
-MUST_FIT = (StepAsked, GatherAsked, Updated, Tainted, StateCopied, Followed, BlocksLost)
+MUST_FIT = (StepWanted, GatherWanted, Updated, UpdateRefused, StateCopied, Followed, BlocksLost)
 _TURN = frozenset({Phase.WAITING, Phase.LEFT, Phase.SETTLING, Phase.FETCHING, Phase.IDLE, Phase.LACKING})
 
 # Every transition: event, phases in which it may come, what handles it, phases it may lead to (besides staying).
@@ -52,14 +52,14 @@ TRANSITIONS: tuple[tuple[type, frozenset[Phase], str, frozenset[Phase]], ...] = 
     (PlanArrived, _ALL, "_plan_arrived", frozenset({Phase.SETTLING})),
     (PreparedArrived, _ALL, "_prepared_arrived", frozenset({Phase.SETTLING})),
     (HoldingArrived, _ALL, "_holding_arrived", _SETTLED),
-    (StepAsked, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
-    (GatherAsked, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
+    (StepWanted, _TURN, "_asked_for", frozenset({Phase.COMPUTING, Phase.REDUCING})),
+    (GatherWanted, _TURN, "_asked_for", frozenset({Phase.GATHERING})),
     (LaneDone, _ALL, "_lane_done", frozenset({Phase.REDUCING})),
     (LanesLost, frozenset({Phase.SETTLING, Phase.UPDATING, Phase.LACKING}), "_lanes_lost", frozenset()),
     (GradientReduced, _ALL - {Phase.LACKING}, "_gradient_reduced", frozenset({Phase.AGREEING})),
     (RecordArrived, _ALL, "_record_arrived", frozenset({Phase.UPDATING, Phase.IDLE})),
     (Updated, frozenset({Phase.UPDATING}), "_updated", _SETTLED | {Phase.LEFT}),
-    (Tainted, frozenset({Phase.UPDATING}), "_tainted", frozenset({Phase.SETTLING})),
+    (UpdateRefused, frozenset({Phase.UPDATING}), "_tainted", frozenset({Phase.SETTLING})),
     (StateCopied, frozenset({Phase.FETCHING}), "_state_copied", _RESUMED),
     (Followed, OUTSIDE, "_followed", frozenset({Phase.SETTLING})),
     (SnapshotsKept, _ALL, "_snapshots_kept", frozenset()),

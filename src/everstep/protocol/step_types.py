@@ -146,7 +146,7 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class Tainted:
+class UpdateRefused:
     """Instead of `Updated`: the decision's own records show that states differ, and nothing was applied.
 
     Later states than that of step `sound` count for nothing, at any worker, until all have gone back.
@@ -168,14 +168,14 @@ class StateCopied:
 
 
 @dataclass(frozen=True)
-class GatherAsked:
+class GatherWanted:
     """The application wants a decision after the current step (every member asks for the same, in the same order)."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
-class StepAsked:
+class StepWanted:
     """The application wants the next step."""
 
 
@@ -224,10 +224,10 @@ StepEvent = (
     | GradientReduced
     | RecordArrived
     | Updated
-    | Tainted
+    | UpdateRefused
     | StateCopied
-    | GatherAsked
-    | StepAsked
+    | GatherWanted
+    | StepWanted
     | Followed
     | SnapshotsKept
     | BlocksLost
@@ -245,7 +245,7 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Open:
+class Regroup:
     """Regroup the transport for this plan."""
 
     plan: Plan
@@ -268,7 +268,7 @@ class SettleAnew:
 
 
 @dataclass(frozen=True)
-class Compute:
+class LanesNeeded:
     """Compute these lanes of the step, each at all of this worker's seats that it passes through.
 
     In an unsplit job these are the plan's lanes that are not held already. In a split one they are all lanes that some
@@ -281,7 +281,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Reduce:
+class ReductionDue:
     """All own lanes are there, at all own stages: offer them and finish the reduction."""
 
     generation: int
@@ -298,7 +298,7 @@ class SendRecord:
 
 
 @dataclass(frozen=True)
-class Update:
+class StepDecided:
     """The step is decided by these records: apply it. Nothing may interrupt it.
 
     It is applied to the stages whose reduced gradient is held; any other stage that was still held is dropped.
@@ -387,13 +387,13 @@ class LeftPlan:
 
 StepEffect = (
     Leave
-    | Open
+    | Regroup
     | SendHolding
     | SettleAnew
-    | Compute
-    | Reduce
+    | LanesNeeded
+    | ReductionDue
     | SendRecord
-    | Update
+    | StepDecided
     | Gathered
     | Release
     | Discard

@@ -36,7 +36,7 @@ _MOST_INTERVALS = 20_000
 
 
 @dataclass(frozen=True)
-class Interval:
+class Stretch:
     """A stretch of wall time, in ns since 1970, and what it went into."""
 
     begin_ns: int
@@ -49,13 +49,13 @@ class Interval:
         return _PRIORITY.get(self.use, _RECOVERY if self.use.startswith("recovery") else 0)
 
 
-class Account:
+class TimeAccount:
     """Collects intervals; old ones are added up and forgotten once there are many."""
 
     def __init__(self) -> None:
         self.begin_ns: int | None = None
         self.end_ns = 0
-        self.intervals: list[Interval] = []
+        self.intervals: list[Stretch] = []
         self._folded: dict[str, int] = {}
         self._folded_through_ns = 0
 
@@ -68,11 +68,11 @@ class Account:
     def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
         """This stretch went there."""
         if end_ns > begin_ns:
-            self.intervals.append(Interval(begin_ns, end_ns, use))
+            self.intervals.append(Stretch(begin_ns, end_ns, use))
         if len(self.intervals) > _MOST_INTERVALS:
             self._fold()
 
-    def paint_recovery(self, end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Interval]:
+    def paint_recovery(self, end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
         """A recovery that ended at `end_ns`: its phases one after another; what they do not explain is "other".
 
         Returns the intervals. Phases that add up to more than the whole are taken in proportion.
@@ -81,20 +81,20 @@ class Account:
         shares = [(phase, max(0.0, float(phases_s.get(phase) or 0.0))) for phase in PHASES]
         total = sum(share for _, share in shares)
         scale = min(1.0, duration_s / total) if total > 0 else 0.0
-        found: list[Interval] = []
+        found: list[Stretch] = []
         at = begin_ns
         for phase, share in shares:
             until = min(end_ns, at + round(share * scale * 1e9))
             if until > at:
-                found.append(Interval(at, until, f"recovery: {phase}"))
+                found.append(Stretch(at, until, f"recovery: {phase}"))
             at = until
         if end_ns - at > 1000:
-            found.append(Interval(at, end_ns, "recovery: other"))
+            found.append(Stretch(at, end_ns, "recovery: other"))
         for interval in found:
             self.paint(interval.begin_ns, interval.end_ns, interval.use)
         return found
 
-    def seconds(self, extra: Iterable[Interval] = ()) -> dict[str, float]:
+    def seconds(self, extra: Iterable[Stretch] = ()) -> dict[str, float]:
         """Seconds by use, in the order of USES; the sum is the wall time. extra: what is still under way."""
         if self.begin_ns is None:
             return {}
@@ -120,9 +120,9 @@ def goodput(seconds: dict[str, float]) -> float | None:
     return seconds.get("training", 0.0) / running if running > 0 else None
 
 
-def _sweep(intervals: list[Interval], begin_ns: int, end_ns: int) -> dict[str, int]:
+def _sweep(intervals: list[Stretch], begin_ns: int, end_ns: int) -> dict[str, int]:
     """Nanoseconds by use between two moments."""
-    edges: list[tuple[int, int, Interval]] = []
+    edges: list[tuple[int, int, Stretch]] = []
     for interval in intervals:
         first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)
         if last > first:

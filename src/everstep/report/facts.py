@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
-from everstep.report.account import Account, Interval
+from everstep.report.account import Stretch, TimeAccount
 from everstep.report.series import POINTS, Series
 from everstep.report.words import Event, cause, level, number, one_line, sentence, whole_number
 
@@ -33,7 +33,7 @@ _MARKED = {
 
 
 @dataclass
-class Worker:
+class WorkerFact:
     """What is known of one worker. state: leader, active, standby, spare, healing, suspect, dead or left; role: the
     same, whether it lives or not. cause and reason: of the state, None and "" where there is nothing to say."""
 
@@ -68,7 +68,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryFact:
     """From a fault to the next committed step; `phases` are its parts, one after another."""
 
     begin_ns: int
@@ -80,11 +80,11 @@ class Recovery:
     reason: str
     duration_s: float
     phases_s: dict[str, float]
-    phases: tuple[Interval, ...]
+    phases: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFact:
     """One that was completed, or failed (`ok` false)."""
 
     tier: str
@@ -150,19 +150,19 @@ class Facts:
     samples: int = 0
     steps_lost: int = 0
     exit_code: int | None = None
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, WorkerFact] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_step: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     steps: Series = field(default_factory=lambda: Series(_STEP_RULES, POINTS))
     evaluations: dict[str, Series] = field(default_factory=dict)
     generations: deque[Generation] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
-    recoveries: deque[Recovery] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
-    checkpoints: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    recoveries: deque[RecoveryFact] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
+    checkpoints: deque[CheckpointFact] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MOST_LISTED))
     log: deque[Line] = field(default_factory=lambda: deque(maxlen=_MOST_LOG))
-    account: Account = field(default_factory=Account)
+    account: TimeAccount = field(default_factory=TimeAccount)
     rates: dict[int, list[float]] = field(default_factory=dict)
     last_step_ns: int = 0
     ended_ns: int | None = None
@@ -215,15 +215,15 @@ class Facts:
         except (TypeError, ValueError, KeyError):
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
 
-    def under_way(self, now_ns: int) -> list[Interval]:
+    def under_way(self, now_ns: int) -> list[Stretch]:
         """What lasts at the moment and no event has ended yet: for the account."""
         found = []
         if self._started_ns is not None:
-            found.append(Interval(self._started_ns, now_ns, "start-up"))
+            found.append(Stretch(self._started_ns, now_ns, "start-up"))
         if self._waiting_ns is not None:
-            found.append(Interval(self._waiting_ns, now_ns, "waiting for workers"))
+            found.append(Stretch(self._waiting_ns, now_ns, "waiting for workers"))
         elif self._fault_ns is not None and self.state == "recovering":
-            found.append(Interval(self._fault_ns, now_ns, "recovery: other"))
+            found.append(Stretch(self._fault_ns, now_ns, "recovery: other"))
         return found
 
     def efficiency(self) -> list[dict[str, float]]:
@@ -364,7 +364,7 @@ class Facts:
                 worker.lanes, worker.stages, worker.role = (), (), outside
                 self._be(worker, outside, time_ns, why)
         for i, held in seats.items():
-            worker = self.workers.setdefault(i, Worker(i, since_ns=time_ns))
+            worker = self.workers.setdefault(i, WorkerFact(i, since_ns=time_ns))
             worker.stages = tuple(sorted({stage for stage, _, _ in held}))
             worker.stage = worker.stages[0]
             worker.lanes = tuple(sorted({lane for _, _, lanes in held for lane in lanes}))
@@ -404,7 +404,7 @@ class Facts:
         known = self.workers.get(i)
         if known is None or known.incarnation != incarnation or known.state in ("dead", "left"):
             members = sum(w.role in MEMBERS and w.state not in ("dead", "left") for w in self.workers.values())
-            worker = Worker(i, incarnation, role=self._outside(members), stage=known.stage if known else None)
+            worker = WorkerFact(i, incarnation, role=self._outside(members), stage=known.stage if known else None)
             self.workers[i] = worker
             self._be(worker, worker.role, time_ns)
         pid, pids = event.get("pid"), event.get("pids")
@@ -423,7 +423,7 @@ class Facts:
     def _worker_evicted(self, event: Event, time_ns: int) -> None:
         i = int(event["worker_id"])
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
-        worker = self.workers.setdefault(i, Worker(i, _integer(event, "incarnation")))
+        worker = self.workers.setdefault(i, WorkerFact(i, _integer(event, "incarnation")))
         worker.lanes = ()
         self._be(worker, "dead", died_ns, event)
         self._is("recovering", event)
@@ -437,7 +437,7 @@ class Facts:
         parts = self.account.paint_recovery(time_ns, duration_s, known)
         self._fault_ns = None
         self.recoveries.append(
-            Recovery(
+            RecoveryFact(
                 time_ns - round(duration_s * 1e9),
                 time_ns,
                 _integer(event, "generation"),
@@ -496,7 +496,7 @@ class Facts:
         duration_s = number(event.get("duration_s"))
         why = (cause(event), one_line(event.get("reason")))
         tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
-        self.checkpoints.append(Checkpoint(tier, step, time_ns, ok, duration_s, size, stall_s, *why))
+        self.checkpoints.append(CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *why))
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
@@ -519,7 +519,7 @@ class Facts:
         self.state = state
         self.cause, self.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
 
-    def _be(self, worker: Worker, state: str, time_ns: int, why: Event | None = None) -> None:
+    def _be(self, worker: WorkerFact, state: str, time_ns: int, why: Event | None = None) -> None:
         """From now on the worker is in this state; why: likewise."""
         worker.cause, worker.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
         if worker.state == state and worker.worker_id in self._open:

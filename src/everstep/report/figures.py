@@ -20,7 +20,7 @@ _MOST_RECOVERIES = 40
 _MOST_COLUMNS = 240
 _PHASE_STYLES = {"load": "f6", "forward": "f0", "backward": "f4", "transfer": "f3", "reduce": "f1", "agree": "f5"}
 _PHASE_STYLES |= {"update": "f2", "stall": "s-suspect", "recover": "s-dead"}
-Part = tuple[str, str, Sequence[float | None]]
+FigurePart = tuple[str, str, Sequence[float | None]]
 _HARD = ("fault", "evicted", "coordinator", "fallback")
 
 
@@ -162,7 +162,7 @@ def communication_chart(history: History) -> str:
     return _over_time(history, "Megabytes per second between workers, by operation", columns, parts)
 
 
-def _over_time(history: History, title: str, columns: dict[str, Any], parts: Sequence[Part]) -> str:
+def _over_time(history: History, title: str, columns: dict[str, Any], parts: Sequence[FigurePart]) -> str:
     start = begin_ns(history.facts) / 1e9
     ends = [t - start for t in columns["x"]]
     return columns_chart(title, ends, parts, columns["width_s"], "seconds since the start", _by_time(history.facts))

@@ -15,7 +15,7 @@ from typing import Any
 from everstep.base.digests import version_of
 from everstep.report import figures
 from everstep.report.account import goodput
-from everstep.report.facts import Checkpoint
+from everstep.report.facts import CheckpointFact
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
 from everstep.report.style import page_css
@@ -288,7 +288,7 @@ def _checkpoints(history: History) -> str:
     return _table(["tier", "complete", "failed", "newest", "size", "stall in all"], tiers, (1, 2, 3, 4, 5)) + each
 
 
-def _tier(name: str, found: Sequence[Checkpoint]) -> list[str]:
+def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
     good = [c for c in found if c.ok]
     return [
         name,

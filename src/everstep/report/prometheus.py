@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from everstep.report.devices import Device, devices
-from everstep.report.facts import Worker
+from everstep.report.facts import WorkerFact
 from everstep.report.histogram import Histogram
 from everstep.report.history import History
 from everstep.report.tally import TOTAL
@@ -176,7 +176,7 @@ def _each_worker(history: History) -> Iterator[Metric]:
         yield family
 
 
-def _living(history: History) -> Iterator[tuple[Worker, Newest]]:
+def _living(history: History) -> Iterator[tuple[WorkerFact, Newest]]:
     measured = history.usage.workers
     for worker_id, worker in sorted(history.facts.workers.items()):
         newest = measured.get(worker_id)

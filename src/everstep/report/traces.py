@@ -20,7 +20,7 @@ from everstep.report.facts import Facts
 from everstep.report.words import whole_number
 from everstep.runtime.address import TRACE_KEY
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 _JOB_PID = 1
 _FIRST_PID = 10
 _DEVICE_PIDS = 1_000_000  # beyond the workers'
@@ -38,7 +38,7 @@ class Trace:
     """One worker's. base_ns: unix time of its zero."""
 
     said: Mapping[str, Any]
-    events: list[Event]
+    events: list[TraceEvent]
     base_ns: int
 
     @property
@@ -103,7 +103,7 @@ def _open(path: Path, small: bool) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "wb", 3)) if small else open(path, "wb")
 
 
-def _write(file: IO[bytes], events: Iterable[Event], before: int) -> int:
+def _write(file: IO[bytes], events: Iterable[TraceEvent], before: int) -> int:
     count = 0
     for event in events:
         file.write((b",\n" if before + count else b"") + _encode(event))
@@ -111,7 +111,7 @@ def _write(file: IO[bytes], events: Iterable[Event], before: int) -> int:
     return count
 
 
-def worker_events(trace: Trace, zero_ns: int) -> Iterator[Event]:
+def worker_events(trace: Trace, zero_ns: int) -> Iterator[TraceEvent]:
     """A worker's events with ids that no other worker's have, and its own tracks.
 
     zero_ns: unix time of the zero of all times; one of today, because microseconds since 1970 have no room for parts.
@@ -120,7 +120,7 @@ def worker_events(trace: Trace, zero_ns: int) -> Iterator[Event]:
     pid = _FIRST_PID + trace.worker_id
     own = trace.said.get("pid")
     devices: set[int] = set()
-    names: list[Event] = []
+    names: list[TraceEvent] = []
     for event in trace.events:
         theirs = event.get("pid")
         if not isinstance(theirs, int) or event.get("cat") == "Trace":
@@ -144,7 +144,7 @@ def worker_events(trace: Trace, zero_ns: int) -> Iterator[Event]:
     yield from _own_tracks(trace, pid, zero_ns)
 
 
-def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[Event]:
+def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[TraceEvent]:
     """Its steps and phases; each lasts until the next begins."""
     end_ns = trace.window_ns[1]
     for tid, marks in ((_STEPS_TID, trace.said.get("steps") or []), (_PHASES_TID, trace.said.get("phases") or [])):
@@ -153,7 +153,7 @@ def _own_tracks(trace: Trace, pid: int, zero_ns: int) -> Iterator[Event]:
             yield _range(pid, tid, name, at_ns - zero_ns, until_ns - zero_ns, {})
 
 
-def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterator[Event]:
+def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterator[TraceEvent]:
     """Generations and recoveries as ranges, faults and what else happened as instants, of this time."""
     yield from _row(_JOB_PID, "job", _JOB_TRACKS)
     generations = list(facts.generations)
@@ -181,13 +181,13 @@ def job_events(facts: Facts, begin_ns: int, end_ns: int, zero_ns: int) -> Iterat
             }
 
 
-def _range(pid: int, tid: int, name: str, begin_ns: int, end_ns: int, said: Mapping[str, Any]) -> Event:
+def _range(pid: int, tid: int, name: str, begin_ns: int, end_ns: int, said: Mapping[str, Any]) -> TraceEvent:
     duration_us = max(0, end_ns - begin_ns) / 1e3
     at = {"pid": pid, "tid": tid, "ts": begin_ns / 1e3, "dur": duration_us}
     return {"ph": "X", "name": name, "cat": TRACE_KEY, **at, "args": dict(said)}
 
 
-def _row(pid: int, name: str, tracks: Mapping[int, str], order: int | None = None) -> Iterator[Event]:
+def _row(pid: int, name: str, tracks: Mapping[int, str], order: int | None = None) -> Iterator[TraceEvent]:
     """The name and the place of a process and of its own tracks."""
     yield _meta(pid, 0, "process_name", name=name)
     yield _meta(pid, 0, "process_sort_index", sort_index=pid if order is None else order)
@@ -196,5 +196,5 @@ def _row(pid: int, name: str, tracks: Mapping[int, str], order: int | None = Non
         yield _meta(pid, tid, "thread_sort_index", sort_index=tid - 100)
 
 
-def _meta(pid: int, tid: int, kind: str, **said: Any) -> Event:
+def _meta(pid: int, tid: int, kind: str, **said: Any) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": said}

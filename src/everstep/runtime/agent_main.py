@@ -9,10 +9,10 @@ from pathlib import Path
 from everstep.base.errors import EverstepError
 from everstep.runtime import wire
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
+from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.host_agent import HostAgent, Left
 from everstep.runtime.joining import Joining
 from everstep.runtime.process import die_with_parent, raise_descriptor_limit
-from everstep.runtime.zygote_client import ZygoteClient, start_fork_server
 
 
 def take_part(joining: Joining, token: bytes) -> Left:
@@ -21,7 +21,7 @@ def take_part(joining: Joining, token: bytes) -> Left:
     if joining.server is not None:
         for fd in (joining.server.fd, joining.server.board_fd):
             os.set_inheritable(fd, False)
-        board, server = Board.attach(joining.server.board_fd), ZygoteClient.adopt(joining.server)
+        board, server = Board.attach(joining.server.board_fd), ForkServerClient.adopt(joining.server)
     else:
         board = Board.attach(create_board_memory(MAX_ROWS))
         server = start_fork_server(None, board.fd, joining.threads, joining.preload)

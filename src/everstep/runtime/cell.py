@@ -35,7 +35,7 @@ class LimbLost(EverstepError):
     cause = Cause.LINK
 
 
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CellCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all limbs are to do."""
 
     name: str
@@ -73,7 +73,7 @@ class Head:
     def command(self, name: str, **arguments: Any) -> list[Any]:
         """Have all limbs do this; returns their answers, by rank."""
         self.meet()
-        data = _packed(Command(name, arguments))
+        data = _packed(CellCommand(name, arguments))
         for cell_rank, limb in enumerate(self._limbs, 1):
             try:
                 limb.sendall(data)
@@ -139,7 +139,7 @@ class Limb:
         said: Any = Rank(os.getpid(), address, segment)
         self.row.set(phase="idle")
         while self._say(said) and (data := self._wait()):
-            command = msgspec.msgpack.decode(data, type=Command)
+            command = msgspec.msgpack.decode(data, type=CellCommand)
             if command.name not in act:
                 names = ", ".join(sorted(act)) or "none"
                 raise ProtocolError(f"worker {self._me}: its head commands {command.name!r:.60}; known: {names}")

@@ -60,7 +60,7 @@ class ControlServer:
         self.journal = journal
         self.events = events
         self.token = token
-        self.connections: dict[str, Connection] = {}
+        self.connections: dict[str, ControlSocket] = {}
         self.strangers = 0
         self.refused = 0
         self._names = 0
@@ -182,7 +182,7 @@ class ControlServer:
         self.handle(Tick())
 
 
-class Connection(asyncio.Protocol):
+class ControlSocket(asyncio.Protocol):
     """One socket: first a stranger, then a client with a role. Nothing of a stranger's is decoded."""
 
     def __init__(self, server: ControlServer) -> None:
@@ -331,12 +331,12 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     server = ControlServer(coordinator, Switchboard(job_facts(run_dir, job, job_pid)), journal, events, token)
     loop = asyncio.get_running_loop()
     try:
-        listener = await loop.create_server(lambda: Connection(server), host, port, backlog=2048)
+        listener = await loop.create_server(lambda: ControlSocket(server), host, port, backlog=2048)
     except OSError:
         if port == 0:
             raise
         # Somebody else took the port meanwhile: clients read the new one from the address file.
-        listener = await loop.create_server(lambda: Connection(server), host, 0, backlog=2048)
+        listener = await loop.create_server(lambda: ControlSocket(server), host, 0, backlog=2048)
     bound = listener.sockets[0].getsockname()
     address = write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
     if journal.entries:

@@ -16,12 +16,12 @@ from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
+from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.joining import Joining
 from everstep.runtime.sampler import Sampler
 from everstep.runtime.slots import RestartPolicy
 from everstep.runtime.supervisor import last_line
 from everstep.runtime.workers import Workers
-from everstep.runtime.zygote_client import ZygoteClient, start_fork_server
 
 SERVER_HOPELESS = 3
 _END_WAIT_S = 5.0
@@ -40,7 +40,7 @@ class Host:
         joining: Joining,
         token: bytes,
         board: Board,
-        server: ZygoteClient,
+        server: ForkServerClient,
         link: AgentLink,
         notify: Callable[..., None],
     ) -> None:
@@ -86,10 +86,10 @@ class Host:
         if not messages:
             self._server_died()
 
-    def _new_server(self) -> ZygoteClient:
+    def _new_server(self) -> ForkServerClient:
         return start_fork_server(self._log_path, self._board.fd, self.config.threads, self._joining.preload)
 
-    def _begin(self, server: ZygoteClient) -> None:
+    def _begin(self, server: ForkServerClient) -> None:
         server.log_to(self._log_path)
         self.workers.use(server)
         if server.ready:
@@ -114,7 +114,7 @@ class Host:
 
     @property
     def _log_path(self) -> Path:
-        return self.run_dir / LOGS_FOLDER / "zygote.log"
+        return self.run_dir / LOGS_FOLDER / "fork-server.log"
 
     # ---- the workers
 

@@ -28,11 +28,11 @@ from everstep.protocol.messages import (
 )
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import Board
+from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.host import Host
 from everstep.runtime.inbox import Inbox, readable
 from everstep.runtime.joining import Joining
 from everstep.runtime.process import machine
-from everstep.runtime.zygote_client import ZygoteClient
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
@@ -54,7 +54,7 @@ class HostAgent:
     board, server: as `Host` has them; the agent ends the server.
     """
 
-    def __init__(self, joining: Joining, token: bytes, board: Board, server: ZygoteClient) -> None:
+    def __init__(self, joining: Joining, token: bytes, board: Board, server: ForkServerClient) -> None:
         self._joining = joining
         self._token = token
         self._board = board

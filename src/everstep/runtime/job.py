@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
-from everstep.protocol.messages import AgentNotice, Agents, AnyMessage, CommandReply, JobEnded
+from everstep.protocol.messages import AgentCount, AgentNotice, AnyMessage, CommandReply, JobEnded
 from everstep.runtime import wire
 from everstep.runtime.address import (
     COORDINATOR_FILE,
@@ -197,7 +197,7 @@ class Job:
             self._on_signal(item, link)
         elif isinstance(item, JobEnded):
             self._end.told(item, time.monotonic())
-        elif isinstance(item, Agents):
+        elif isinstance(item, AgentCount):
             self._end.present(item.agent_ids)
         elif isinstance(item, AgentNotice):
             self._on_notice(item)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.base.errors import ConfigError
-from everstep.runtime.zygote_client import Handed
+from everstep.runtime.fork_server_client import Handed
 
 
 @dataclass(frozen=True)

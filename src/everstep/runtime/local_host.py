@@ -9,11 +9,11 @@ from pathlib import Path
 from everstep.base.cause import Why
 from everstep.base.config import Config
 from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, TOKEN_FILE
+from everstep.runtime.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.fork_server_client import EarlyForkServer, Handed
 from everstep.runtime.joining import Joining
 from everstep.runtime.process import own_command
 from everstep.runtime.supervisor import Supervised
-from everstep.runtime.zygote import DEFAULT_PRELOAD
-from everstep.runtime.zygote_client import EarlyZygote, Handed
 
 MODULE = "everstep.runtime.agent_main"
 LAST_WAIT_S = 15.0
@@ -33,7 +33,7 @@ class LocalHost(Supervised):
         entry: str,
         *,
         preload: Sequence[str] = DEFAULT_PRELOAD,
-        early: EarlyZygote | None = None,
+        early: EarlyForkServer | None = None,
         ranks: int = 1,
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")

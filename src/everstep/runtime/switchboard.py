@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from everstep.base.cause import Cause
 from everstep.protocol.messages import (
+    AgentCount,
     AgentHello,
     AgentNotice,
     AgentRefused,
-    Agents,
     AnyMessage,
     JobFacts,
     JobHello,
@@ -62,5 +62,5 @@ class Switchboard:
     def _tell(self) -> Sends:
         return [(job, self._present()) for job in sorted(self._jobs)]
 
-    def _present(self) -> Agents:
-        return Agents(agent_ids=sorted({hello.agent_id for hello in self._agents.values()}))
+    def _present(self) -> AgentCount:
+        return AgentCount(agent_ids=sorted({hello.agent_id for hello in self._agents.values()}))

@@ -43,7 +43,7 @@ _SHORT = struct.Struct(">H")
 
 
 @dataclass(frozen=True)
-class Identity:
+class PeerIdentity:
     """Who proved the token: `role` is 'agent', 'worker', 'client' or 'peer'; `name` is for people."""
 
     role: str
@@ -108,7 +108,7 @@ def answer(token: bytes, greeted: bytes, role: str, name: str) -> tuple[bytes, b
     return _SHORT.pack(len(sent)) + sent, _mac(token, b"server", nonce, body)
 
 
-def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[Identity, bytes]:
+def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[PeerIdentity, bytes]:
     """Check a client's answer (without its length): who it is, and the server's reply.
 
     Raises: ProtocolError if the client does not know the token.
@@ -117,7 +117,7 @@ def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[Identity, bytes
     if not hmac.compare_digest(mac, _mac(token, b"client", nonce, body)):
         raise ProtocolError("expected proof of the job's token, got a wrong one")
     role, _, name = body[CLIENT_NONCE_BYTES:].partition(b"\0")
-    return Identity(role.decode("utf-8", "replace"), name.decode("utf-8", "replace")), _mac(
+    return PeerIdentity(role.decode("utf-8", "replace"), name.decode("utf-8", "replace")), _mac(
         token, b"server", nonce, body
     )
 
@@ -223,7 +223,7 @@ def handshake_client(sock: socket.socket, token: bytes, role: str, name: str) ->
         raise ProtocolError("the server does not know this job's token: it serves another job")
 
 
-def handshake_server(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Identity:
+def handshake_server(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> PeerIdentity:
     """Have a client prove the token within `timeout_s`, however slowly it drips. Leaves the socket without a timeout.
 
     Raises: ProtocolError; OSError (TimeoutError).

@@ -19,10 +19,10 @@ from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
+from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.memory_kills import MemoryKills
 from everstep.runtime.process import cause_of_status, describe_status, killed_from_outside
 from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
-from everstep.runtime.zygote_client import ZygoteClient
 
 _DEATH_WAIT_MS = 2000
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
@@ -61,7 +61,7 @@ class Workers:
         self._pidfds: dict[int, list[int]] = {}
         self._lives: tuple[WorkerLife, ...] = ()
         self._jitter = random.Random()
-        self._server: ZygoteClient | None = None
+        self._server: ForkServerClient | None = None
         self._stopping = False
         self.hopeless: Why | None = None
         self._memory_kills = MemoryKills()
@@ -91,7 +91,7 @@ class Workers:
 
     # ---- slots
 
-    def use(self, server: ZygoteClient) -> None:
+    def use(self, server: ForkServerClient) -> None:
         """From now on this fork server makes the workers."""
         self._server = server
 

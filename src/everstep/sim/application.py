@@ -5,16 +5,16 @@ from __future__ import annotations
 from everstep.base.plan import WorkerKey
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.saves import SaveAsked
-from everstep.sim.model import Job, evaluates
+from everstep.sim.model import SimJob, evaluates
 
 METRIC = "score"
 """What every other gather is about: how good the state is."""
 
 
-class Application:
+class SimApplication:
     """What is asked after each answer."""
 
-    def __init__(self, me: WorkerKey, job: Job) -> None:
+    def __init__(self, me: WorkerKey, job: SimJob) -> None:
         self.me = me
         self.job = job
         self.step = 0

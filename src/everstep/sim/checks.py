@@ -13,9 +13,9 @@ from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.effects import Effects
 from everstep.sim.exact import Corruption, Exact
-from everstep.sim.model import PLANES, Blocks, Job
+from everstep.sim.model import PLANES, Blocks, SimJob
 from everstep.sim.promise import require
-from everstep.sim.records import Records
+from everstep.sim.records import SimRecords
 from everstep.sim.taint import Taint
 
 
@@ -34,12 +34,12 @@ class Views:
 class Checks:
     """The promises, over one simulation: each by itself, and here what concerns several of them."""
 
-    def __init__(self, job: Job, views: Views, corruption: Corruption) -> None:
+    def __init__(self, job: SimJob, views: Views, corruption: Corruption) -> None:
         self.job = job
         self.views = views
         self.corruption = corruption
         self.exact = Exact(job, corruption)
-        self.records = Records()
+        self.records = SimRecords()
         self.taint = Taint(self.records, corruption)
         self.effects = Effects()
         self.lost_everything = 0

@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.protocol import messages as wire
-from everstep.sim.world import MS, Connection, Process, connect
+from everstep.sim.world import MS, Process, SimConnection, connect
 
 
 class Server(Process, ABC):
     """The process at the other end."""
 
     @abstractmethod
-    def accept(self, connection: Connection, role: str) -> None:
+    def accept(self, connection: SimConnection, role: str) -> None:
         """Somebody connects; the empty message says that it has proved the token."""
 
 
 FindServer = Callable[[], Server | None]
 
 
-class ControlClient:
+class SimControlClient:
     """A connection to the coordinator that is always being kept up: hello first, then what waits."""
 
     def __init__(
@@ -34,7 +34,7 @@ class ControlClient:
     ) -> None:
         self.owner, self.role, self.hello, self.deliver = owner, role, hello, deliver
         self._server = server
-        self.connection: Connection | None = None
+        self.connection: SimConnection | None = None
         self.queue: list[wire.AnyMessage] = []
         self.closed = False
         self._try()

@@ -24,10 +24,10 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
-from everstep.sim.client import ControlClient, Server
-from everstep.sim.life import Life, Site
+from everstep.sim.client import Server, SimControlClient
+from everstep.sim.life import Life, SimSite
 from everstep.sim.worker import SimWorker
-from everstep.sim.world import MS, Connection, Process, World
+from everstep.sim.world import MS, Process, SimConnection, World
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
@@ -49,14 +49,14 @@ MakeDriver = Callable[[WorkerKey], Driver]
 MakeCoordinator = Callable[[Sequence[dict[str, Any]]], CoordinatorMachine]
 
 
-class CoordinatorProcess(Server):
+class SimCoordinator(Server):
     """One life of the coordinator. The journal outlives it; effects after a sync wait for it."""
 
     def __init__(self, world: World, control: Control) -> None:
         super().__init__(world, "coordinator", CONTROL_HOST)
         self.control = control
         self.machine = control.make(control.journal)
-        self.peers: dict[str, Connection] = {}
+        self.peers: dict[str, SimConnection] = {}
         self._crash_after: int | None = None
         self._tick_at: int | None = None
         self._queue: list[CoordinatorEffect] = []
@@ -65,11 +65,11 @@ class CoordinatorProcess(Server):
         world.log(self.name, "STARTED", f"journal of {len(control.journal)}")
         self.feed(Tick())
 
-    def accept(self, connection: Connection, role: str) -> None:
+    def accept(self, connection: SimConnection, role: str) -> None:
         name = f"{role[0]}{self.control.connected()}"
         connection.listen(self, lambda body: self._received(name, role, connection, body), lambda: self._lost(name))
 
-    def _received(self, name: str, role: str, connection: Connection, body: bytes) -> None:
+    def _received(self, name: str, role: str, connection: SimConnection, body: bytes) -> None:
         if body:
             self.feed(Received(name, wire.decode(body)))
         else:
@@ -166,10 +166,10 @@ class AgentProcess(Process):
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self.ended = False
-        self.client: ControlClient | None = None
+        self.client: SimControlClient | None = None
         for worker_id in self.slots:
             self.start(worker_id)
-        self.client = ControlClient(self, control.server, "agent", self._hello, self._deliver)
+        self.client = SimControlClient(self, control.server, "agent", self._hello, self._deliver)
         self.later(heartbeat_ns, self._heartbeat)
 
     def _hello(self) -> list[wire.AnyMessage]:
@@ -243,7 +243,7 @@ class Client(Process):
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any]) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = ControlClient(self, control.server, "client", lambda: [self.command], self._deliver)
+        self.link = SimControlClient(self, control.server, "client", lambda: [self.command], self._deliver)
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.CommandReply):
@@ -284,7 +284,9 @@ class Fate:
 class Control:
     """What there is: the coordinator's journal and present life, the agents of the hosts, every worker's life."""
 
-    def __init__(self, site: Site, slots: dict[str, list[int]], make: MakeCoordinator, make_driver: MakeDriver) -> None:
+    def __init__(
+        self, site: SimSite, slots: dict[str, list[int]], make: MakeCoordinator, make_driver: MakeDriver
+    ) -> None:
         self.site = site
         self.world = site.world
         self.checks = site.checks
@@ -293,7 +295,7 @@ class Control:
         self.make_driver = make_driver
         self.journal: list[dict[str, Any]] = []
         self.connections = 0
-        self.coordinator: CoordinatorProcess | None = None
+        self.coordinator: SimCoordinator | None = None
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
@@ -303,7 +305,7 @@ class Control:
         """Where agents run."""
         return list(self.slots)
 
-    def server(self) -> CoordinatorProcess | None:
+    def server(self) -> SimCoordinator | None:
         """The present life of the coordinator."""
         return self.coordinator
 
@@ -315,7 +317,7 @@ class Control:
     def start_coordinator(self) -> None:
         """The next life of the coordinator, if there is none now."""
         if self.coordinator is None or not self.coordinator.alive:
-            self.coordinator = CoordinatorProcess(self.world, self)
+            self.coordinator = SimCoordinator(self.world, self)
             self.fate.began(self.coordinator.machine.status()["state"])
 
     def crash_coordinator(self, why: str) -> None:

@@ -13,30 +13,30 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Record
 from everstep.sim.keep import Memory
-from everstep.sim.life import Handlers, Life
-from everstep.sim.model import NOTHING, Gradient, merged, without
-from everstep.sim.state import Copy
-from everstep.sim.world import MS, Connection
+from everstep.sim.life import Life, SimHandlers
+from everstep.sim.model import NOTHING, SimGradient, merged, without
+from everstep.sim.state import SimCopy
+from everstep.sim.world import MS, SimConnection
 
-Asked = tuple[Connection, int, int, Extents]
+SimAsked = tuple[SimConnection, int, int, Extents]
 """By whom, in which generation, of which stage, which blocks."""
 
 
-class Donor:
+class SimDonor:
     """Gives states away: to settling members from the shelf, to joiners at a step boundary and then step by step."""
 
     def __init__(self, life: Life, memory: Memory) -> None:
         self.life = life
         self.memory = memory
-        self.shelf: tuple[int, dict[int, Copy]] | None = None  # of a generation, by stage
-        self.feeds: list[tuple[Connection, tuple[int, ...]]] = []  # with the stages
-        self.wanted: list[tuple[Connection, tuple[int, ...], str]] = []  # and what it wants of them
-        self.fetchers: list[Asked] = []
-        self.served: dict[Connection, int] = {}  # who has got something, by generation
-        self.offered: dict[Connection, Copy] = {}  # who asks for the blocks of what it was offered
+        self.shelf: tuple[int, dict[int, SimCopy]] | None = None  # of a generation, by stage
+        self.feeds: list[tuple[SimConnection, tuple[int, ...]]] = []  # with the stages
+        self.wanted: list[tuple[SimConnection, tuple[int, ...], str]] = []  # and what it wants of them
+        self.fetchers: list[SimAsked] = []
+        self.served: dict[SimConnection, int] = {}  # who has got something, by generation
+        self.offered: dict[SimConnection, SimCopy] = {}  # who asks for the blocks of what it was offered
         life.install_door("donor", self._accept)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             do.Shelve: self._shelve,
@@ -45,15 +45,15 @@ class Donor:
             do.CutFeeds: self._jumped,
         }
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         held = (one[0] for one in [*self.feeds, *self.wanted, *self.fetchers])
         return any(connection is one for one in [*held, *self.served, *self.offered])
 
-    def _accept(self, connection: Connection) -> None:
+    def _accept(self, connection: SimConnection) -> None:
         connection.listen(self.life, lambda m: self._asked(connection, m), lambda: self._gone(connection))
 
-    def _gone(self, connection: Connection) -> None:
+    def _gone(self, connection: SimConnection) -> None:
         self.feeds = [f for f in self.feeds if f[0] is not connection]
         self.wanted = [w for w in self.wanted if w[0] is not connection]
         self.fetchers = [f for f in self.fetchers if f[0] is not connection]
@@ -68,7 +68,7 @@ class Donor:
                 states = {stage: without(copy.states[stage], lost)}
                 self.shelf[1][stage] = replace(copy, states=states)
 
-    def _asked(self, connection: Connection, message: tuple[Any, ...]) -> None:
+    def _asked(self, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
             case ("follow", stages, kind):
                 self.wanted.append((connection, stages, kind))
@@ -86,7 +86,7 @@ class Donor:
         state, kept = self.life.state, self.memory.kept
         step = effect.position.step
         copies = {
-            stage: Copy(effect.position, effect.records, {stage: value})
+            stage: SimCopy(effect.position, effect.records, {stage: value})
             for (stage, at), value in kept.items()
             if at == step
         }
@@ -110,7 +110,7 @@ class Donor:
                 self.fetchers.remove(one)
                 self.life.later(self.life.world.between(MS, 15 * MS), self._give, self.shelf, *one)
 
-    def _give(self, shelf: tuple[int, dict[int, Copy]], *asked: Any) -> None:
+    def _give(self, shelf: tuple[int, dict[int, SimCopy]], *asked: Any) -> None:
         """The last block has been read. Nothing may have changed meanwhile, or the copy would be torn."""
         connection, generation, stage, extents = asked
         life, copy = self.life, shelf[1].get(stage)
@@ -126,7 +126,7 @@ class Donor:
             self.served[connection] = generation
         connection.send(life, ("state", replace(copy, states={stage: _of(copy, stage, extents)})))
 
-    def _differs(self, stage: int, copy: Copy) -> bool:
+    def _differs(self, stage: int, copy: SimCopy) -> bool:
         """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
         pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
         return any(a != b for a, b in pairs if a is not None and b is not None and not (a | b) & 1)
@@ -157,12 +157,12 @@ class Donor:
                 self.feeds.append((connection, stages))
                 self._caught_up(connection)
 
-    def _give_offered(self, connection: Connection, stage: int, extents: Extents) -> None:
+    def _give_offered(self, connection: SimConnection, stage: int, extents: Extents) -> None:
         if connection in self.offered:
             copy = self.offered[connection]
             connection.send(self.life, ("blocks", replace(copy, states={stage: _of(copy, stage, extents)})))
 
-    def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
+    def feed(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
         """A step is decided: pass it on."""
         for connection, stages in self.feeds:
             if set(stages) <= set(gradients):
@@ -172,7 +172,7 @@ class Donor:
                 connection.close(self.life)
         self.feeds = [f for f in self.feeds if set(f[1]) <= set(gradients)]
 
-    def _caught_up(self, connection: Connection) -> None:
+    def _caught_up(self, connection: SimConnection) -> None:
         life = self.life
         life.later(life.world.between(0, 2 * MS), connection.send, life, ("caught_up",))
 
@@ -183,6 +183,6 @@ class Donor:
         self.feeds = []
 
 
-def _of(copy: Copy, stage: int, extents: Extents) -> Any:
+def _of(copy: SimCopy, stage: int, extents: Extents) -> Any:
     """Of a stage, only these blocks."""
     return without(copy.states[stage], WHOLE - extents)

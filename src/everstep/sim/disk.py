@@ -1,4 +1,5 @@
-"""What a simulated job could go back to: checkpoints on disk. What is written and condemned is the driver's to say."""
+"""What a simulated job could go back to: checkpoints on disk. What is written and invalidated is the driver's to
+say."""
 
 from __future__ import annotations
 
@@ -46,6 +47,6 @@ class Disk:
             return None
         return self.parts[step][stage]
 
-    def condemn(self, sound: int) -> None:
+    def invalidate(self, sound: int) -> None:
         """Later checkpoints are set aside."""
         self.parts = {step: parts for step, parts in self.parts.items() if step <= sound}

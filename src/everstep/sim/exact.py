@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.base.plan import WorkerKey
-from everstep.sim.model import Blocks, Gradient, Job, merged, undisturbed, update, wrong
+from everstep.sim.model import Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
 from everstep.sim.promise import require
 
 
@@ -36,7 +36,7 @@ class Corruption:
 class Exact:
     """The states of the undisturbed run, and who must have which."""
 
-    def __init__(self, job: Job, corruption: Corruption) -> None:
+    def __init__(self, job: SimJob, corruption: Corruption) -> None:
         self.job = job
         self.corruption = corruption
         self.states = undisturbed(job)
@@ -48,7 +48,7 @@ class Exact:
         right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
         require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
 
-    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: Gradient) -> None:
+    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimGradient) -> None:
         """A worker holds the reduced gradient of `step`, computed from `state`."""
         after = update(state, step, gradient)
         right = wrong(after) or after == self.states[step][stage]

@@ -38,7 +38,7 @@ KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool", *dict.fromkeys(_LOS
 
 
 @dataclass(frozen=True)
-class Fault:
+class SimFault:
     """One fault. After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker
     enters the phase. `pick`: which of the possible targets. `for_ms`: how long it lasts (0: does not end by itself).
     """
@@ -60,9 +60,9 @@ class Fault:
         return f"{self.kind}[{self.pick}]{lasts} {when}"
 
 
-def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+def draw(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     """A schedule of mostly 0 to 6 faults within the horizon, in order of time; now and then a storm of a dozen."""
-    faults: list[Fault] = []
+    faults: list[SimFault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4)) if rng.random() < 0.93 else rng.randint(8, 14)):
         faults.append(draw_one(rng, rng.randint(5, horizon_ms)))
         if rng.random() < 0.45:  # a second one, into the recovery of the first
@@ -73,7 +73,7 @@ def draw(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
-def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+def draw_split(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     """The same for a model in several stages: besides, whole pools die, at once or one member after the other."""
     faults = list(draw(rng, horizon_ms))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
@@ -86,9 +86,9 @@ def draw_split(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
-def draw_losses(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
+def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     """Blocks that are lost, in every third schedule; often several at once, or into what follows."""
-    faults: list[Fault] = []
+    faults: list[SimFault] = []
     for _ in range(rng.choice((1, 1, 2, 4)) if rng.random() < 0.35 else 0):
         one = draw_one(rng, rng.randint(20, horizon_ms))
         faults.append(replace(one, kind=rng.choice(_LOSSES)))
@@ -99,13 +99,13 @@ def draw_losses(rng: Random, horizon_ms: int) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> Fault:
+def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> SimFault:
     """Any fault at a time, perhaps aimed at a phase."""
     kind = rng.choices(_KINDS, weights=tuple(_WEIGHTS.values()))[0]
     if phase is None:
         phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
     long = rng.random() < 0.3
-    return Fault(
+    return SimFault(
         kind=kind,
         at_ms=at_ms,
         phase=phase,

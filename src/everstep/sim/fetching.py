@@ -6,11 +6,11 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Pieces
 from everstep.sim.keep import Memory
-from everstep.sim.life import Handlers, Life
+from everstep.sim.life import Life, SimHandlers
 from everstep.sim.model import NOTHING, PLANES, Blocks, initial, merged, present, without
-from everstep.sim.state import Copy
+from everstep.sim.state import SimCopy
 from everstep.sim.taking import CONNECT_NS, Taking
-from everstep.sim.world import MS, Connection, connect
+from everstep.sim.world import MS, SimConnection, connect
 
 _ALL = sum(n for _, n in PLANES)
 
@@ -23,16 +23,16 @@ class Fetcher:
         self.memory = memory
         self._taking: Taking | None = None
         self._donors: list[int] = []
-        self._got: dict[int, Copy] = {}
+        self._got: dict[int, SimCopy] = {}
         self._left: list[tuple[int, tuple[int, ...]]] = []
         for kind in (do.Fetch, do.Restore):
             life.install_leaving(kind, self._leave)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Fetch: self._fetch, do.Restore: self._restore}
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return self._taking is not None and self._taking.uses(connection)
 
@@ -101,14 +101,14 @@ class Fetcher:
             if None in blocks:  # lost since they were stated
                 life.later(0, self._refuse, operation, f"stage {stage} of step {step} is not whole any more")
                 return
-            copy = Copy(Key(step, 0), operation.own, {stage: blocks})
+            copy = SimCopy(Key(step, 0), operation.own, {stage: blocks})
         else:
             found = life.site.disk.read(stage, step) if step else initial(stage)
             if found is None:
                 life.later(life.world.between(0, 5 * MS), self._damaged, operation, f"checkpoint {step} is damaged")
                 return
             effects = ((step, life.site.checks.exact.effect(step)),) if step else ()  # perhaps nobody has told them
-            copy = Copy(Key(step, 0), {}, {stage: found}, effects)
+            copy = SimCopy(Key(step, 0), {}, {stage: found}, effects)
         life.later(
             life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS),
             self._have,
@@ -117,7 +117,7 @@ class Fetcher:
             copy,
         )
 
-    def _have(self, operation: do.Fetch | do.Restore, stage: int, copy: Copy) -> None:
+    def _have(self, operation: do.Fetch | do.Restore, stage: int, copy: SimCopy) -> None:
         if self.life.operation is operation:
             self._got[stage] = copy
             self._next(operation)
@@ -174,7 +174,9 @@ class Fetcher:
             if own:
                 raise AssertionError(f"{life.me} has copied what it had of stage {stage}: {own}")
             self._stop()
-            self._have(operation, stage, Copy(copy.position, copy.records, {stage: blocks}, copy.effects, copy.gathers))
+            self._have(
+                operation, stage, SimCopy(copy.position, copy.records, {stage: blocks}, copy.effects, copy.gathers)
+            )
         elif taking.out_of_reach and not self._donors:
             if taking.refused:
                 self._refuse(operation, f"blocks of stage {stage} are not there any more")
@@ -206,5 +208,5 @@ class Fetcher:
         if lacking:
             raise AssertionError(f"{life.me} takes on stages {lacking} without all of their blocks")
         effects = tuple(sorted({effect for c in copies for effect in c.effects}))
-        life.state.install(Copy(position, records, states, effects, gathers))
+        life.state.install(SimCopy(position, records, states, effects, gathers))
         life.done(operation, do.Copied(records, gathers))

@@ -10,11 +10,11 @@ from everstep.base.extents import WHOLE
 from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Record
-from everstep.sim.life import Handlers, Life
-from everstep.sim.model import NOTHING, Blocks, Gradient, update
-from everstep.sim.state import Copy
+from everstep.sim.life import Life, SimHandlers
+from everstep.sim.model import NOTHING, Blocks, SimGradient, update
+from everstep.sim.state import SimCopy
 from everstep.sim.taking import CONNECT_NS, Taking
-from everstep.sim.world import MS, Connection, connect
+from everstep.sim.world import MS, SimConnection, connect
 
 
 @dataclass(eq=False)
@@ -24,16 +24,16 @@ class _Feed:
     stages: tuple[int, ...]
     donors: list[Member]
     taking: Taking | None = None
-    connection: Connection | None = None
-    offer: Copy | None = None
-    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, Gradient]]] = field(default_factory=dict)
+    connection: SimConnection | None = None
+    offer: SimCopy | None = None
+    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, SimGradient]]] = field(default_factory=dict)
     seen: list[int] = field(default_factory=list)  # 0: caught up
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, connection: SimConnection) -> None:
         """A donor has been reached."""
         self.connection = connection
 
-    def offered(self, copy: Copy) -> None:
+    def offered(self, copy: SimCopy) -> None:
         """What the donor starts from."""
         self.offer = copy
 
@@ -61,9 +61,9 @@ class Follower:
         self.life = life
         self.feeds: list[_Feed] = []
         self.broken = ""
-        self._helpers: dict[Connection, Copy | None] = {}  # asked for blocks, and what they have offered
+        self._helpers: dict[SimConnection, SimCopy | None] = {}  # asked for blocks, and what they have offered
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             do.OpenFeeds: self._open,
@@ -73,7 +73,7 @@ class Follower:
             do.CloseFeeds: lambda effect: self._stop(),
         }
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         taking = [feed.taking for feed in self.feeds if feed.taking is not None]
         own = any(connection is feed.connection for feed in self.feeds)
@@ -130,7 +130,7 @@ class Follower:
         )
         connection.send(life, ("follow", feed.stages, "blocks"))
 
-    def _helped(self, feed: _Feed, connection: Connection, message: tuple[Any, ...]) -> None:
+    def _helped(self, feed: _Feed, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
             case ("offer", copy):
                 self._helpers[connection] = copy
@@ -138,7 +138,7 @@ class Follower:
             case ("blocks", copy) if feed.taking is not None:
                 feed.taking.came(connection, copy)
 
-    def _helper_lost(self, feed: _Feed, connection: Connection) -> None:
+    def _helper_lost(self, feed: _Feed, connection: SimConnection) -> None:
         self._helpers.pop(connection, None)
         if feed.taking is not None:
             feed.taking.lost(connection)
@@ -223,7 +223,7 @@ class Follower:
         """Load what was offered, brought to one position by the steps that have come."""
         states: dict[int, Blocks] = {}
         effects: dict[int, int] = {}
-        newest: Copy | None = None
+        newest: SimCopy | None = None
         for feed, passed in zip(self.feeds, operation.passed, strict=True):
             offer = feed.offer
             if offer is None:
@@ -238,13 +238,13 @@ class Follower:
             states |= copies
         if newest is None:
             raise AssertionError(f"{self.life.me}: nobody has offered {operation.position}")
-        copy = Copy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
+        copy = SimCopy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
         self.life.state.install(copy, only=True)
         self.life.done(operation, do.Copied(newest.records, newest.gathers))
 
     def _apply(self, operation: do.Replay) -> None:
         """Apply the next step of all feeds."""
-        gradients: dict[int, Gradient] = {}
+        gradients: dict[int, SimGradient] = {}
         for feed in self.feeds:
             gradients |= feed.steps.pop(operation.step)[1]
         if self.life.state.at != operation.step - 1:

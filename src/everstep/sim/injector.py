@@ -8,16 +8,16 @@ from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.sim.control import CONTROL_HOST, Control
-from everstep.sim.faults import Fault
+from everstep.sim.faults import SimFault
 from everstep.sim.model import PLANES
 from everstep.sim.worker import SimWorker
 from everstep.sim.world import MS, SECOND
 
 
-class Injector:
+class SimInjector:
     """The faults that are still to strike. verify_every: steps between comparisons of the copies."""
 
-    def __init__(self, control: Control, faults: tuple[Fault, ...], verify_every: int) -> None:
+    def __init__(self, control: Control, faults: tuple[SimFault, ...], verify_every: int) -> None:
         self.control = control
         self.world = control.world
         self.verify_every = verify_every
@@ -25,7 +25,7 @@ class Injector:
         for fault in faults:
             self.world.later(fault.at_ms * MS, self._arm, fault)
 
-    def _arm(self, fault: Fault) -> None:
+    def _arm(self, fault: SimFault) -> None:
         if self.stopped:
             return
         if not fault.phase:
@@ -45,21 +45,21 @@ class Injector:
 
         hooks.append(hook)
 
-    def _strike(self, fault: Fault, worker: SimWorker | None) -> None:
+    def _strike(self, fault: SimFault, worker: SimWorker | None) -> None:
         if self.stopped:
             return
         self.world.log("chaos", f"*** {fault}")
         self.world.seen["faults", fault.kind] += 1
         _KINDS[fault.kind](self, fault, worker)
 
-    def worker(self, fault: Fault, worker: SimWorker | None) -> SimWorker | None:
+    def worker(self, fault: SimFault, worker: SimWorker | None) -> SimWorker | None:
         """Whom the fault strikes, if anybody lives."""
         if worker is not None:
             return worker
         live = self.control.live_workers()
         return live[fault.pick % len(live)] if live else None
 
-    def pair(self, fault: Fault, worker: SimWorker | None) -> tuple[str, str] | None:
+    def pair(self, fault: SimFault, worker: SimWorker | None) -> tuple[str, str] | None:
         """The names of whom it strikes and of another."""
         target = self.worker(fault, worker)
         others = [w for w in self.control.live_workers() if w is not target]
@@ -67,12 +67,12 @@ class Injector:
             return None
         return target.life.name, others[fault.pick % len(others)].life.name
 
-    def host(self, fault: Fault, worker: SimWorker | None = None) -> str:
+    def host(self, fault: SimFault, worker: SimWorker | None = None) -> str:
         """That of the worker, or any."""
         hosts = self.control.hosts
         return worker.life.host if worker is not None else hosts[fault.pick % len(hosts)]
 
-    def cut(self, fault: Fault, a: str, b: str) -> None:
+    def cut(self, fault: SimFault, a: str, b: str) -> None:
         """Two hosts cannot reach each other for a while."""
         self.world.cut(a, b)
         self.world.later(fault.for_ms * MS, self.world.mend, a, b)
@@ -112,13 +112,13 @@ class Injector:
 # ---- workers
 
 
-def _kill(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _kill(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     target = injector.worker(fault, worker)
     if target is not None:
         target.life.die("SIGKILL")
 
 
-def _pool(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Everybody who has a seat in one stage, by the newest plan; `for_ms`: time between the deaths."""
     plans = injector.control.checks.records.plans
     if not plans:
@@ -131,7 +131,7 @@ def _pool(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
             injector.world.later(n * fault.for_ms * MS, target.life.die, "SIGKILL")
 
 
-def _freeze(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     target = injector.worker(fault, worker)
     if target is not None:
         target.life.freeze()
@@ -139,21 +139,21 @@ def _freeze(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
             injector.world.later(fault.for_ms * MS, target.life.thaw)
 
 
-def _last_words(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _last_words(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """An exception in a worker: it says so and ends."""
     target = injector.worker(fault, worker)
     if target is not None and target.life.frozen_ns is None:
         target.ties.fail(f"error of {target.life.me} at {injector.world.now_ns}")
 
 
-def _raises(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _raises(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """An exception in a worker's application, which stays for a while with what it holds."""
     target = injector.worker(fault, worker)
     if target is not None:
         target.life.later(0, target.loop.raises, f"error of {target.life.me} at {injector.world.now_ns}")
 
 
-def _stale_plan(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _stale_plan(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """A plan comes once more, late."""
     target = injector.worker(fault, worker)
     if target is None:
@@ -165,7 +165,7 @@ def _stale_plan(injector: Injector, fault: Fault, worker: SimWorker | None) -> N
         target.life.later(injector.world.latency_ns(), target.ties.deliver, again)
 
 
-def _flip(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
     site = injector.control.site
     found = [
@@ -185,14 +185,14 @@ def _flip(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
         injector.world.later(7 * MS, _flip, injector, fault, None)
 
 
-def _lose(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _lose(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Blocks of one worker's state, as soon as it may be noticed."""
     target = injector.worker(fault, worker)
     if target is not None and not injector.lose(target, fault.pick, 1 + fault.pick % 15):
         injector.world.later(3 * MS, _lose, injector, fault, target)
 
 
-def _lose_all(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Of all workers at once, of each another block: what is left is whole together, unless it is one alone."""
     live = injector.control.live_workers()
     if all(one.life.driver.still for one in live):
@@ -202,7 +202,7 @@ def _lose_all(injector: Injector, fault: Fault, worker: SimWorker | None) -> Non
         injector.world.later(MS, _lose_all, injector, fault, worker)
 
 
-def _lose_kept(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Blocks of a snapshot in memory: of one worker, or of all."""
     live = injector.control.live_workers()
     for n, one in enumerate(live):
@@ -218,38 +218,38 @@ def _blocks(mask: int) -> Extents:
 # ---- the coordinator and hosts
 
 
-def _coordinator(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _coordinator(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     injector.control.crash_coordinator("SIGKILL")
     injector.world.later(fault.for_ms * MS, injector.control.start_coordinator)
 
 
-def _coordinator_mid_effects(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _coordinator_mid_effects(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     process = injector.control.coordinator
     if process is not None:
         process.crash_after(fault.pick % 12)
         injector.world.later((fault.for_ms + 500) * MS, injector.control.start_coordinator)
 
 
-def _coordinator_freeze(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _coordinator_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     process = injector.control.coordinator
     if process is not None:
         process.freeze()
         injector.world.later(fault.for_ms * MS, process.thaw)
 
 
-def _agent_freeze(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _agent_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     agent = injector.control.agents[injector.host(fault)]
     agent.freeze()
     injector.world.later(fault.for_ms * MS, agent.thaw)
 
 
-def _host(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     host = injector.host(fault)
     injector.control.agents[host].die("the host lost power")
     injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
 
 
-def _damage(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _damage(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """The newest checkpoint can be listed, but not read."""
     injector.control.site.disk.damage()
 
@@ -257,7 +257,7 @@ def _damage(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
 # ---- the network
 
 
-def _cut_workers(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _cut_workers(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     hosts = injector.control.hosts
     if len(hosts) > 1:
         first = fault.pick % len(hosts)
@@ -265,18 +265,18 @@ def _cut_workers(injector: Injector, fault: Fault, worker: SimWorker | None) -> 
         injector.cut(fault, hosts[first], hosts[second])
 
 
-def _cut_control(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _cut_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     injector.cut(fault, injector.host(fault, worker), CONTROL_HOST)
 
 
-def _isolate(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _isolate(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     host = injector.host(fault, worker)
     for other in [*injector.control.hosts, CONTROL_HOST]:
         if other != host:
             injector.cut(fault, host, other)
 
 
-def _link(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _link(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Break the connections of one worker with another, once."""
     pair = injector.pair(fault, worker)
     if pair is not None:
@@ -285,14 +285,14 @@ def _link(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
                 connection.fail()
 
 
-def _bad_link(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _bad_link(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     pair = injector.pair(fault, worker)
     if pair is not None:
         injector.world.spoil(*pair)
         injector.world.later(fault.for_ms * MS, injector.world.unspoil, *pair)
 
 
-def _drop_control(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _drop_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Break control connections, of one process or of all."""
     control = [c for c in injector.world.connections if c.ends[1].name == "coordinator"]
     owner = None if worker is None else worker.life
@@ -304,23 +304,23 @@ def _drop_control(injector: Injector, fault: Fault, worker: SimWorker | None) ->
 # ---- what users do
 
 
-def _scale(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _scale(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     injector.control.command("scale", {"workers": 1 + fault.pick % injector.control.checks.job.lanes})
 
 
-def _drain(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _drain(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     target = injector.worker(fault, worker)
     if target is not None:
         injector.control.command("drain", {"worker_id": target.life.me.worker_id})
 
 
-def _stop(injector: Injector, fault: Fault, worker: SimWorker | None) -> None:
+def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """The user ends the job, with a checkpoint if there is time."""
     if fault.pick % 3 == 0:  # most seeds are to see the end
         injector.control.command("stop", {"grace_s": fault.for_ms / 1000})
 
 
-_KINDS: dict[str, Callable[[Injector, Fault, SimWorker | None], None]] = {
+_KINDS: dict[str, Callable[[SimInjector, SimFault, SimWorker | None], None]] = {
     "kill": _kill,
     "pool": _pool,
     "freeze": _freeze,

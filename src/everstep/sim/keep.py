@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
-from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.life import Life, SimHandlers, nothing
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import Blocks, present, without
 from everstep.sim.world import MS
@@ -27,7 +27,7 @@ class Memory:
         self.kept: dict[tuple[int, int], Blocks] = {}
         mesh.on("snapshot", self._take)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget, do.DropLanes: nothing}
 

@@ -20,13 +20,13 @@ from everstep.base.ports import Node
 from everstep.placement.tree import Merge, children, cover, fold_order
 from everstep.protocol.driver.operations import Compute
 from everstep.protocol.step_types import Discard, LaneDone
-from everstep.sim.life import Handlers, Life
+from everstep.sim.life import Life, SimHandlers
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import Blocks, Gradient, add, backward, forward, leaf
+from everstep.sim.model import Blocks, SimGradient, add, backward, forward, leaf
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
-Sums = dict[Node, Gradient]
+Sums = dict[Node, SimGradient]
 
 
 @lru_cache
@@ -36,7 +36,7 @@ def _merges(n_lanes: int) -> Mapping[Node, Merge]:
     return {node: merge for merge in merges for node in (merge.left, merge.right)}
 
 
-def _total(node: Node, sums: Sums) -> Gradient:
+def _total(node: Node, sums: Sums) -> SimGradient:
     """The sum of a complete subtree, all blocks. Raises: KeyError if a lane of it is not held."""
     if node in sums or node.hi - node.lo == 1:
         return sums[node]
@@ -48,7 +48,7 @@ def _lanes(node: Node) -> range:
     return range(node.lo, node.hi)
 
 
-class Lanes:
+class SimLanes:
     """Computes the lanes asked for; results are kept until `discard`."""
 
     def __init__(self, life: Life, mesh: Mesh) -> None:
@@ -67,7 +67,7 @@ class Lanes:
         mesh.on("lane", self._arrived)
         mesh.install_owes(Compute, self._owes)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {Compute: self._compute, Discard: self._discard}
 
@@ -182,7 +182,7 @@ class Lanes:
             self._backward(operation, step, stage, lane, state)
         self._next()
 
-    def _hold(self, operation: Compute, stage: int, lane: int, gradient: Gradient) -> None:
+    def _hold(self, operation: Compute, stage: int, lane: int, gradient: SimGradient) -> None:
         """Keep it, added up as far as it goes; a result that is held already is not replaced."""
         self._wanted.discard((stage, lane))
         sums = self.held.setdefault(operation.step, {}).setdefault(stage, {})

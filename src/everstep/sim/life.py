@@ -15,12 +15,12 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.sim.checks import Checks
 from everstep.sim.disk import Disk
-from everstep.sim.model import Job
+from everstep.sim.model import SimJob
 from everstep.sim.phases import Phases
-from everstep.sim.state import State
-from everstep.sim.world import MS, Connection, Process, World
+from everstep.sim.state import SimState
+from everstep.sim.world import MS, Process, SimConnection, World
 
-Handlers = Mapping[type, Callable[[Any], None]]
+SimHandlers = Mapping[type, Callable[[Any], None]]
 Exited = Callable[[WorkerKey, Cause, str, bool, bool], None]
 UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 
@@ -29,7 +29,7 @@ def nothing(effect: object) -> None:
     """What has no counterpart on an abstract state."""
 
 
-class Site:
+class SimSite:
     """What the workers of a simulation share."""
 
     def __init__(self, world: World, checks: Checks, disk: Disk, donors: int = 1) -> None:
@@ -55,13 +55,13 @@ class Life(Process):
     `exited`: what its agent does at the end: who, cause, reason, whether to restart, whether it left in order.
     """
 
-    def __init__(self, site: Site, host: str, driver: Driver, exited: Exited) -> None:
+    def __init__(self, site: SimSite, host: str, driver: Driver, exited: Exited) -> None:
         self.me = driver.me
         super().__init__(site.world, f"worker-{self.me}", host)
         self.site = site
         self.driver = driver
         self.slowness = site.world.rng.choice((1, 1, 1, 2, 4))
-        self.state = State(self.me, self.job, site.checks)
+        self.state = SimState(self.me, self.job, site.checks)
         self.operation: do.Operation | None = None
         self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
         self.cut_to = -1  # operations of this generation and older ones are over
@@ -74,7 +74,7 @@ class Life(Process):
         self._handling = False
 
     @property
-    def job(self) -> Job:
+    def job(self) -> SimJob:
         """What is trained."""
         return self.site.checks.job
 
@@ -84,7 +84,7 @@ class Life(Process):
 
     # ---- parts
 
-    def install(self, handlers: Handlers) -> None:
+    def install(self, handlers: SimHandlers) -> None:
         """Who carries out what."""
         self._handlers.update(handlers)
 
@@ -100,7 +100,7 @@ class Life(Process):
         """Who takes connections of peers that ask for this."""
         self._doors[name] = accept
 
-    def accept(self, door: str, connection: Connection, *args: Any) -> None:
+    def accept(self, door: str, connection: SimConnection, *args: Any) -> None:
         """A peer has connected."""
         self._doors[door](connection, *args)
 

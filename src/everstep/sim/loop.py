@@ -5,9 +5,9 @@ from __future__ import annotations
 from everstep.base.cause import Cause
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.sim.application import Application
-from everstep.sim.lanes import Lanes
-from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.application import SimApplication
+from everstep.sim.lanes import SimLanes
+from everstep.sim.life import Life, SimHandlers, nothing
 from everstep.sim.promise import freed
 from everstep.sim.world import MS
 
@@ -17,14 +17,14 @@ _HOLD_NS = 1000 * MS
 class Loop:
     """The application, and what it has raised."""
 
-    def __init__(self, life: Life, lanes: Lanes) -> None:
+    def __init__(self, life: Life, lanes: SimLanes) -> None:
         self.life = life
         self.lanes = lanes
-        self.app = Application(life.me, life.job)
+        self.app = SimApplication(life.me, life.job)
         self.raised = ""
         lanes.when_left(self._left)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             do.Evaluate: self._evaluate,
@@ -68,7 +68,7 @@ class Loop:
             holds=True,
         )
         until_ns = life.world.now_ns + _HOLD_NS
-        life.later(_HOLD_NS, life.handle, do.Tick())
+        life.later(_HOLD_NS, life.handle, do.TimePassed())
         life.handle(do.HoldAsked(words, until_ns))
 
     def _evaluate(self, operation: do.Evaluate) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Release
-from everstep.sim.copying import Donor
+from everstep.sim.copying import SimDonor
 from everstep.sim.following import Follower
-from everstep.sim.lanes import Lanes
-from everstep.sim.life import Handlers, Life
+from everstep.sim.lanes import SimLanes
+from everstep.sim.life import Life, SimHandlers
 from everstep.sim.mesh import Mesh
 from everstep.sim.promise import freed
 from everstep.sim.reduction import Reduction
@@ -17,16 +17,16 @@ from everstep.sim.ties import Ties
 from everstep.sim.world import MS
 
 
-class Membership:
+class SimMembership:
     """What concerns several parts."""
 
-    def __init__(self, life: Life, mesh: Mesh, lanes: Lanes, reduction: Reduction) -> None:
+    def __init__(self, life: Life, mesh: Mesh, lanes: SimLanes, reduction: Reduction) -> None:
         self.life = life
         self.mesh = mesh
         self.lanes = lanes
         self.reduction = reduction
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Open: self._open}
 
@@ -46,14 +46,14 @@ class Membership:
 class Decisions:
     """What is decided, and what leaves the worker for it."""
 
-    def __init__(self, life: Life, ties: Ties, mesh: Mesh, donor: Donor, follower: Follower) -> None:
+    def __init__(self, life: Life, ties: Ties, mesh: Mesh, donor: SimDonor, follower: Follower) -> None:
         self.life = life
         self.ties = ties
         self.mesh = mesh
         self.donor = donor
         self.follower = follower
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             do.Cut: self._cut,

@@ -13,8 +13,8 @@ from typing import Any
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.protocol.driver import operations as do
-from everstep.sim.life import Handlers, Life
-from everstep.sim.world import MS, Connection, connect
+from everstep.sim.life import Life, SimHandlers
+from everstep.sim.world import MS, SimConnection, connect
 
 _CONNECT_NS = 1000 * MS
 
@@ -25,8 +25,8 @@ class Mesh:
     def __init__(self, life: Life) -> None:
         self.life = life
         self.plan: Plan | None = None
-        self.out: dict[int, Connection] = {}
-        self.incoming: list[tuple[int, Connection]] = []
+        self.out: dict[int, SimConnection] = {}
+        self.incoming: list[tuple[int, SimConnection]] = []
         self.lost: set[int] = set()
         self._early: dict[int, list[tuple[Any, ...]]] = {}
         self._records: dict[Tag, dict[int, bytes]] = {}
@@ -39,7 +39,7 @@ class Mesh:
         life.install_door("mesh", self._accept)
         life.install_look(self.look)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Exchange: self._exchange}
 
@@ -51,7 +51,7 @@ class Mesh:
         """Who says whether a peer still owes something to an operation of a kind."""
         self._owes[kind] = owes
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return connection in self.out.values() or any(connection is c for _, c in self.incoming)
 
@@ -108,7 +108,7 @@ class Mesh:
         if len(self.out) == len(operation.plan.worker_ids) - 1 and self._opened is not None:
             self.life.later(self.life.world.latency_ns(), self._opened, operation)
 
-    def _accept(self, connection: Connection, generation: int, worker_id: int) -> None:
+    def _accept(self, connection: SimConnection, generation: int, worker_id: int) -> None:
         """A peer has connected, perhaps for a generation that this worker has not heard of yet."""
         if generation < self.generation or generation <= self.life.cut_to:
             connection.close(self.life)

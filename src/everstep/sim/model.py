@@ -24,13 +24,13 @@ BLOCKS = 3
 INITIAL = 2
 PLANES = (("model", 2), ("exp_avg", 2))
 
-Gradient = tuple[int, ...]
+SimGradient = tuple[int, ...]
 Blocks = tuple[int | None, ...]
 """A stage's state, by number of the block."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SimJob:
     """What is trained: `steps` updates over `lanes` lanes, with gathers after every `gather_every` steps.
 
     stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
@@ -51,7 +51,7 @@ class Job:
         return 1 + step % 2 if step % self.gather_every == self.gather_every - 1 else 0
 
 
-def evaluates(job: Job, step: int) -> bool:
+def evaluates(job: SimJob, step: int) -> bool:
     """Whether the application evaluates at the state of `step`, before its first gather."""
     return job.stages > 1 and job.gathers(step) > 0 and step % 2 == 0
 
@@ -110,7 +110,7 @@ def backward(state: Blocks, step: int, lane: int, entering: int, coming_back: in
     return hash((state, step, lane, entering, coming_back, 7)) & -2 | (_bit(state) | entering | coming_back) & 1
 
 
-def leaf(state: Blocks, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> Gradient:
+def leaf(state: Blocks, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> SimGradient:
     """The gradient of one lane at one stage, one value per block."""
     bit = (_bit(state) | entering | coming_back) & 1
     return tuple(hash((state, step, lane, block, entering, coming_back)) & -2 | bit for block in range(BLOCKS))
@@ -121,7 +121,7 @@ def add(left: int, right: int) -> int:
     return hash((left, right, 17)) & -2 | (left | right) & 1
 
 
-def update(state: Blocks, step: int, gradient: Gradient) -> Blocks:
+def update(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
     """The state of a stage after the step."""
     first, second, third = gradient
     bit = (_bit(state) | first | second | third) & 1
@@ -129,7 +129,7 @@ def update(state: Blocks, step: int, gradient: Gradient) -> Blocks:
     return tuple(hash((made, block)) & -2 | bit for block in range(len(state)))
 
 
-def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, Gradient]:
+def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, SimGradient]:
     """One lane through all stages: its gradient at each."""
     stages = len(states)
     if stages == 1:
@@ -144,7 +144,7 @@ def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, 
     return leaves
 
 
-def undisturbed(job: Job) -> list[dict[int, Blocks]]:
+def undisturbed(job: SimJob) -> list[dict[int, Blocks]]:
     """The state of every stage after each step, as one worker computes it that nothing ever happens to."""
     states = [{stage: initial(stage) for stage in range(job.stages)}]
     for step in range(1, job.steps + 1):

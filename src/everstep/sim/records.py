@@ -37,7 +37,7 @@ class Vote:
         return Vote(*_vote.decode(payload))
 
 
-class Records:
+class SimRecords:
     """Plans, and the records and holdings that members have contributed."""
 
     def __init__(self) -> None:

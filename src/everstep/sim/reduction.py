@@ -9,31 +9,31 @@ from everstep.placement.owners import owners
 from everstep.placement.tree import fold_order, root
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
-from everstep.sim.lanes import Lanes
-from everstep.sim.life import Handlers, Life
+from everstep.sim.lanes import SimLanes
+from everstep.sim.life import Life, SimHandlers
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, Gradient, add, digest
+from everstep.sim.model import BLOCKS, SimGradient, add, digest
 from everstep.sim.records import Vote
 
 _USE = 0xFFFFFFFF
 
-Part = Mapping[Node, Gradient]
+SimPart = Mapping[Node, SimGradient]
 
 
 class Reduction:
     """What has come of the sums of a generation, and what this worker makes of it."""
 
-    def __init__(self, life: Life, mesh: Mesh, lanes: Lanes) -> None:
+    def __init__(self, life: Life, mesh: Mesh, lanes: SimLanes) -> None:
         self.life = life
         self.mesh = mesh
         self.lanes = lanes
-        self._parts: dict[tuple[int, int], dict[int, Part]] = {}  # by (step, stage)
-        self._pieces: dict[tuple[int, int], dict[int, Gradient]] = {}
+        self._parts: dict[tuple[int, int], dict[int, SimPart]] = {}  # by (step, stage)
+        self._pieces: dict[tuple[int, int], dict[int, SimGradient]] = {}
         mesh.on("part", self._on_part)
         mesh.on("piece", self._on_piece)
         mesh.install_owes(do.Reduce, self._owes)
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Reduce: self._reduce}
 
@@ -53,7 +53,7 @@ class Reduction:
                 part = {node: value[first:last] for node, value in nodes.items()}
                 self.mesh.send(worker_id, "part", operation.step, stage, me, part)
 
-    def _on_part(self, step: int, stage: int, worker_id: int, part: Part) -> None:
+    def _on_part(self, step: int, stage: int, worker_id: int, part: SimPart) -> None:
         plan, parts = self.mesh.plan, self._parts.setdefault((step, stage), {})
         parts[worker_id] = part
         pool = self._pool(stage)
@@ -66,7 +66,7 @@ class Reduction:
         for pool_mate in pool:
             self.mesh.send(pool_mate, "piece", step, stage, self.life.me.worker_id, result)
 
-    def _on_piece(self, step: int, stage: int, worker_id: int, values: Gradient) -> None:
+    def _on_piece(self, step: int, stage: int, worker_id: int, values: SimGradient) -> None:
         pieces = self._pieces.setdefault((step, stage), {})
         pieces[worker_id] = values
         operation = self.life.operation
@@ -83,7 +83,7 @@ class Reduction:
         self.life.state.reduced(step, gradients)
         self.life.done(operation, self._payload(operation, gradients))
 
-    def _payload(self, operation: do.Reduce, gradients: Mapping[int, Gradient]) -> AgreePayload:
+    def _payload(self, operation: do.Reduce, gradients: Mapping[int, SimGradient]) -> AgreePayload:
         """A section per stage; the first one bears what the checks want to know."""
         plan, step, me = operation.plan, operation.step, self.life.me.worker_id
         mine = {k: plan.lanes_of(me, k) for k in plan.stages_of(me)}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
-from everstep.sim.life import Handlers, Life, nothing
+from everstep.sim.life import Life, SimHandlers, nothing
 from everstep.sim.model import Blocks
 from everstep.sim.world import MS
 
 _GRACE_NS = 500 * MS
 
 
-class Saver:
+class SimSaver:
     """Writes this worker's parts."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {
             Save: self._save,
@@ -25,11 +25,11 @@ class Saver:
             do.SaveLast: self._save_last,
             do.Linger: self._linger,
             do.Finish: self._finish,
-            do.Condemn: self._condemn,
+            do.Invalidate: self._invalidate,
         }
 
     def _save(self, effect: Save) -> None:
-        """Each stage's leader writes its part; the main hears when the last one is there."""
+        """Each stage's leader writes its part; the job's leader hears when the last one is there."""
         life, number = self.life, effect.step
         me, disk = life.me.worker_id, life.site.disk
         if effect.plan.leader(0) == me:
@@ -40,20 +40,20 @@ class Saver:
                 life.later(took, self._written, effect.plan.generation, stage, number, life.state.stages[stage])
 
     def _written(self, generation: int, stage: int, number: int, state: Blocks) -> None:
-        """What is not complete when its generation ends, or when it is condemned, is abandoned."""
+        """What is not complete when its generation ends, or when it is invalidated, is abandoned."""
         driver = self.life.driver
         sound = driver.machine.sound
         if driver.generation == generation and (sound < 0 or number <= sound):
             self.life.site.disk.write(stage, number, state)
 
-    def _condemn(self, effect: do.Condemn) -> None:
-        self.life.site.checks.taint.condemned(self.life.me, effect.sound)
-        self.life.site.disk.condemn(effect.sound)
+    def _invalidate(self, effect: do.Invalidate) -> None:
+        self.life.site.checks.taint.invalidated(self.life.me, effect.sound)
+        self.life.site.disk.invalidate(effect.sound)
 
     # ---- the end
 
     def _save_last(self, operation: do.SaveLast) -> None:
-        """The main waits until all parts are there, for as long as it may."""
+        """The job's leader waits until all parts are there, for as long as it may."""
         life = self.life
         if operation.save is not None:
             self._save(operation.save)

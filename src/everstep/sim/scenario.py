@@ -19,7 +19,7 @@ from everstep.placement.lanes import place
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
-from everstep.protocol.driver.saver import Saving
+from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
 from everstep.sim.application import METRIC
@@ -30,20 +30,20 @@ from everstep.sim.control import (
     Client,
     Control,
     CoordinatorMachine,
-    CoordinatorProcess,
+    SimCoordinator,
 )
 from everstep.sim.disk import Disk
 from everstep.sim.exact import Corruption
-from everstep.sim.faults import Fault, draw, draw_losses, draw_one, draw_split
-from everstep.sim.injector import Injector
-from everstep.sim.life import Life, Site
-from everstep.sim.model import INITIAL, Job, wrong
+from everstep.sim.faults import SimFault, draw, draw_losses, draw_one, draw_split
+from everstep.sim.injector import SimInjector
+from everstep.sim.life import Life, SimSite
+from everstep.sim.model import INITIAL, SimJob, wrong
 from everstep.sim.promise import freed
-from everstep.sim.world import MS, SECOND, Connection, World
+from everstep.sim.world import MS, SECOND, SimConnection, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
-MakeDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
-MakeCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
+NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
+NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
@@ -62,8 +62,8 @@ class Setup:
     hosts: int
     min_workers: int
     on_failure: str
-    job: Job
-    faults: tuple[Fault, ...]
+    job: SimJob
+    faults: tuple[SimFault, ...]
     active: int = 0  # of each pool, the others stand by; 0: all of them
     disk_hosts: int | None = None  # how many of the hosts see the checkpoints; None: all
     lasting_ms: int = 30_000  # how long slow workers and weak pools are put up with
@@ -120,7 +120,7 @@ def set_up(seed: int) -> Setup:
         hosts=rng.randint(1, 3),
         min_workers=rng.choice((1, 1, 1, min(2, workers), workers)),
         on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
-        job=Job(steps, lanes, rng.randint(2, 5)),
+        job=SimJob(steps, lanes, rng.randint(2, 5)),
         faults=draw(rng, horizon_ms=60 + steps * 40),
         rewindable=rng.random() < 0.5,
         save_ms=rng.choice((0, 300)),
@@ -142,7 +142,7 @@ def set_up_split(seed: int) -> Setup:
         hosts=hosts,
         min_workers=rng.choice((1, 1, 1, min(2, workers))),
         on_failure=rng.choice(("replace", "replace", "replace", "shrink", "wait")),
-        job=Job(steps, lanes, rng.randint(2, 5), stages, rng.choice((0, 1, 2, 3)), rng.choice((0, 2, 3, 4))),
+        job=SimJob(steps, lanes, rng.randint(2, 5), stages, rng.choice((0, 1, 2, 3)), rng.choice((0, 2, 3, 4))),
         faults=draw_split(rng, horizon_ms=60 + steps * 60),
         active=rng.choice((0, 0, 1)),
         disk_hosts=rng.choice((None, None, 1)),
@@ -153,7 +153,7 @@ def set_up_split(seed: int) -> Setup:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Verdict:
     """What came of it. `problem` is "" if every promise held."""
 
     seed: int
@@ -209,8 +209,8 @@ class Simulation:
         setup: Setup,
         tracing: bool,
         make_machine: MakeMachine = make_machine,
-        make_coordinator: MakeCoordinator | None = None,
-        make_driver: MakeDriver = Driver,
+        make_coordinator: NewCoordinator | None = None,
+        make_driver: NewDriver = Driver,
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
@@ -221,7 +221,7 @@ class Simulation:
         self.make_coordinator = make_coordinator or _production_coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
-        site = Site(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
+        site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
         numbers = range(setup.workers + setup.spares)
         slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
         self.control = Control(site, slots, self._coordinator, self._driver)
@@ -247,8 +247,8 @@ class Simulation:
         self.control.start_coordinator()
         for host in hosts:
             self.control.boot(host)
-        self.injector = Injector(self.control, setup.faults, setup.verify_every)
-        self.unused: dict[Connection, int] = {}  # and how often they were seen
+        self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
+        self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
     def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
@@ -259,7 +259,7 @@ class Simulation:
         memory, judged = MemoryTierConfig(every_steps=job.keep_every or None), job.write_every == 2
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
-        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=Saving(rule, on=True))
+        config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
         return self.make_driver(key, config, self.make_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
@@ -310,7 +310,7 @@ class Simulation:
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
         freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self._live()])
-        control = (AgentProcess, CoordinatorProcess, Client)
+        control = (AgentProcess, SimCoordinator, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
         owners = [getattr(act, "__self__", None) for act in self.world.pending() if act.__name__ == "wake"]
@@ -319,7 +319,7 @@ class Simulation:
 
     def _look(self) -> None:
         """Connections that one end holds and the other has forgotten, for longer than anything takes."""
-        unused: dict[Connection, int] = {}
+        unused: dict[SimConnection, int] = {}
         for connection in self.world.connections:
             workers = [end for end in connection.ends if isinstance(end, Life)]
             still = connection.closing or any(w.frozen_ns is not None for w in workers) or connection.stuck
@@ -347,10 +347,10 @@ def simulate(
     setup: Setup | None = None,
     tracing: bool = False,
     make_machine: MakeMachine = make_machine,
-    make_coordinator: MakeCoordinator | None = None,
-    make_driver: MakeDriver = Driver,
-    faults: Sequence[Fault] | None = None,
-) -> Outcome:
+    make_coordinator: NewCoordinator | None = None,
+    make_driver: NewDriver = Driver,
+    faults: Sequence[SimFault] | None = None,
+) -> Verdict:
     """Run one seed. `split`: of a model in several stages. `setup` and `faults` replace what the seed would draw."""
     chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
     if faults is not None:
@@ -362,7 +362,7 @@ def simulate(
         problem = f"{type(error).__name__}: {error}"
         if tracing:
             simulation.world.lines.extend(traceback.format_exc().splitlines())
-    return Outcome(
+    return Verdict(
         seed=seed,
         setup=chosen,
         problem=problem,

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.sim import faults, worker
-from everstep.sim.scenario import Outcome, simulate
+from everstep.sim.scenario import Verdict, simulate
 
 _KNOWN = (*worker.KNOWN, *faults.KNOWN)
 
 
 @dataclass
-class Tally:
+class SeedTally:
     """What came of many seeds. seen: how often what happened, by group and name; what never did counts 0."""
 
     count: int = 0
     events: int = 0
-    failed: list[Outcome] = field(default_factory=list)
+    failed: list[Verdict] = field(default_factory=list)
     seen: Counter[tuple[str, str]] = field(default_factory=lambda: Counter(dict.fromkeys(_KNOWN, 0)))
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Verdict) -> None:
         """One more seed."""
         self.count += 1
         self.events += outcome.events
@@ -72,7 +72,7 @@ def run_one(seed: int, split: bool, trace: bool) -> int:
 
 def run_many(start: int, stop: int | None, split: bool, keep_going: bool, as_json: bool) -> int:
     """Seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes as `run_one`."""
-    tally, begin_s, begin_cpu_s = Tally(), time.monotonic(), time.process_time()
+    tally, begin_s, begin_cpu_s = SeedTally(), time.monotonic(), time.process_time()
     seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)
     try:
         for seed in seeds:
@@ -93,7 +93,7 @@ def run_many(start: int, stop: int | None, split: bool, keep_going: bool, as_jso
     return 1 if tally.failed else 0
 
 
-def _tell(tally: Tally, outcome: Outcome, split: bool) -> None:
+def _tell(tally: SeedTally, outcome: Verdict, split: bool) -> None:
     if not outcome.ok:
         print(f"{outcome}\n  replay with: {_replay(outcome.seed, split)}", flush=True)
     if tally.count % 1000 == 0:

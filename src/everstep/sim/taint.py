@@ -10,13 +10,13 @@ from everstep.protocol.step_types import Record
 from everstep.sim.exact import Corruption
 from everstep.sim.model import Blocks, wrong
 from everstep.sim.promise import require
-from everstep.sim.records import Records
+from everstep.sim.records import SimRecords
 
 
 class Taint:
     """What comparisons have shown, by the records."""
 
-    def __init__(self, records: Records, corruption: Corruption) -> None:
+    def __init__(self, records: SimRecords, corruption: Corruption) -> None:
         self.records = records
         self.corruption = corruption
 
@@ -31,7 +31,7 @@ class Taint:
         if any(map(wrong, set().union(*copies.values()))):
             corruption.escaped()
 
-    def condemned(self, who: WorkerKey, sound: int) -> None:
+    def invalidated(self, who: WorkerKey, sound: int) -> None:
         """A worker has found that states after this step count for nothing."""
         shown = any(
             key.step > sound

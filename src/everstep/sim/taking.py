@@ -9,8 +9,8 @@ from everstep.base.extents import NONE, Extents
 from everstep.protocol.chunks import Chunk, Chunks
 from everstep.sim.life import Life
 from everstep.sim.model import PLANES, Blocks, merged, present
-from everstep.sim.state import Copy
-from everstep.sim.world import MS, Connection
+from everstep.sim.state import SimCopy
+from everstep.sim.world import MS, SimConnection
 
 CONNECT_NS = 500 * MS
 KNOWN = tuple(
@@ -32,12 +32,12 @@ class Taking:
         self.states: dict[int, Blocks] = {}
         self.refused = False
         self.taken: dict[int, Extents] = {}
-        self.meta: Copy | None = None
+        self.meta: SimCopy | None = None
         self._say = say
         self._changed = changed
-        self._queue: Chunks[Connection] = Chunks(most)
-        self._asked: dict[Connection, Chunk | None] = {}
-        self._came: dict[Connection, Extents] = {}
+        self._queue: Chunks[SimConnection] = Chunks(most)
+        self._asked: dict[SimConnection, Chunk | None] = {}
+        self._came: dict[SimConnection, Extents] = {}
         self._owed = NONE
 
     def want(self, stage: int, own: Blocks, missing: Extents) -> None:
@@ -47,7 +47,7 @@ class Taking:
         if not missing.whole:
             self._note("rest")
 
-    def join(self, connection: Connection, stages: Mapping[int, Extents]) -> None:
+    def join(self, connection: SimConnection, stages: Mapping[int, Extents]) -> None:
         """Somebody has been reached who has this."""
         if any(not given.whole for given in stages.values()):
             self._note("of what is not whole")
@@ -55,7 +55,7 @@ class Taking:
         self._queue.join(connection, stages)
         self._ask()
 
-    def came(self, connection: Connection, copy: Copy) -> None:
+    def came(self, connection: SimConnection, copy: SimCopy) -> None:
         """What a donor has given. What is not among it, it does not have."""
         chunk = self._asked.get(connection)
         if chunk is None:
@@ -80,7 +80,7 @@ class Taking:
         self._ask()
         self._changed()
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: SimConnection) -> None:
         """A donor is gone."""
         if connection not in self._asked:
             return
@@ -97,7 +97,7 @@ class Taking:
             connection.close(self.life)
         self._asked = {}
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still come from there."""
         return connection in self._asked
 

@@ -13,10 +13,10 @@ from everstep.base.plan import Member
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
-from everstep.sim.client import ControlClient, FindServer
-from everstep.sim.life import Handlers, Life
+from everstep.sim.client import FindServer, SimControlClient
+from everstep.sim.life import Life, SimHandlers
 from everstep.sim.mesh import Mesh
-from everstep.sim.world import MS, Connection
+from everstep.sim.world import MS, SimConnection
 
 
 class Ties:
@@ -25,16 +25,16 @@ class Ties:
     def __init__(self, life: Life, server: FindServer, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.client: ControlClient | None = None
+        self.client: SimControlClient | None = None
         self._server = server
 
-    def handlers(self) -> Handlers:
+    def handlers(self) -> SimHandlers:
         """What it carries out."""
         return {do.Tell: self._tell, do.Outvoted: self._outvoted}
 
     def connect(self, begin: Callable[[], None]) -> None:
         """The process is up: find the coordinator, and begin."""
-        self.client = ControlClient(self.life, self._server, "worker", self._hello, self.deliver)
+        self.client = SimControlClient(self.life, self._server, "worker", self._hello, self.deliver)
         begin()
 
     def _hello(self) -> list[wire.AnyMessage]:
@@ -45,7 +45,7 @@ class Ties:
         hello = wire.WorkerHello(member=member, step=standing.step, plan=standing.plan, state_bytes=size)
         return [hello, *standing.messages]
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return self.client is not None and self.client.connection is connection
 

@@ -12,20 +12,20 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import BlocksLost
 from everstep.sim.client import FindServer
-from everstep.sim.copying import Donor
+from everstep.sim.copying import SimDonor
 from everstep.sim.fetching import Fetcher
 from everstep.sim.following import Follower
 from everstep.sim.keep import Memory
-from everstep.sim.lanes import Lanes
-from everstep.sim.life import UNINTERRUPTED, Exited, Life, Site
+from everstep.sim.lanes import SimLanes
+from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite
 from everstep.sim.loop import Loop
-from everstep.sim.membership import Decisions, Membership
+from everstep.sim.membership import Decisions, SimMembership
 from everstep.sim.mesh import Mesh
 from everstep.sim.reduction import Reduction
-from everstep.sim.saving import Saver
+from everstep.sim.saving import SimSaver
 from everstep.sim.taking import KNOWN as COPIES
 from everstep.sim.ties import Ties
-from everstep.sim.world import MS, Connection
+from everstep.sim.world import MS, SimConnection
 
 KNOWN = (
     *(("operations", f"{kind.__name__} done") for kind in do.Operation.__subclasses__()),
@@ -38,16 +38,16 @@ KNOWN = (
 class SimWorker:
     """One life of one slot, and what it needs of the world."""
 
-    def __init__(self, site: Site, host: str, server: FindServer, driver: Driver, exited: Exited) -> None:
+    def __init__(self, site: SimSite, host: str, server: FindServer, driver: Driver, exited: Exited) -> None:
         life = self.life = Life(site, host, driver, exited)
         mesh = Mesh(life)
-        lanes, memory = Lanes(life, mesh), Memory(life, mesh)
-        donor, fetcher, follower = Donor(life, memory), Fetcher(life, memory), Follower(life)
+        lanes, memory = SimLanes(life, mesh), Memory(life, mesh)
+        donor, fetcher, follower = SimDonor(life, memory), Fetcher(life, memory), Follower(life)
         reduction = Reduction(life, mesh, lanes)
         self.ties = Ties(life, server, mesh)
         self.loop = Loop(life, lanes)
-        both = Membership(life, mesh, lanes, reduction), Decisions(life, self.ties, mesh, donor, follower)
-        parts = (mesh, lanes, memory, donor, fetcher, follower, reduction, Saver(life), self.ties, self.loop, *both)
+        both = SimMembership(life, mesh, lanes, reduction), Decisions(life, self.ties, mesh, donor, follower)
+        parts = (mesh, lanes, memory, donor, fetcher, follower, reduction, SimSaver(life), self.ties, self.loop, *both)
         for part in parts:
             life.install(part.handlers())
         self._memory, self._donor = memory, donor
@@ -76,6 +76,6 @@ class SimWorker:
         """Blocks of a snapshot are gone, and it has noticed."""
         self._memory.lose(stage, step, lost)
 
-    def uses(self, connection: Connection) -> bool:
+    def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return any(part.uses(connection) for part in self._users)

@@ -34,7 +34,7 @@ class World:
         self._count = 0
         self._cuts: dict[tuple[str, str], int] = {}
         self._bad: dict[tuple[str, str], int] = {}
-        self.connections: list[Connection] = []
+        self.connections: list[SimConnection] = []
         self.seen: Counter[tuple[str, str]] = Counter()  # how often what happened, by group and name
 
     def later(self, delay_ns: int, act: Act, *args: Any) -> None:
@@ -172,7 +172,7 @@ class Process:
                 connection.close(self)
 
 
-class Connection:
+class SimConnection:
     """Between two processes. Each side gives what to call for a message and for the end; that is called once.
 
     `timeout_ns`: a message that cannot be delivered for so long ends it.
@@ -274,8 +274,8 @@ class Connection:
                 self.ends[index].later(0, lost)
 
 
-def connect(world: World, a: Process, b: Process | None, timeout_ns: int = SECOND) -> Connection | None:
+def connect(world: World, a: Process, b: Process | None, timeout_ns: int = SECOND) -> SimConnection | None:
     """A connection from `a` to `b`; None if nobody can be reached there (the caller waits before trying again)."""
     if b is None or not b.alive or not world.reachable(a.host, b.host) or world.spoiled(a.name, b.name):
         return None
-    return Connection(world, a, b, timeout_ns)
+    return SimConnection(world, a, b, timeout_ns)

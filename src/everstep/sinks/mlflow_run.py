@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import Run
+from everstep.sinks.sink import SinkJob
 
 _EXPERIMENT = "everstep"
 _MOST_METRICS = 1000  # of one call of log_batch
@@ -30,7 +30,7 @@ class MlflowRun:
         self._lines: list[str] = []
         self._last_ns = 0
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with the one that was begun before. MLFLOW_EXPERIMENT_NAME counts as usual."""
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:  # not a folder of files: newer versions refuse that

@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode
 
 from everstep.base.errors import EverstepError
-from everstep.report.account import Account
+from everstep.report.account import TimeAccount
 from everstep.report.words import Event, number, one_line, whole_number
-from everstep.sinks.sink import OVER, Run, otlp_protocol
+from everstep.sinks.sink import OVER, SinkJob, otlp_protocol
 
 SHORTEST_NS = 50_000_000  # shorter steps share a span: 20 a second at most
 _PORTION = 512
@@ -61,7 +61,7 @@ class OtelSpans:
         self._step_ns = 0
         self._generation_ns = 0
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """One trace for all attempts of a job. Raises: EverstepError for an exporter that is not installed."""
         if self._exporters is None:
             self._exporters = _exporters()
@@ -204,7 +204,7 @@ class OtelSpans:
         said = event.get("phases_s")
         phases = {str(k): number(v) for k, v in said.items()} if isinstance(said, dict) else {}
         duration_s = max(0.0, number(event.get("duration_s")))
-        parts = Account().paint_recovery(time_ns, duration_s, phases)
+        parts = TimeAccount().paint_recovery(time_ns, duration_s, phases)
         about = _about(event, "generation", "step", "worker_id", "incarnation", "cause", "reason")
         begin_ns = time_ns - round(duration_s * 1e9)
         span = self._start("recovery", begin_ns, self._job, f"recovery {time_ns}", about)

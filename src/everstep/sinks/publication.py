@@ -20,7 +20,7 @@ from everstep.report.history import History
 from everstep.report.words import Event, number, one_line, sentence, whole_number
 from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import sole_holder
-from everstep.sinks.sink import Run, Sink, SinkFailed
+from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
 CURSOR_FILE = "published.json"
 _LOCK_FILE = "publishing.lock"
@@ -28,7 +28,7 @@ _LATE_S = 5.0  # samples of all hosts are there after that
 
 
 @dataclass
-class Cursor:
+class SinkCursor:
     """How far a sink has got. lines: events; sampled_s, sampled_step: samples of what the workers spend.
 
     begun_ns: the first event, by which another job in the same directory is known.
@@ -41,15 +41,15 @@ class Cursor:
     memory: dict[str, str] = field(default_factory=dict)
 
 
-def read_cursor(folder: Path) -> Cursor:
+def read_cursor(folder: Path) -> SinkCursor:
     """Of a sink's folder; a fresh one if there is none, or it says something else."""
     try:
         said = json.loads((folder / CURSOR_FILE).read_text())
         memory = {str(k): str(v) for k, v in said["memory"].items()}
         counts = (int(said["begun_ns"]), int(said["lines"]), float(said["sampled_s"]), int(said["sampled_step"]))
-        return Cursor(*counts, memory)
+        return SinkCursor(*counts, memory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Cursor()
+        return SinkCursor()
 
 
 class Publication:
@@ -66,7 +66,7 @@ class Publication:
         self.steps = self.events = 0
         self._sink = sink
         self._cursor = read_cursor(self.folder)
-        self._run: Run | None = None
+        self._run: SinkJob | None = None
         self._lines = 0
         self._step = self._evaluated = self._told_step = 0
         self._last_ns = self._goodput_ns = 0
@@ -103,7 +103,7 @@ class Publication:
         if self.history.resets:
             return  # begun anew under our hands: another Publication's
         if not self._lines and self._cursor.begun_ns not in (0, time_ns):
-            self._cursor, self._sampled_s = Cursor(), 0.0
+            self._cursor, self._sampled_s = SinkCursor(), 0.0
         if self._lines <= self._cursor.lines:
             self._told_step = max(self._step, self._evaluated)
         self._lines += 1
@@ -217,7 +217,7 @@ class Publication:
         memory = dict(self._cursor.memory)
         name, task = self.history.name, str(job.get("task", ""))
         identity = memory.setdefault("identity", identity)
-        self._run = Run(
+        self._run = SinkJob(
             self.run_dir, self.folder, name, task, identity, created_ns, not self._cursor.lines, self._told_step, memory
         )
         config = job.get("config")

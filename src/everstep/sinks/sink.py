@@ -31,7 +31,7 @@ class SinkFailed(EverstepError):
 
 
 @dataclass
-class Run:
+class SinkJob:
     """The job as a sink knows it.
 
     folder: the sink's own, in the run directory. fresh: it was told nothing before; last_step: the newest step that it
@@ -54,13 +54,13 @@ class Run:
 class Sink(Protocol):
     """Something that a job is told to. What a method raises ends the sink, not the job.
 
-    remembers: it needs everything from the start of the job, to know what is still under way; `Run.again` says what it
-    has told before.
+    remembers: it needs everything from the start of the job, to know what is still under way; `SinkJob.again` says what
+    it has told before.
     """
 
     remembers: ClassVar[bool]
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """Before anything else. config: the job's effective one, nested."""
 
     def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:

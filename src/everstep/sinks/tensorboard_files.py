@@ -17,7 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import OVER, Run
+from everstep.sinks.sink import OVER, SinkJob
 
 _MOST_HPARAM = 200
 
@@ -32,7 +32,7 @@ class TensorBoardFiles:
         self._texts: dict[tuple[str, int], tuple[int, list[str]]] = {}
         self._last_ns = 0
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """A new file; one that goes on voids what an older one may hold beyond the steps that it is known to hold."""
         seconds, rest = divmod(time.time_ns(), 10**9)  # readers go by the order of names
         name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.everstep"
@@ -98,7 +98,7 @@ def _text(tag: str, text: str) -> Any:
     return summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
 
 
-def _hparams(run: Run, config: Mapping[str, Any]) -> Any:
+def _hparams(run: SinkJob, config: Mapping[str, Any]) -> Any:
     start = plugin_data_pb2.SessionStartInfo(group_name=run.identity, start_time_secs=run.created_ns / 1e9)
     for key, value in {"task": run.task, **dotted(config)}.items():
         if isinstance(value, bool):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import Run
+from everstep.sinks.sink import SinkJob
 
 _PROJECT = "everstep"
 _SERVER = "https://api.wandb.ai"
@@ -22,7 +22,7 @@ class WandbRun:
 
     remembers: ClassVar[bool] = False
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: its id stays."""
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         self._run = wandb.init(

@@ -18,7 +18,7 @@ from everstep.placement.cuts import units_of
 from everstep.train.calling import calling
 from everstep.train.cut import chosen_cut
 from everstep.train.elastic_order import ElasticOrder
-from everstep.train.link import Link
+from everstep.train.link import WorkerLink
 from everstep.train.parts import Parts
 from everstep.train.precision import resolve_device
 from everstep.train.replica import StageReplica, make_replica
@@ -70,7 +70,7 @@ def sample_order(config: Config, dataset: Any) -> SampleOrder | ElasticOrder:
 
 
 def assemble(
-    link: Link,
+    link: WorkerLink,
     parts: Parts,
     dataset: Any,
     collate: Callable[[list[Any]], Any],
@@ -94,7 +94,7 @@ def assemble(
     return Run(Session(link, Stages.unsplit(replica), device, dataset, collate, order, whole, rewindable), parts.model)
 
 
-def assemble_task(link: Link, task: Task) -> tuple[Run, EarlyStop]:
+def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
     """Build everything a task, with its config set, describes; in a fixed order from fixed seeds.
 
     Raises: TaskError naming the method that raised; ConfigError for what cannot work.

@@ -146,7 +146,7 @@ def serve_blocks(
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockSender:
     """One donor. open: reach it, from a thread of its own; gives what it has of the stages, or None if it is not where
     the others are. close: let it go, from any thread, before it was reached too."""
 
@@ -161,7 +161,7 @@ class BlocksDamaged(EverstepError):
     cause = Cause.CORRUPT
 
 
-class Assembly:
+class Gathering:
     """The blocks of some stages. `came`: how many have crossed the wire."""
 
     def __init__(self, manifests: Mapping[int, dict[str, Any]], tick: Callable[[], None], most: int) -> None:
@@ -172,7 +172,7 @@ class Assembly:
         self._queue: Chunks[int] = Chunks(most)
         self._blocks: dict[int, list[memoryview | None]] = {k: [None] * len(m["blocks"]) for k, m in manifests.items()}
         self._changed = threading.Condition()
-        self._waiting: deque[Source] = deque()
+        self._waiting: deque[BlockSender] = deque()
         self._opening = 0
         self._over = False
         self._refused: list[str] = []
@@ -199,7 +199,7 @@ class Assembly:
         blocks[:] = [None if n in set(numbers) else block for n, block in enumerate(state.blocks)]
         self._queue.want(stage, Extents.numbered(of, numbers), of)
 
-    def take(self, sources: Sequence[Source], at_once: int) -> dict[int, StageState]:
+    def take(self, sources: Sequence[BlockSender], at_once: int) -> dict[int, StageState]:
         """Get what is wanted, from so many at once, and from the others where one of them fails.
 
         Raises: BlocksDamaged; CollectiveAborted if nobody is left.
@@ -249,7 +249,7 @@ class Assembly:
         self._threads.append(thread)
         thread.start()
 
-    def _run(self, number: int, source: Source) -> None:
+    def _run(self, number: int, source: BlockSender) -> None:
         """Until all is there, or the donor is gone."""
         try:
             found = source.open()
@@ -270,13 +270,13 @@ class Assembly:
         finally:
             source.close()
 
-    def _gone(self, number: int, source: Source, error: BaseException) -> None:
+    def _gone(self, number: int, source: BlockSender, error: BaseException) -> None:
         with self._changed:
             self._failed.append(f"{source.name}: {error}")
             self._queue.lost(number)
             self._changed.notify_all()
 
-    def _ask(self, source: Source, number: int, connection: PeerConnection) -> None:
+    def _ask(self, source: BlockSender, number: int, connection: PeerConnection) -> None:
         while (chunk := self._next(number)) is not None:
             damaged = self._receive(connection, chunk)
             with self._changed:

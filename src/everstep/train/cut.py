@@ -11,13 +11,13 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.base.pool_wish import parse_cut
 from everstep.base.stage_map import parse_map
-from everstep.placement.cuts import Cut, choose, of_sizes
+from everstep.placement.cuts import ModelCut, choose, of_sizes
 
 if TYPE_CHECKING:
     from everstep.train.task import Task
 
 
-def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[float] = ()) -> Cut:
+def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[float] = ()) -> ModelCut:
     """The cut that this job trains with, the same at every worker: a function of these alone.
 
     model: whole; on the meta device will do, as only the numbers of its parameters are looked at. unit_ms: measured

@@ -77,4 +77,4 @@ class ElasticOrder:
         self.workers, self.micro_batch = int(state["workers"]), int(state["micro"])
 
 
-Order = SampleOrder | ElasticOrder
+AnyOrder = SampleOrder | ElasticOrder

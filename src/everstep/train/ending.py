@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.protocol.driver.operations import Finish, Linger, SaveLast
-from everstep.train.saving import Saver
+from everstep.train.saving import PartSaver
 from everstep.train.view import WorkerView
 
 
 class LastCheckpoint:
     """One worker's last checkpoint, be it that a plan asks for it, or that all steps are done."""
 
-    def __init__(self, view: WorkerView, saver: Saver) -> None:
+    def __init__(self, view: WorkerView, saver: PartSaver) -> None:
         self._view = view
         self._saver = saver
         self._grace_s = view.config.checkpoint.grace_s

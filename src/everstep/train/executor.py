@@ -23,7 +23,7 @@ _WAIT_S = 0.02
 _ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.Released)
 
 
-class WentBack(EverstepError):
+class StateJumped(EverstepError):
     """The state has jumped to that of another step: what the application was doing is over, it goes on from there."""
 
 
@@ -129,7 +129,7 @@ class Executor:
             effect = self._effects.popleft()
             self.jumped |= isinstance(effect, do.Arrived | do.WentBack)
             if isinstance(effect, do.WentBack):
-                raise WentBack(f"the state is that of step {effect.step} now")
+                raise StateJumped(f"the state is that of step {effect.step} now")
             if isinstance(effect, do.Exit):
                 raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
             if isinstance(effect, do.Outvoted):
@@ -168,7 +168,7 @@ class Executor:
         try:
             event = self._inbox.get(timeout=_WAIT_S)
         except queue.Empty:
-            event = do.Tick()
+            event = do.TimePassed()
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
 
 

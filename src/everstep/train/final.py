@@ -1,7 +1,7 @@
 """What a finished job leaves: the model under its own names, and digests of everything.
 
-In a split job the main gets the stages that it does not hold from their pools. Digests are functions of the merged
-manifest, so they are those of the unsplit job.
+In a split job the job's leader gets the stages that it does not hold from their pools. Digests are functions of the
+merged manifest, so they are those of the unsplit job.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Finisher:
-    """Writes final/ where this worker is the main, and gives its stages to the main where it is not."""
+    """Writes final/ where this worker is the job's leader, and gives its stages to the job's leader where it is not."""
 
     def __init__(self, view: WorkerView) -> None:
         self._view = view
         self._manifests: dict[tuple[int, int], dict[str, Any]] = {}
 
     def write(self, operation: Finish) -> bool:
-        """Whether it was written: by the main, unless the plan changed meanwhile."""
+        """Whether it was written: by the job's leader, unless the plan changed meanwhile."""
         plan, number, run_dir = operation.plan, operation.step, self._view.link.run_dir
         self._view.phase("finish", number, plan)
         if run_dir is None or not self._view.is_main:
@@ -135,7 +135,8 @@ class Finisher:
         return self._manifests[key]
 
     def serve(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        """In a handler thread: the main asks for a stage at the last step. Silent if it is not held like that."""
+        """In a handler thread: the job's leader asks for a stage at the last step. Silent if it is not held like
+        that."""
         view, stage, number = self._view, int(request["stage"]), int(request["step"])
         if view.step != number or stage not in view.driver.machine.stages:
             return

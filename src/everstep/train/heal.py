@@ -28,7 +28,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image
 from everstep.exact.state import ModelState
-from everstep.exact.ties import Place
+from everstep.exact.ties import TiePlace
 from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -57,11 +57,11 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class StageGradient:
     """The reduced gradient of one stage, and what came from others for parameters that they share."""
 
     reduced: Reduced
-    received: Mapping[Place, torch.Tensor | None] = field(default_factory=dict)
+    received: Mapping[TiePlace, torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Donor:
         self,
         step: int,
         records: Mapping[int, Record],
-        gradients: Mapping[int, Gradient],
+        gradients: Mapping[int, StageGradient],
         numel: Mapping[int, int],
         application: Callable[[], bytes],
     ) -> None:
@@ -280,7 +280,7 @@ def send_blocks(connection: PeerConnection, snapshot: Readable) -> None:
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedOffer:
     """An offer as it arrived; `states` by stage."""
 
     position: Key
@@ -303,7 +303,7 @@ def receive_blocks(
     return blocks
 
 
-def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Callable[[], None]) -> Received:
+def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Callable[[], None]) -> ReceivedOffer:
     """What was asked for. Raises: EverstepError or OSError if the donor goes away."""
     header = connection.recv_json()
     check(len(header["manifests"]) == len(stages), f"asked for stages {stages}, got {len(header['manifests'])}")
@@ -314,13 +314,13 @@ def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Calla
     return offered(header, states)
 
 
-def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> Received:
+def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
     """What a donor has told, with the states that came."""
     gathers = {
         Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text)) for name, text in header["gathers"].items()
     }
     records = decode_records(bytes.fromhex(header["records"]))
-    return Received(Key(*header["position"]), records, gathers, states, bytes.fromhex(header["application"]))
+    return ReceivedOffer(Key(*header["position"]), records, gathers, states, bytes.fromhex(header["application"]))
 
 
 def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:
@@ -338,7 +338,7 @@ class FollowedStep:
 
     step: int
     records: Mapping[int, Record]
-    gradients: Mapping[int, Gradient]
+    gradients: Mapping[int, StageGradient]
     application: bytes
 
 
@@ -357,7 +357,7 @@ def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedS
     return FollowedStep(step, decode_records(bytes(records)), gradients, bytes(application))
 
 
-def _pack_gradient(gradient: Gradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
+def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
     """What is told of it, and its bytes."""
     flat = torch.empty(numel, dtype=torch.float32)
     for piece in gradient.reduced.pieces:
@@ -373,18 +373,18 @@ def _pack_gradient(gradient: Gradient, numel: int) -> tuple[dict[str, Any], list
     return told, [gradient.reduced.presence, bytes_of(flat), *tied]
 
 
-def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any], numel: int) -> Gradient:
+def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any], numel: int) -> StageGradient:
     check(told["numel"] == numel, f"a fed gradient has {told['numel']} elements, expected {numel}")
     presence = bytearray(told["presence"])
     connection.recv_into(presence)
     flat = torch.empty(numel, dtype=torch.float32)
     connection.recv_into(bytes_of(flat))
-    received: dict[Place, torch.Tensor | None] = {Place(*row): None for row in told["absent"]}
+    received: dict[TiePlace, torch.Tensor | None] = {TiePlace(*row): None for row in told["absent"]}
     for name, unit, stage, size in told["tied"]:
         tied = torch.empty(size, dtype=torch.float32)
         connection.recv_into(bytes_of(tied))
-        received[Place(name, unit, stage)] = tied
-    return Gradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0)), received)
+        received[TiePlace(name, unit, stage)] = tied
+    return StageGradient(Reduced(step, (Piece(0, numel, flat),), bytes(presence), (0, 0)), received)
 
 
 # ---- small states

@@ -22,7 +22,7 @@ from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.runtime.private import close_run_dir, write_privately
 from everstep.train.assembly import assemble, prepare_torch
-from everstep.train.link import LaunchedLink, Link, LoneLink
+from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
 from everstep.train.parts import Parts
 from everstep.train.run import Run
 from everstep.train.unsupported import refuse_unsupported
@@ -95,7 +95,7 @@ def join(
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
-    link: Link
+    link: WorkerLink
     if _launched is not None:
         link = _launched
         _launched.fill_up(_merge(_launched, given))
@@ -113,7 +113,7 @@ def join(
     return _run
 
 
-def _tell_ledger(link: Link, dataset: Any) -> None:
+def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
     """Write down what only the script knew: without it nobody could check the ledger."""
     if link.run_dir is None or not hasattr(dataset, "__len__"):
         return

@@ -14,7 +14,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
 from everstep.base.extents import Extents
 from everstep.base.plan import Member
-from everstep.checkpoint.vault import Copy, Kept, Vault
+from everstep.checkpoint.vault import Kept, MemoryCopy, Vault
 from everstep.exact.digest import digest_bytes
 from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
@@ -27,7 +27,7 @@ from everstep.train.view import WorkerView
 log = logging.getLogger(__name__)
 
 
-class Keeper:
+class SnapshotKeeper:
     """One worker's snapshots in memory, of own stages and for other pools."""
 
     def __init__(self, view: WorkerView, note: Callable[[object], None]) -> None:
@@ -156,7 +156,7 @@ class Keeper:
             connection.recv_into(block)
             blocks.append(block)
         try:
-            copy = Copy(manifest, blocks)
+            copy = MemoryCopy(manifest, blocks)
         except CheckpointCorrupt as error:
             log.warning("a snapshot for keeping came damaged: %s", error)
             return

@@ -20,7 +20,7 @@ from everstep.train.pipeline import Pipeline
 from everstep.train.restoring import Restorer
 from everstep.train.view import WorkerView
 
-LaneDone = Callable[[int, int, int], None]
+OnLaneDone = Callable[[int, int, int], None]
 """Told step, stage and lane of what is done."""
 
 
@@ -35,7 +35,7 @@ class Lanes:
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         device: torch.device,
-        done: LaneDone,
+        done: OnLaneDone,
     ) -> None:
         config = view.config
         self.device = device

@@ -42,7 +42,7 @@ def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | Non
     """Faults that are asked for while the job runs, where nobody can inject any."""
 
 
-class Link(Protocol):
+class WorkerLink(Protocol):
     """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a
     scripted fault, for whoever has the state: one bit of it changes. `split_checked`: that the task can be split was
     seen before the start.

@@ -24,7 +24,7 @@ _LATE = 4
 Serve = Callable[[PeerConnection, dict[str, Any]], None]
 
 
-class Membership:
+class GenerationTies:
     """Between the control connection and the driver."""
 
     def __init__(

@@ -109,7 +109,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-class Entry(torch.autograd.Function):
+class GraphEntry(torch.autograd.Function):
     """Where a part's graph begins: hands in tensors, and takes what autograd has for them, exactly as it is.
 
     Not leaves: those refuse operations in place, and their gradients would be copied into other strides.
@@ -142,4 +142,4 @@ class EntryHolder:
         """The tensors as inputs of a graph."""
         if not self.tensors:
             return []
-        return list(Entry.apply(torch.zeros((), requires_grad=True), self))  # type: ignore[no-untyped-call]
+        return list(GraphEntry.apply(torch.zeros((), requires_grad=True), self))  # type: ignore[no-untyped-call]

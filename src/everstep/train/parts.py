@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from everstep.exact.state import Share
 from everstep.exact.ties import Tied
-from everstep.placement.cuts import Cut
+from everstep.placement.cuts import ModelCut
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StageSpec:
 
     stage: int
     stages: int
-    cut: Cut
+    cut: ModelCut
     ties: tuple[Tied, ...] = ()
     share: Share | None = None
 

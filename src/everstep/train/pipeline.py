@@ -25,7 +25,7 @@ _AHEAD = 8
 _SLICE_S = 0.01
 
 
-class Host(Protocol):
+class PassHost(Protocol):
     """What the executor of passes needs of the worker."""
 
     def phase(self, name: str, step: int, plan: Plan) -> None:
@@ -64,7 +64,7 @@ class Host(Protocol):
 class Pipeline:
     """Runs lists of passes. `channel` is that of the generation in which `run` is called."""
 
-    def __init__(self, me: int, config: Config, host: Host, micro_batch: Callable[[], int]) -> None:
+    def __init__(self, me: int, config: Config, host: PassHost, micro_batch: Callable[[], int]) -> None:
         self._me = me
         self._config = config
         self._host = host

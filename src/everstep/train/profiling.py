@@ -23,20 +23,20 @@ import torch
 from everstep.protocol import messages as wire
 from everstep.runtime.address import PROFILES_FOLDER, TRACE_KEY
 from everstep.runtime.board import MarkedRow
-from everstep.train.link import Link
+from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)
 
 _GZIP_LEVEL = 3
 
 
-class Profiling:
+class WorkerProfiling:
     """A worker's recordings, one at a time. `ask` may be called by any thread; the others by the training loop's.
 
     wanted: what is asked for and not yet done.
     """
 
-    def __init__(self, link: Link, device: torch.device, tell: Callable[[wire.AnyMessage], None]) -> None:
+    def __init__(self, link: WorkerLink, device: torch.device, tell: Callable[[wire.AnyMessage], None]) -> None:
         self.wanted: wire.ProfileNow | None = None
         self._link = link
         self._device = device
@@ -141,7 +141,7 @@ class Profiling:
 class _Recording:
     """From its making to `stop`. steps: (unix time in ns, number) of those that have begun."""
 
-    def __init__(self, request: wire.ProfileNow, link: Link, device: torch.device) -> None:
+    def __init__(self, request: wire.ProfileNow, link: WorkerLink, device: torch.device) -> None:
         if link.run_dir is None:
             raise FileNotFoundError("there is no run directory")
         self.request = request

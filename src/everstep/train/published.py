@@ -16,13 +16,13 @@ from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
-from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.records import StepOutcome
 from everstep.runtime.address import EVENTS_FILE
 from everstep.train.ledger_file import LedgerFile
 
 log = logging.getLogger(__name__)
 
-_Held = tuple[Outcome, int, dict[str, Any]]
+_Held = tuple[StepOutcome, int, dict[str, Any]]
 _REPORTS = 4  # the newest ones: of the last step or two
 _UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
 
@@ -51,7 +51,7 @@ class Publisher:
             )
             self._ledger = LedgerFile(run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl")
 
-    def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
+    def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
         """A step has been committed, reduced in this generation; `extra` goes into its event."""
         self._pending[outcome.step] = (outcome, generation, extra)
 
@@ -137,7 +137,7 @@ class Publisher:
             reason = f"rows of the ledger are given up: {ledger.waiting} wait for the disk, and no more are kept"
             self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
-    def _report(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
+    def _report(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
         if self.events is None:
             return
         self.events.write(
@@ -151,6 +151,6 @@ class Publisher:
         )
 
 
-def _row(outcome: Outcome, generation: int) -> bytes:
+def _row(outcome: StepOutcome, generation: int) -> bytes:
     uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
     return encode_row(LedgerRow(outcome.step, generation, uses))

@@ -22,8 +22,8 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_paramete
 from everstep.exact.reduce import block_norms
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
-from everstep.exact.ties import Place, stage_terms, tied_out
-from everstep.protocol.driver.records import Outcome, StageSection
+from everstep.exact.ties import TiePlace, stage_terms, tied_out
+from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.train.loop_guard import refused
 from everstep.train.loop_lane import LoopLane
 from everstep.train.lr_policy import LrPolicy
@@ -33,7 +33,7 @@ from everstep.train.precision import LossScaler, autocast
 from everstep.train.stage_lanes import StageLanes
 from everstep.train.update_probe import UpdateProbe
 
-Received = Mapping[Place, torch.Tensor | None]
+TiedGradients = Mapping[TiePlace, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -89,7 +89,7 @@ class StageReplica:
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         return parameters * (3 if self.parts.optimizer is not None else 1) + buffers
 
-    def tied_out(self, reduced: Reduced) -> dict[Place, torch.Tensor | None]:
+    def tied_out(self, reduced: Reduced) -> dict[TiePlace, torch.Tensor | None]:
         """What every other stage of `Tied.stages` has to get before its section: flat float32, None where absent.
 
         Empty where no parameter is used in several stages (`spec.ties` tells).
@@ -101,7 +101,7 @@ class StageReplica:
         reduced: Reduced,
         lanes: Sequence[int],
         digest: str,
-        received: Received | None = None,
+        received: TiedGradients | None = None,
         verify: bool = False,
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
@@ -134,7 +134,7 @@ class StageReplica:
         return found
 
     def apply(
-        self, outcome: Outcome, reduced: Reduced, workers: int, received: Received | None = None
+        self, outcome: StepOutcome, reduced: Reduced, workers: int, received: TiedGradients | None = None
     ) -> dict[str, Any]:
         """Apply a decided step; returns what is worth telling: whether the optimizer stepped, and the gradient norm.
 

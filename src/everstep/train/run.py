@@ -32,7 +32,7 @@ from everstep.protocol.driver.operations import (
 )
 from everstep.train.elastic_order import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
-from everstep.train.executor import WentBack
+from everstep.train.executor import StateJumped
 from everstep.train.loop_guard import LoopGuard
 from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
@@ -151,7 +151,7 @@ class Run:
                     yield step
                     self._refuse_undone(step)
                 else:
-                    with contextlib.suppress(WentBack):
+                    with contextlib.suppress(StateJumped):
                         session.profiling.end()
                         session.view.link.row.set(step=session.view.step, phase="finish")
                         session.executor.ask(EndAsked())

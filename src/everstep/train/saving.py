@@ -1,4 +1,4 @@
-"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the main.
+"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the job's leader.
 
 Which are taken and given up is the driver's to say.
 """
@@ -19,8 +19,8 @@ from everstep.base.errors import ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.interchange import NAMES, names_record
-from everstep.checkpoint.manifest import Identity, TensorRow
-from everstep.checkpoint.manifest_writer import Outcome
+from everstep.checkpoint.manifest import JobIdentity, TensorRow
+from everstep.checkpoint.manifest_writer import WriteOutcome
 from everstep.checkpoint.names import BEST, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
@@ -28,13 +28,13 @@ from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_records
-from everstep.protocol.driver.saver import Saving
+from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.elastic_order import Order
+from everstep.train.elastic_order import AnyOrder
 from everstep.train.heal import StateCopy, pack_state, unpack_state
-from everstep.train.link import Link
+from everstep.train.link import WorkerLink
 from everstep.train.stages import Stages
 from everstep.train.view import WorkerView
 
@@ -94,7 +94,7 @@ class LoopState:
         self._step = -1
 
 
-def saving_of(link: Link, split: bool, order: Order, whole: Whole | None) -> Saving:
+def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | None) -> SavingRules:
     """What this worker's driver goes by. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
@@ -104,10 +104,10 @@ def saving_of(link: Link, split: bool, order: Order, whole: Whole | None) -> Sav
         return epoch_of is not None and number < order.total_steps and epoch_of(number + 1) != epoch_of(number)
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled and whole is not None
-    return Saving(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
+    return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
 
 
-class Saver:
+class PartSaver:
     """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
 
     def __init__(
@@ -121,14 +121,14 @@ class Saver:
         self._loop = loop
         self._note = note
         self._saving = view.driver.config.saving
-        self._mains: dict[int, Member] = {}
+        self._leaders: dict[int, Member] = {}
         self._prepared = False
         link = view.link
         if self._saving.on and link.run_dir is not None and whole is not None:
             self.checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._saving.rule,
-                Identity(link.task, numerics(view.config), whole.tensors, job),
+                JobIdentity(link.task, numerics(view.config), whole.tensors, job),
                 view.me,
                 send=self._send,
                 events=self._told,
@@ -147,7 +147,7 @@ class Saver:
         return {
             Save: self.save,
             AbandonSave: self.abandon,
-            do.Condemn: self.condemn,
+            do.Invalidate: self.invalidate,
             do.Skipped: self.skip,
         }
 
@@ -175,7 +175,7 @@ class Saver:
                 replica.settle_buffers()
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
-        self._mains = {**dict(list(self._mains.items())[-3:]), number: plan.member(plan.leader(0))}
+        self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
         extent = Extent(number, effect.due, encode_records(effect.records), parts, effect.metrics)
         checkpointer.start(extent, states, plan)
 
@@ -195,11 +195,11 @@ class Saver:
                 self.before_update()
             self.checkpointer.abandon(effect.why, effect.plan)
 
-    def condemn(self, effect: do.Condemn) -> None:
+    def invalidate(self, effect: do.Invalidate) -> None:
         """Checkpoints of later steps hold a state that counts for nothing: none is read, or completed, any more."""
         if self.checkpointer is not None:
             self.before_update()
-            self.checkpointer.condemn(effect.sound, with_objects=effect.first)
+            self.checkpointer.invalidate(effect.sound, with_objects=effect.first)
 
     def skip(self, effect: do.Skipped) -> None:
         """A tier takes nothing of a step."""
@@ -214,8 +214,8 @@ class Saver:
     # ---- reports of parts, events, ends
 
     def _send(self, data: bytes) -> None:
-        """In a part's thread: to whoever was the main when the checkpoint began."""
-        main = self._mains.get(decode_report(data).step)
+        """In a part's thread: to whoever was the job's leader when the checkpoint began."""
+        main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
         connection = peer_connect(main.address, self._view.link.token, {"kind": "part"})
@@ -236,8 +236,8 @@ class Saver:
         """In one of several threads: something that happened to a checkpoint."""
         self._view.publisher.emit(kind, **{"generation": self._view.driver.generation, **fields})
 
-    def _ended(self, outcome: Outcome) -> None:
-        """In the main's thread for manifests."""
+    def _ended(self, outcome: WriteOutcome) -> None:
+        """In the job's leader's thread for manifests."""
         number = outcome.step
         if outcome.manifest is None:
             self._note(SaveEnded(number, False, (outcome.failed or UNSAID).reason))

@@ -19,20 +19,20 @@ from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
 from everstep.runtime.address import JOB_FILE
 from everstep.train.cutter import Cutter
-from everstep.train.elastic_order import Order
+from everstep.train.elastic_order import AnyOrder
 from everstep.train.ending import LastCheckpoint
 from everstep.train.executor import Executor
 from everstep.train.final import Finisher
 from everstep.train.heal import Donor
-from everstep.train.keeping import Keeper
+from everstep.train.keeping import SnapshotKeeper
 from everstep.train.lanes import Lanes
-from everstep.train.link import Link
-from everstep.train.membership import Membership
-from everstep.train.profiling import Profiling
+from everstep.train.link import WorkerLink
+from everstep.train.membership import GenerationTies
+from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
 from everstep.train.rendezvous import Rendezvous
 from everstep.train.restoring import Restorer
-from everstep.train.saving import LoopState, Saver, Whole, saving_of
+from everstep.train.saving import LoopState, PartSaver, Whole, saving_of
 from everstep.train.stages import Stages
 from everstep.train.transfers import Transfers
 from everstep.train.transports import open_transport
@@ -47,12 +47,12 @@ class Session:
 
     def __init__(
         self,
-        link: Link,
+        link: WorkerLink,
         stages: Stages,
         device: torch.device,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
-        order: Order,
+        order: AnyOrder,
         whole: Whole | None = None,
         rewindable: bool = False,
     ) -> None:
@@ -70,16 +70,16 @@ class Session:
         executor = Executor(driver, view.cutter, view.tick)
         loop = LoopState(stages)
         name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
-        saver = Saver(view, whole, loop, name, executor.note)
+        saver = PartSaver(view, whole, loop, name, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
-        keeper, finisher = Keeper(view, executor.note), Finisher(view)
+        keeper, finisher = SnapshotKeeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
         updates = Updates(view, transport, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         lanes = Lanes(view, transport, restorer, dataset, collate, device, executor.lane_done)
-        membership = Membership(view, executor, transport, rendezvous, donor.handle)
-        profiling = Profiling(link, device, membership.tell)
+        membership = GenerationTies(view, executor, transport, rendezvous, donor.handle)
+        profiling = WorkerProfiling(link, device, membership.tell)
         membership.on(wire.ProfileNow, profiling.ask)
 
         def finish(operation: do.Finish) -> bool:
@@ -106,7 +106,7 @@ class Session:
         self.transport.close()
 
 
-def _job_facts(link: Link) -> dict[str, Any]:
+def _job_facts(link: WorkerLink) -> dict[str, Any]:
     """What job.json says; nothing where there is none."""
     path = None if link.run_dir is None else link.run_dir / JOB_FILE
     if path is None or not path.exists():

@@ -17,7 +17,7 @@ from everstep.base.errors import ConfigError, EverstepError
 from everstep.data.batch import to_device
 from everstep.data.fetch import Recipe, fetch
 from everstep.exact.seeding import build_seed, seed_all
-from everstep.placement.cuts import Cut
+from everstep.placement.cuts import ModelCut
 from everstep.train.assembly import prepare_torch, sample_order
 from everstep.train.composition import check_units, measure_costs
 from everstep.train.cut import chosen_cut
@@ -32,7 +32,7 @@ from everstep.train.task import Task
 class SplitFacts:
     """cut: of the units, one run per part. unit_ms: of one lane, forward and backward; empty if not asked for."""
 
-    cut: Cut
+    cut: ModelCut
     unit_ms: tuple[float, ...] = ()
 
 
@@ -78,7 +78,7 @@ def _look(whole: Parts, task: Task, batch: Any, config: Config, device: torch.de
     return SplitFacts(cut, unit_ms)
 
 
-def _check(whole: Parts, task: Task, batch: Any, config: Config, device: torch.device, cut: Cut) -> None:
+def _check(whole: Parts, task: Task, batch: Any, config: Config, device: torch.device, cut: ModelCut) -> None:
     refuse_hidden_ties(whole, cut, config.stages)
     output = check_units(whole, task.loss, batch, config, device, cut)
     _check_loss(whole.model, task, batch, output, config, device)

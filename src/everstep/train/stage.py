@@ -18,8 +18,8 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.exact.layout import GradientLayout, align_parameters, untie
 from everstep.exact.state import Share
-from everstep.exact.ties import Place, Tied
-from everstep.placement.cuts import Cut
+from everstep.exact.ties import Tied, TiePlace
+from everstep.placement.cuts import ModelCut
 from everstep.train.calling import calling
 from everstep.train.composition import check_units
 from everstep.train.meta_init import build_by_module
@@ -31,7 +31,7 @@ from everstep.train.task import Task
 
 def build_stages(
     make: Callable[[], Parts],
-    cut: Cut,
+    cut: ModelCut,
     stages: int,
     wanted: Iterable[int],
     *,
@@ -73,7 +73,7 @@ def build_model(
     return model, calling(task, "units", model)
 
 
-def cut_out(whole: Parts, cut: Cut, stages: int, stage: int) -> tuple[Parts, StageSpec]:
+def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts, StageSpec]:
     """What one stage trains. `whole` is used up: what is not the stage's is dropped.
 
     Raises: ConfigError for more parts than units, or parameters that are shared in a way that cannot be cut.
@@ -114,7 +114,7 @@ def cut_out(whole: Parts, cut: Cut, stages: int, stage: int) -> tuple[Parts, Sta
     return parts, spec
 
 
-def _stage_of(cut: Cut, stages: int) -> dict[int, int]:
+def _stage_of(cut: ModelCut, stages: int) -> dict[int, int]:
     return {unit: part % stages for part, run in enumerate(cut) for unit in range(*run)}
 
 
@@ -159,7 +159,7 @@ def _holders(whole: Parts) -> list[_Holder]:
     ]
 
 
-def refuse_hidden_ties(whole: Parts, cut: Cut, stages: int) -> None:
+def refuse_hidden_ties(whole: Parts, cut: ModelCut, stages: int) -> None:
     """See that memory which several stages would write to is one Parameter object, so that everybody sees the tie.
 
     Raises: ConfigError naming both places.
@@ -250,7 +250,7 @@ def _tied(
     return tuple(
         Tied(
             name,
-            tuple(Place(name, unit, stage_of[unit], entry_of.get(id(leaf), -1)) for unit, leaf in leaves),
+            tuple(TiePlace(name, unit, stage_of[unit], entry_of.get(id(leaf), -1)) for unit, leaf in leaves),
             leaves[0][1],
         )
         for name, leaves in shared

@@ -18,9 +18,9 @@ from everstep.protocol.chunks import share
 from everstep.protocol.step_types import Pieces, Piecewise
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train import heal
-from everstep.train.blocks import CHUNK_BLOCKS, Assembly, BlocksDamaged, Held, Source, StageState, joint_manifest
+from everstep.train.blocks import CHUNK_BLOCKS, BlocksDamaged, BlockSender, Gathering, Held, StageState, joint_manifest
 from everstep.train.executor import Unusable
-from everstep.train.heal import Received
+from everstep.train.heal import ReceivedOffer
 from everstep.train.view import WorkerView
 
 MOST_DONORS = 4
@@ -42,7 +42,7 @@ class Taker:
 
     def settle(
         self, plan: Plan, step: int, sources: Mapping[int, tuple[int, ...]], pieces: Piecewise
-    ) -> list[Received]:
+    ) -> list[ReceivedOffer]:
         """All that is wanted, in memory: nothing is changed before all of it is there.
 
         Raises: CollectiveAborted; Unusable if blocks that were stated are not to be had.
@@ -74,7 +74,7 @@ class Taker:
         size = max(0, self._view.stages.expected_bytes) * len(stages)
         return share(size, donors, most=most, least_bytes=LEAST_BYTES)
 
-    def _stream(self, plan: Plan, donors: Sequence[Member], stages: Sequence[int]) -> Received:
+    def _stream(self, plan: Plan, donors: Sequence[Member], stages: Sequence[int]) -> ReceivedOffer:
         """Of the first one that can be reached; what comes damaged, of any."""
         request = {"kind": "settle", "generation": plan.generation, "stages": stages}
         connection = heal.connect_first(donors, self._view.link.token, request)
@@ -93,7 +93,7 @@ class Taker:
 
     def _ranges(
         self, plan: Plan, donors: Sequence[Member], stages: Sequence[int], step: int, one: Pieces | None, at_once: int
-    ) -> Received:
+    ) -> ReceivedOffer:
         """In ranges, of several; the manifests are those of the first one that answers, where that has all."""
         lines, failed = [self._settling(plan, member, stages, "first") for member in donors], []
         heads: list[_Line] = []
@@ -124,8 +124,8 @@ class Taker:
         request = {"kind": "settle", "generation": plan.generation, "stages": list(stages), "ranges": ranges}
         return _Line(self._view, plan.generation, member, request)
 
-    def _assembly(self, manifests: Mapping[int, dict[str, Any]]) -> Assembly:
-        return Assembly(manifests, self._view.tick, CHUNK_BLOCKS)
+    def _assembly(self, manifests: Mapping[int, dict[str, Any]]) -> Gathering:
+        return Gathering(manifests, self._view.tick, CHUNK_BLOCKS)
 
     def _await(self, connection: PeerConnection) -> None:
         while not heal.readable(connection, _SLICE_S):
@@ -155,7 +155,7 @@ class Taker:
             return Asked(connection, tuple(stages), line, [other for other in others if other.reached()])
         raise CollectiveAborted("no donor could be reached: " + "; ".join(failed))
 
-    def offered(self, asked: Asked) -> Received:
+    def offered(self, asked: Asked) -> ReceivedOffer:
         """What the one who is followed offers, with all its blocks.
 
         Raises: EverstepError or OSError if it goes away.
@@ -225,7 +225,9 @@ class _Line:
         if self._connection is not None:
             self._view.cutter.close(self._connection)
 
-    def source(self, stages: Sequence[int], position: Sequence[int] | None = None, *, stays: bool = False) -> Source:
+    def source(
+        self, stages: Sequence[int], position: Sequence[int] | None = None, *, stays: bool = False
+    ) -> BlockSender:
         """For blocks of these stages. position: where it has to be, else it is let go. stays: others close it."""
 
         def opened() -> tuple[PeerConnection, Mapping[int, Extents]] | None:
@@ -235,4 +237,4 @@ class _Line:
                 return None
             return self.connect(), heal.parts_in(header, stages)
 
-        return Source(str(self.member.key), opened, (lambda: None) if stays else self.close)
+        return BlockSender(str(self.member.key), opened, (lambda: None) if stays else self.close)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
-from everstep.exact.ties import Place
+from everstep.exact.ties import TiePlace
 from everstep.parallel.staged import StagedTransport
 from everstep.train.replica import StageReplica
 
-_Told = dict[Place, Tensor | None]
+_Told = dict[TiePlace, Tensor | None]
 
 
 def exchange_ties(
@@ -46,7 +46,7 @@ def exchange_ties(
         tensors, meta = transport.channel.recv(_sender(plan, stage, me), Hop(step, "tied", stage, 0))
         there = iter(tensors)
         told[stage] = {
-            Place(name, unit, at): next(there) if present else None
+            TiePlace(name, unit, at): next(there) if present else None
             for name, unit, at, present in msgspec.msgpack.decode(meta)
         }
     return {
@@ -55,12 +55,12 @@ def exchange_ties(
     }
 
 
-def _from_elsewhere(out: Mapping[Place, Tensor | None]) -> _Told:
+def _from_elsewhere(out: Mapping[TiePlace, Tensor | None]) -> _Told:
     """The places as other stages call them."""
-    return {Place(p.name, p.unit, p.stage): t for p, t in out.items()}
+    return {TiePlace(p.name, p.unit, p.stage): t for p, t in out.items()}
 
 
-def _wanted(replica: StageReplica, place: Place) -> bool:
+def _wanted(replica: StageReplica, place: TiePlace) -> bool:
     return any(t.name == place.name for t in replica.spec.ties)
 
 

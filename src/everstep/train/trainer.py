@@ -9,7 +9,7 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.train.calling import calling
-from everstep.train.executor import WentBack
+from everstep.train.executor import StateJumped
 from everstep.train.run import Run, Step
 from everstep.train.task import Task
 
@@ -74,7 +74,7 @@ def train(task: Task, run: Run, early_stop: EarlyStop) -> None:
             if test is None or (step.number % config.eval_every and step.number != run.total_steps):
                 continue
             metrics = _evaluate(task, run, test)
-        except WentBack:
+        except StateJumped:
             continue  # a stage was lost: the run goes on from where all are
         run.report("evaluated", step=step.number, metrics=metrics)
         reason = early_stop.observe(metrics)

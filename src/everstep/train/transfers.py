@@ -18,10 +18,10 @@ from everstep.protocol.driver.records import conclude, stages_in
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
-from everstep.train.blocks import Assembly, BlocksDamaged, Held, Layers, Readable, StageState
+from everstep.train.blocks import BlocksDamaged, Gathering, Held, Layers, Readable, StageState
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, Offer, Received
-from everstep.train.keeping import Keeper
+from everstep.train.heal import Donor, Offer, ReceivedOffer
+from everstep.train.keeping import SnapshotKeeper
 from everstep.train.replica import StageReplica
 from everstep.train.restoring import Restorer
 from everstep.train.saving import LOOP, PAST, LoopState
@@ -36,7 +36,13 @@ class Transfers:
     """One worker's part in moving state. `past`: the step of a checkpoint whose loop was through with it already."""
 
     def __init__(
-        self, view: WorkerView, updates: Updates, donor: Donor, keeper: Keeper, restorer: Restorer, loop: LoopState
+        self,
+        view: WorkerView,
+        updates: Updates,
+        donor: Donor,
+        keeper: SnapshotKeeper,
+        restorer: Restorer,
+        loop: LoopState,
     ) -> None:
         self.past = 0
         self._view = view
@@ -152,7 +158,7 @@ class Transfers:
         whole = self._keeper.at(step)
         own = [(whole[stage], WHOLE)] if stage in whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
-        assembly = Assembly({stage: own[-1][0].manifest()}, self._view.tick, 1)
+        assembly = Gathering({stage: own[-1][0].manifest()}, self._view.tick, 1)
         assembly.want(stage, NONE, own)
         try:
             return assembly.take([], 0)[stage]
@@ -161,7 +167,7 @@ class Transfers:
             why = Why(Cause.CORRUPT, f"the snapshot of stage {stage} at step {step} is not what it was")
             raise Unusable(why, torn=False) from None
 
-    def _load(self, offer: Received) -> None:
+    def _load(self, offer: ReceivedOffer) -> None:
         for stage, state in offer.states.items():
             self._load_stage(self._view.stages[stage], state)
         if offer.application:
@@ -173,7 +179,7 @@ class Transfers:
         state.load_into(replica.state)
         replica.prove_update()
 
-    def _arrive(self, offer: Received) -> None:
+    def _arrive(self, offer: ReceivedOffer) -> None:
         number, outcome = offer.position.step, None
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
@@ -305,9 +311,9 @@ class _Feed:
         self.connection = connection
         self.stages = tuple(stages)
         self.steps: list[heal.FollowedStep] = []
-        self._offer: Received | None = None
+        self._offer: ReceivedOffer | None = None
 
-    def take(self, offer: Received) -> None:
+    def take(self, offer: ReceivedOffer) -> None:
         """What it begins with."""
         self._offer = offer
 
@@ -316,7 +322,7 @@ class _Feed:
         self._offer = None
 
     @property
-    def offered(self) -> Received:
+    def offered(self) -> ReceivedOffer:
         """Raises: InvariantViolation before it came."""
         check(self._offer is not None, "nothing was offered yet")
         return self._offer  # type: ignore[return-value]

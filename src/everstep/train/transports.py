@@ -7,11 +7,11 @@ import torch
 from everstep.parallel.kinds.table import KINDS
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
-from everstep.train.link import Link
+from everstep.train.link import WorkerLink
 from everstep.train.rendezvous import Rendezvous
 
 
-def open_transport(link: Link, rendezvous: Rendezvous, device: torch.device) -> StagedTransport:
+def open_transport(link: WorkerLink, rendezvous: Rendezvous, device: torch.device) -> StagedTransport:
     """As the config's `transport` says; 'auto' takes shared memory, since a job's workers are on one machine.
 
     Raises: ConfigError if it is not to be had on this device.

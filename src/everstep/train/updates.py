@@ -8,12 +8,12 @@ from typing import Any
 
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import AgreePayload, Outcome, committed_unix_ns
+from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic_order import ElasticOrder
-from everstep.train.heal import Donor, Gradient, pack_state
-from everstep.train.keeping import Keeper
-from everstep.train.saving import LoopState, Saver
+from everstep.train.heal import Donor, StageGradient, pack_state
+from everstep.train.keeping import SnapshotKeeper
+from everstep.train.saving import LoopState, PartSaver
 from everstep.train.ties import exchange_ties
 from everstep.train.view import WorkerView
 
@@ -28,18 +28,18 @@ class Updates:
         view: WorkerView,
         transport: StagedTransport,
         donor: Donor,
-        keeper: Keeper,
-        saver: Saver,
+        keeper: SnapshotKeeper,
+        saver: PartSaver,
         loop: LoopState,
     ) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
         self._view = view
         self._transport = transport
         self._donor = donor
         self._keeper = keeper
         self._saver = saver
         self._loop = loop
-        self._gradients: dict[int, dict[int, Gradient]] = {}
+        self._gradients: dict[int, dict[int, StageGradient]] = {}
         self._generations: dict[int, int] = {}
         self._released = 0
         self._entered = 0
@@ -75,7 +75,7 @@ class Updates:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
         reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}
         received = exchange_ties(me, plan, number, stages, reduced, self._transport)
-        found = {k: Gradient(reduced[k], received.get(k, {})) for k in lanes}
+        found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         self._gradients[number] = {**self._gradients.get(number, {}), **found}
         self._generations[number] = plan.generation
         every = view.config.verify_every
@@ -95,7 +95,11 @@ class Updates:
         return began
 
     def apply(
-        self, outcome: Outcome, records: Mapping[int, Record], gradients: Mapping[int, Gradient], generation: int
+        self,
+        outcome: StepOutcome,
+        records: Mapping[int, Record],
+        gradients: Mapping[int, StageGradient],
+        generation: int,
     ) -> None:
         """The step's update, with the reduced gradients of all stages that are held; made in this generation."""
         view, number = self._view, outcome.step
@@ -116,7 +120,7 @@ class Updates:
         self.hold(outcome, generation, extra)
         self._saver.prepare()
 
-    def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, Gradient]) -> None:
+    def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, StageGradient]) -> None:
         """A step is about to be applied: pass it on, and let what is being copied be copied."""
         stages = self._view.stages
         numel = {k: replica.layout.numel for k, replica in stages.items()}
@@ -130,13 +134,13 @@ class Updates:
         self._keeper.stand_still()
         self._saver.before_update()
 
-    def arrive(self, outcome: Outcome | None, number: int) -> None:
+    def arrive(self, outcome: StepOutcome | None, number: int) -> None:
         """The state is that of step `number`."""
         self.outcome = outcome
         self._loop.remember(number)
         self._view.link.log.at(number)
 
-    def hold(self, outcome: Outcome, generation: int, extra: dict[str, Any]) -> None:
+    def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
         """What is to be told of a step, later, unless it was."""
         if outcome.step > self._released:
             self._view.publisher.hold(outcome, generation, extra)

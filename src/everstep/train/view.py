@@ -11,8 +11,8 @@ from everstep.base.config import Config
 from everstep.base.plan import Plan
 from everstep.protocol.driver.driver import Driver
 from everstep.train.cutter import Cutter
-from everstep.train.elastic_order import Order
-from everstep.train.link import Link
+from everstep.train.elastic_order import AnyOrder
+from everstep.train.link import WorkerLink
 from everstep.train.published import Publisher
 from everstep.train.stages import Stages
 
@@ -21,9 +21,9 @@ from everstep.train.stages import Stages
 class WorkerView:
     """`driver` is looked at by the training thread alone; only the executor feeds it."""
 
-    link: Link
+    link: WorkerLink
     stages: Stages
-    order: Order
+    order: AnyOrder
     driver: Driver
     cutter: Cutter
     publisher: Publisher

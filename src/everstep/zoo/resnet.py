@@ -137,7 +137,7 @@ class Stem(nn.Module):
         return cast(torch.Tensor, self.maxpool(self.relu(self.bn1(self.conv1(x)))))
 
 
-class Head(nn.Module):
+class ResNetHead(nn.Module):
     """The model's pooling and `fc` as one unit; it shares the modules, it does not own them."""
 
     def __init__(self, avgpool: nn.Module, fc: nn.Linear) -> None:
@@ -187,7 +187,7 @@ class ResNet(nn.Module):
         # In a tuple, where nn.Module does not look: otherwise the state would list their parameters twice.
         self._ends = (
             Stem(self.conv1, self.bn1, self.relu, self.maxpool),
-            Head(self.avgpool, self.fc),
+            ResNetHead(self.avgpool, self.fc),
         )
 
     def _initialise(self) -> None:

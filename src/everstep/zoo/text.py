@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.text import Bytes, Chosen, Tokenizer, Windows, read_text, standard_library
+from everstep.data.text import ByteTokenizer, Chosen, Tokenizer, Windows, read_text, standard_library
 from everstep.data.token_cache import byte_pairs
 from everstep.train.task import Task
 from everstep.zoo.recipe import decay_groups, options, total_steps, warmup_cosine
@@ -68,7 +68,7 @@ class TransformerText(Task):
                 raise ConfigError(f"task.tokenizer: expected bytes or bpe, got {kind!r}")
             tokenizer: Tokenizer
             if kind == "bytes":
-                tokenizer = Bytes()
+                tokenizer = ByteTokenizer()
                 tokens = tokenizer.encode(data)
             else:
                 tokens, tokenizer = byte_pairs(data, self.option("vocabulary"))

@@ -85,7 +85,7 @@ class Block(nn.Module):
         return cast(torch.Tensor, x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x))))))
 
 
-class Head(nn.Module):
+class TransformerHead(nn.Module):
     """The last norm, and logits by the token embedding's weight. A unit.
 
     `weight` is the embedding's own Parameter, registered here a second time: each of the two units has it, and a job
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.head = Head(config, cast(nn.Parameter, self.embedding.tokens.weight))
+        self.head = TransformerHead(config, cast(nn.Parameter, self.embedding.tokens.weight))
         self._initialise()
 
     def _initialise(self) -> None:

@@ -21,7 +21,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest_writer import Outcome
+from everstep.checkpoint.manifest_writer import WriteOutcome
 from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
@@ -40,7 +40,7 @@ class Job:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.changed = threading.Condition()
         self.collected: list[int] = []
-        self.ended: list[Outcome] = []
+        self.ended: list[WriteOutcome] = []
         self.workers = [
             Checkpointer(
                 directory,
@@ -230,7 +230,7 @@ def test_what_turned_out_wrong_is_set_aside_and_may_be_saved_anew(start: Callabl
         job.update(step)
         job.wait_told(step)
     for worker in job.workers:
-        worker.condemn(2, with_objects=False)
+        worker.invalidate(2, with_objects=False)
     assert steps_in(job.workers[0].store) == [2] and job.workers[1].restorable(limit=2) == (2,)
     job.save(3)
     job.update(9)

@@ -14,9 +14,9 @@ from everstep.base.config import load_config
 from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.checkpoint.manifest_form import Form, State
-from everstep.checkpoint.manifest_writer import Facts, ManifestWriter
+from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter
 from everstep.checkpoint.part import Base, PartJob, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
@@ -78,12 +78,12 @@ def test_the_next_ones_continue_them(tmp_path: Path) -> None:
     replica = replicas("deltas", ((0, 4),))[0]
     old = open_checkpoint(store, 3)
     old.load_into({0: replica.state})
-    identity = Identity(**{key: old.manifest.identity[key] for key in ("task", "numerics", "job")})
+    identity = JobIdentity(**{key: old.manifest.identity[key] for key in ("task", "numerics", "job")})
     done = threading.Event()
     rule, why = DiskTierConfig(keep_last=1), Why(Cause.REQUESTED, "")
     writer = ManifestWriter(store, identity, rule, lambda outcome: done.set())
     live, base = LiveState.of(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
-    writer.expect(Facts(4, 1, why=why))
+    writer.expect(CheckpointFacts(4, 1, why=why))
     part = PartWriter(store, PartJob(4, 1, 0, 0, 0, live.n_blocks, True, 0), live, lambda: base, writer.add)
     part.start()
     assert done.wait(60.0)

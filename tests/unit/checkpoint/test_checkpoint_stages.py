@@ -14,7 +14,7 @@ from checkpoint_saving import NUMERICS
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.plan import Member, Plan, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
-from everstep.checkpoint.manifest import Identity
+from everstep.checkpoint.manifest import JobIdentity
 from everstep.checkpoint.reader import open_checkpoint, verify_blocks
 from everstep.exact.state import ModelState, Share
 from everstep.protocol.driver.policy import Due
@@ -75,7 +75,7 @@ def save(directory: Path, cuts: list[int], pools: list[list[int]], step: int) ->
         workers[i] = Checkpointer(
             directory,
             CheckpointConfig(),
-            Identity("task", NUMERICS),
+            JobIdentity("task", NUMERICS),
             i,
             send=lambda data: workers[plan.leader(0)].report(data),
             events=tell,
@@ -94,7 +94,9 @@ def test_written_by_stages_read_by_others(tmp_path: Path) -> None:
     save(tmp_path, [0, 1, 2, 4], [[1], [1, 5], [5]], 2)  # two workers for three stages
     for step in (1, 2):
         expected = whole(step).manifest()
-        found = open_checkpoint(Checkpointer(tmp_path, CheckpointConfig(), Identity("", {}), 0, send=print).store, step)
+        found = open_checkpoint(
+            Checkpointer(tmp_path, CheckpointConfig(), JobIdentity("", {}), 0, send=print).store, step
+        )
         assert found.manifest.state == expected
         verify_blocks(found)
         loaded = whole(9)

@@ -18,7 +18,7 @@ from everstep.checkpoint.names import LATEST, manifest_name
 from everstep.checkpoint.object_store import ObjectStore, StoreRefused
 from everstep.checkpoint.pointers import read_pointer, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside_after, steps_in, verify_blocks
-from everstep.checkpoint.store import Bytes, DirectoryStore
+from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import TransferStopped, transfer
@@ -37,7 +37,7 @@ class Spoiled(DirectoryStore):
         self.before = before
         self.writes: list[str] = []
 
-    def write(self, name: str, chunks: Iterable[Bytes], size: int, if_absent: bool = False) -> None:
+    def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         self.before(name)
         super().write(name, chunks, size, if_absent)
         self.writes.append(name)
@@ -287,7 +287,7 @@ def test_retention_of_the_far_side(source: DirectoryStore, tmp_path: Path) -> No
     assert read_pointer(target, LATEST) == 5
 
 
-def test_what_is_condemned_is_set_aside_and_may_come_again(source: DirectoryStore, tmp_path: Path) -> None:
+def test_what_is_invalidated_is_set_aside_and_may_come_again(source: DirectoryStore, tmp_path: Path) -> None:
     events, target = Events(), DirectoryStore(tmp_path / "far")
     uploader = Uploader(source, target, events, retention(TierConfig(keep_last=5)))
     for step in (1, 2, 3):
@@ -296,7 +296,7 @@ def test_what_is_condemned_is_set_aside_and_may_come_again(source: DirectoryStor
         events.wait("checkpoint_completed", step)
     set_aside_after(source, 1)
     assert steps_in(source) == [1] and read_pointer(source, LATEST) is None
-    uploader.condemn(1)
+    uploader.invalidate(1)
     while not uploader.idle:
         threading.Event().wait(0.001)
     assert steps_in(target) == [1] and read_pointer(target, LATEST) is None

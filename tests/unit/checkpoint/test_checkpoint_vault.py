@@ -8,7 +8,7 @@ from checkpoint_saving import advance, make_state
 from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
-from everstep.checkpoint.vault import Copy, Vault
+from everstep.checkpoint.vault import MemoryCopy, Vault
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
@@ -72,7 +72,7 @@ def test_a_peer_gets_a_verified_copy() -> None:
     assert served is not None and vault.get(0, 4) is None
     advance(state, 2)  # the copy is not concerned
     manifest = served.manifest()
-    copy = Copy(manifest, [bytes(served.read_block(k)) for k in range(served.n_blocks)])
+    copy = MemoryCopy(manifest, [bytes(served.read_block(k)) for k in range(served.n_blocks)])
     other = make_state(7)
     other.load(copy.manifest(), copy.read_block)
     assert other.manifest() == expected
@@ -80,14 +80,14 @@ def test_a_peer_gets_a_verified_copy() -> None:
     assert held.put(0, 5, copy) and held.kept() == ((0, 5),)
     bad = [bytes(copy.read_block(k)) for k in range(copy.n_blocks)]
     bad[2] = bad[2][:-1] + bytes([bad[2][-1] ^ 1])
-    part = Copy(manifest, bad)
+    part = MemoryCopy(manifest, bad)
     of = sizes_of(manifest)
     assert Extents.numbered(of, [2]) == WHOLE - part.there and part.n_blocks == copy.n_blocks
-    assert Copy(manifest, bad[:1]).there == Extents.numbered(of, [0])
+    assert MemoryCopy(manifest, bad[:1]).there == Extents.numbered(of, [0])
     with pytest.raises(CheckpointCorrupt, match="none of the"):
-        Copy(manifest, [bad[2]])
+        MemoryCopy(manifest, [bad[2]])
     with pytest.raises(CheckpointCorrupt, match="does not match its digest"):
-        Copy({**manifest, "blocks": manifest["blocks"][1:]}, bad)
+        MemoryCopy({**manifest, "blocks": manifest["blocks"][1:]}, bad)
 
 
 def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
@@ -96,7 +96,7 @@ def test_a_copy_that_has_lost_blocks_is_a_part() -> None:
     of = sizes_of(made.manifest())
     blocks = [bytes(made.read_block(k)) for k in range(made.n_blocks)]
     blocks[1] = bytes(len(blocks[1]))
-    came = Copy(made.manifest(), blocks)
+    came = MemoryCopy(made.manifest(), blocks)
     assert vault.put(0, 5, came, came.there)
     left = WHOLE - Extents.numbered(of, [1])
     assert vault.kept() == () and vault.get(0, 5) is None

@@ -11,7 +11,7 @@ import torch
 from everstep.base.config import load_config
 from everstep.base.errors import CheckpointCorrupt
 from everstep.cli.checkpoint_import import initial_replica
-from everstep.cli.job import Job, Request, effective_config
+from everstep.cli.job import JobFile, Request, effective_config
 from everstep.cli.main import run_command
 from everstep.cli.start import find_start, newest_step
 from everstep.cli.task_loading import make_task, parse_task
@@ -72,7 +72,7 @@ def test_what_is_prepared_comes_in_nowhere(
         assert run_command(["checkpoints", *map(str, argv)]) == 2
         assert named in one_line(capsys)
     for source in (evil, evil / "step-0000000001"):
-        job = Job("task", (), load_config([("test", {"resume_from": str(source)})]))
+        job = JobFile("task", (), load_config([("test", {"resume_from": str(source)})]))
         with pytest.raises(CheckpointCorrupt) as caught:
             find_start(new, job, script=True)
         assert named in str(caught.value) and "\n" not in str(caught.value)
@@ -95,7 +95,7 @@ def test_a_step_behind_a_link_is_none(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_older_good_one_is_taken(tmp_path: Path) -> None:
     prepare(tmp_path / "evil", lambda body: None, 1)
     prepare(tmp_path / "evil", renamed(ESCAPE), 2)
-    job = Job("task", (), load_config([("test", {"resume_from": str(tmp_path / "evil")})]))
+    job = JobFile("task", (), load_config([("test", {"resume_from": str(tmp_path / "evil")})]))
     start = find_start(tmp_path / "run", job, script=True)
     assert start.step == 1 and start.brought
     assert start.words.startswith("passed over step 2: ") and ESCAPE in start.words

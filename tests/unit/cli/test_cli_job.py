@@ -26,7 +26,7 @@ from everstep.cli.job import (
 )
 from everstep.cli.run import _opening
 from everstep.cli.run_dir import inspect, read_digest, set_aside
-from everstep.cli.start import Start
+from everstep.cli.start import StartPoint
 from everstep.observe.events import EventLog
 
 
@@ -123,7 +123,7 @@ def test_a_job_file_of_another_version_is_read_and_what_is_unknown_is_told(tmp_p
     assert (before.config.steps, before.config.loader.workers, before.config.schedule) == (3, 1, "1f1b")
     found = inspect(tmp_path, job)
     assert found.job is not None
-    said = [line for line in _opening(tmp_path, found, Start(), None, False) if "does not know" in line]
+    said = [line for line in _opening(tmp_path, found, StartPoint(), None, False) if "does not know" in line]
     assert len(said) == 1 and "\n" not in said[0] and "loader.magic=True" in said[0]
     data["config"]["lanes"] = 4
     (tmp_path / "job.json").write_text(json.dumps(data))

@@ -11,7 +11,7 @@ from everstep.base.config import describe, load_config, to_dict
 from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
 from everstep.cli import run as run_module
-from everstep.cli.job import Job, write_job
+from everstep.cli.job import JobFile, write_job
 from everstep.cli.main import run_command
 from everstep.observe.events import format_event
 from everstep.sinks import sink as sink_module
@@ -33,7 +33,7 @@ def test_the_key_takes_lists_and_text() -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    write_job(tmp_path, Job("mine", (), load_config([("test", {"steps": 2})]), created_unix_ns=10**18))
+    write_job(tmp_path, JobFile("mine", (), load_config([("test", {"steps": 2})]), created_unix_ns=10**18))
     lines = [format_event("job_started", 10**18, {"step": 0, "workers": 1})]
     lines += [format_event("step_committed", 10**18 + n * 10**9, {"step": n, "loss": 0.5}) for n in (1, 2)]
     lines.append(format_event("job_completed", 10**18 + 3 * 10**9, {"state": "completed"}))

@@ -21,7 +21,7 @@ from everstep.cli.main import run_command  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, is_loopback, kept_token  # noqa: E402
-from everstep.dashboard.view import Cursor, patch  # noqa: E402
+from everstep.dashboard.view import PageCursor, patch  # noqa: E402
 from everstep.observe.events import format_event  # noqa: E402
 from everstep.observe.logs import WorkerLog  # noqa: E402
 from everstep.runtime import commands  # noqa: E402
@@ -283,7 +283,7 @@ def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.Monke
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:
     feed = RunFeed(make_run(tmp_path))
     feed.load()
-    cursor = Cursor()
+    cursor = PageCursor()
     assert patch(feed, cursor)["reset"]
     assert patch(feed, cursor) == {}
     with open(feed.run_dir / "events.jsonl", "ab") as file:
@@ -323,7 +323,7 @@ def test_the_coordinators_word_counts_for_the_living(tmp_path: Path) -> None:
         "lanes": [],
     }
     feed.running, feed.status = True, {"state": "recovering", "target": 2, "workers": [{**seen, "samples_per_s": 0.0}]}
-    shown = patch(feed, Cursor())
+    shown = patch(feed, PageCursor())
     fields, rows = shown["workers"]["fields"], shown["workers"]["rows"]
     assert dict(zip(fields, rows["1"], strict=True))["state"] == "healing"
     assert shown["head"]["state"] == "recovering"
@@ -395,7 +395,7 @@ def test_what_a_worker_uses_is_that_of_its_present_life(tmp_path: Path) -> None:
     feed.history.usage.take({"t": T0, "workers": [{**sample, "worker_id": i} for i in (0, 1)]})
     feed.running = True
     feed.history.facts.workers[1].incarnation = 1
-    shown = patch(feed, Cursor())["workers"]
+    shown = patch(feed, PageCursor())["workers"]
     rows = {i: dict(zip(shown["fields"], row, strict=True)) for i, row in shown["rows"].items()}
     assert (rows["0"]["rss"], rows["0"]["phase"]) == (7, "reduce")
     assert (rows["1"]["rss"], rows["1"]["phase"]) == (None, "")

@@ -14,7 +14,7 @@ from everstep.data.batch import pack, to_device, unpack
 from everstep.data.digits import DEVIATION, MEAN, Digits
 from everstep.data.fetch import Recipe, fetch
 from everstep.data.folder import PictureFolder
-from everstep.data.text import BytePairs, Bytes, Chosen, Windows, read_text, standard_library
+from everstep.data.text import BytePairs, ByteTokenizer, Chosen, Windows, read_text, standard_library
 from everstep.data.token_cache import byte_pairs
 from everstep.exact.seeding import seed_all
 from everstep.order.cursor import SampleOrder
@@ -101,10 +101,10 @@ def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_bytes_come_back() -> None:
     text = "Füße, 時間"
-    tokens = Bytes().encode(text.encode())
+    tokens = ByteTokenizer().encode(text.encode())
     assert tokens.dtype == torch.int64
-    assert Bytes().decode(tokens.tolist()) == text
-    assert Bytes().encode(b"").tolist() == []
+    assert ByteTokenizer().decode(tokens.tolist()) == text
+    assert ByteTokenizer().encode(b"").tolist() == []
 
 
 def test_byte_pairs_are_the_same_each_time_and_come_back(tmp_path: Path) -> None:

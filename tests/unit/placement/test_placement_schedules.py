@@ -22,7 +22,7 @@ from everstep.placement.schedules import (
 from everstep.placement.schedules import (
     schedule as compute_schedule,
 )
-from everstep.placement.timeline import Slot, Timeline, bubble_fraction, cells, timeline
+from everstep.placement.timeline import Timeline, TimelineSlot, bubble_fraction, cells, timeline
 from everstep.placement.tree import cover
 
 
@@ -310,6 +310,6 @@ def test_a_schedule_that_cannot_go_on_is_a_bug():
 
 def test_cells_show_starts_and_what_goes_on():
     op = Op("backward", 0, 0, 0)
-    assert list(cells((Slot(op, 1, 3),), 4)) == [(None, False), (op, True), (op, False), (None, False)]
+    assert list(cells((TimelineSlot(op, 1, 3),), 4)) == [(None, False), (op, True), (op, False), (None, False)]
     assert Timeline(()).length == 0
     assert bubble_fraction(Timeline(())) == 0.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.base.extents import NONE, WHOLE, Extents, Run
+from everstep.base.extents import NONE, WHOLE, BlockRun, Extents
 from everstep.protocol.chunks import Chunk, Chunks, share
 
 OF = (("model", 6), ("exp_avg", 4))
 
 
 def part(*runs: tuple[str, int, int]) -> Extents:
-    return Extents.part(OF, [Run(*run) for run in runs])
+    return Extents.part(OF, [BlockRun(*run) for run in runs])
 
 
 def queue(most: int = 4, missing: Extents = WHOLE) -> Chunks[str]:

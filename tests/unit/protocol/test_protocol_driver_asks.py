@@ -76,7 +76,7 @@ def test_messages_wait_while_an_operation_is_outstanding() -> None:
 def test_messages_wait_while_the_application_has_the_turn() -> None:
     w = member_worker(0, 1)
     w.hear(plan(2, (0, 1)))
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.out == [] and w.driver.generation == 1
     w.ask(do.StepAsked(1))
     assert w.out[0] == do.Cut(1) and isinstance(w.op, do.Open)
@@ -111,7 +111,7 @@ def test_lanes_and_snapshots_are_noted_at_any_time() -> None:
 
 def test_a_tick_is_nothing_by_itself() -> None:
     w = member_worker(0, 1)
-    assert w.on(do.Tick()) == []
+    assert w.on(do.TimePassed()) == []
 
 
 INTERRUPTING = {"PlanNow", "Heal", "JobEnded", "Dismissed"}
@@ -178,7 +178,7 @@ def test_an_aborted_operation_accuses_whom_it_waited_for_and_nothing_more_is_don
             )
         )
     ]
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.out == [] and w.op is None
     w.hear(plan(2, (0, 1)))
     assert isinstance(w.op, do.Open)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from everstep.protocol.driver.comparing import differing
-from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.records import StepOutcome
 
 
-def outcome(digests: dict[int, dict[int, str]], ties: dict[str, dict[tuple[int, int], str]] | None = None) -> Outcome:
-    return Outcome(40, (), {}, 0.0, 1.0, 0.0, 0, {}, digests, ties=ties or {})
+def outcome(
+    digests: dict[int, dict[int, str]], ties: dict[str, dict[tuple[int, int], str]] | None = None
+) -> StepOutcome:
+    return StepOutcome(40, (), {}, 0.0, 1.0, 0.0, 0, {}, digests, ties=ties or {})
 
 
 def test_nothing_differs() -> None:

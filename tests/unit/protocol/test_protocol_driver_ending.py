@@ -48,7 +48,7 @@ def test_the_end_is_a_gather_and_then_finish_and_then_the_end_of_the_job() -> No
     w.done(True)
     done = wire.WorkerDone(worker_id=0, incarnation=0, generation=1, step=1, final_written=True)
     assert w.out == [do.Tell(done)] and done in w.driver.standing.messages
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.out == [], "once per generation"
     w.hear(COMPLETED)
     assert w.out == [do.JobOver()]
@@ -80,7 +80,7 @@ def test_nothing_is_finished_while_the_others_are_waited_for() -> None:
     w.hear(plan(2, (0, 1)))
     w.abort()
     w.abort(1)
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.op is None and w.count(do.Finish) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_step_that_was_applied_is_answered_though_the_job_is_over() -> None:
 def test_who_has_raised_says_so_drops_its_lanes_and_stays() -> None:
     w = holding()
     assert w.out == [do.DropLanes(), do.Tell(WORDS)] and WORDS in w.driver.standing.messages
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.out == []
 
 
@@ -228,8 +228,8 @@ def test_it_computes_nothing_more_but_settles_and_gives_its_state() -> None:
 def test_it_is_released_when_its_time_is_over() -> None:
     w = holding(until_ns=100 * MS)
     w.now = 98 * MS
-    assert w.on(do.Tick()) == []
-    assert w.on(do.Tick()) == [do.Released()]
+    assert w.on(do.TimePassed()) == []
+    assert w.on(do.TimePassed()) == [do.Released()]
 
 
 def test_it_is_released_when_the_job_is_over() -> None:

@@ -272,7 +272,7 @@ def test_a_lost_feed_is_told_and_another_ticket_begins_anew() -> None:
     )
     assert w.out == [do.CloseFeeds(), do.Tell(failed)] and w.op is None
     assert w.told(wire.PeerFault) == []
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.op is None
     w.hear(ticket(8, plan(3, (1, 2))))
     assert w.out == [do.OpenFeeds(w.op.op, 3, 8, (((member(1), member(2)), (0,)),))]
@@ -328,7 +328,7 @@ def test_a_message_that_can_wait_does_not_silence_it() -> None:
 def test_a_step_whose_records_differ_is_not_replayed() -> None:
     w = adopted()
     w.done([fed(5, digests={1: "a", 2: "b"})])
-    assert w.out[:2] == [do.Condemn(3, False), do.CloseFeeds()]
+    assert w.out[:2] == [do.Invalidate(3, False), do.CloseFeeds()]
     [failed] = w.told(wire.HealFailed)
     assert failed.cause is Cause.CORRUPT
     assert failed.reason.startswith("healing stopped: the state differs among the workers before step 5")
@@ -352,7 +352,7 @@ def test_a_joiner_that_was_not_cut_yet_leaves_too() -> None:
 
 def test_a_joiner_without_a_ticket_waits() -> None:
     w = joiner()
-    assert w.on(do.Tick()) == [] and w.op is None
+    assert w.on(do.TimePassed()) == [] and w.op is None
 
 
 def test_a_ticket_for_one_that_is_a_member_already_is_of_no_use() -> None:

@@ -9,7 +9,7 @@ from driver_harness import Worker, at, gather_records, joiner, member_worker, pl
 
 from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation
-from everstep.base.extents import WHOLE, Extents, Run
+from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -18,9 +18,9 @@ from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import BlocksLost, Discard, Holding, Key, Pieces, Record
 
 OF = (("model", 2), ("exp_avg", 2))
-MODEL = Extents.part(OF, [Run("model", 0, 2)])
+MODEL = Extents.part(OF, [BlockRun("model", 0, 2)])
 OPTIMIZER = WHOLE - MODEL
-ONE = Extents.part(OF, [Run("exp_avg", 1, 2)])
+ONE = Extents.part(OF, [BlockRun("exp_avg", 1, 2)])
 
 
 def peer(w: Worker, **more) -> Holding:

@@ -8,10 +8,10 @@ import pytest
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig, ObjectTierConfig, TierConfig
-from everstep.protocol.driver.policy import MOST_COST, Due, Schedule, automatic_interval, best_of, kept
+from everstep.protocol.driver.policy import MOST_COST, Due, SaveSchedule, automatic_interval, best_of, kept
 
 
-def due_steps(schedule: Schedule, step_s: float, steps: int) -> dict[int, Due]:
+def due_steps(schedule: SaveSchedule, step_s: float, steps: int) -> dict[int, Due]:
     found = {step: schedule.due(step, step * step_s) for step in range(1, steps + 1)}
     return {step: due for step, due in found.items() if due}
 
@@ -22,7 +22,7 @@ def test_every_so_many_steps_per_tier() -> None:
         disk=DiskTierConfig(every_steps=6),
         object=ObjectTierConfig(every_steps=12, url="s3://bucket/x"),
     )
-    found = due_steps(Schedule(config), 1.0, 12)
+    found = due_steps(SaveSchedule(config), 1.0, 12)
     assert {step: due.tiers for step, due in found.items()} == {
         2: ("memory",),
         4: ("memory",),
@@ -38,25 +38,27 @@ def test_an_object_store_takes_its_checkpoints_from_the_disk() -> None:
     config = CheckpointConfig(
         disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5, url="s3://bucket/x")
     )
-    assert due_steps(Schedule(config), 1.0, 9)[5] == Due(("disk", "object"), "every 5 steps")
+    assert due_steps(SaveSchedule(config), 1.0, 9)[5] == Due(("disk", "object"), "every 5 steps")
     alike = CheckpointConfig(disk=DiskTierConfig(every_steps=3), object=ObjectTierConfig(url="s3://bucket/x"))
-    assert due_steps(Schedule(alike), 1.0, 4) == {3: Due(("disk", "object"), "every 3 steps")}
+    assert due_steps(SaveSchedule(alike), 1.0, 4) == {3: Due(("disk", "object"), "every 3 steps")}
     without = CheckpointConfig(disk=DiskTierConfig(every_steps=100), object=ObjectTierConfig(every_steps=5))
-    assert due_steps(Schedule(without), 1.0, 9) == {}
+    assert due_steps(SaveSchedule(without), 1.0, 9) == {}
 
 
 def test_every_so_many_minutes_and_the_interval() -> None:
     minutes = CheckpointConfig(disk=DiskTierConfig(every_minutes=0.5))
-    assert list(due_steps(Schedule(minutes), 7.0, 12)) == [6, 11]  # 35 s after the first and after the last one
-    assert list(due_steps(Schedule(CheckpointConfig(interval=100.0)), 30.0, 10)) == [5, 9]
-    both = due_steps(Schedule(CheckpointConfig(interval=100.0), memory_every=5), 30.0, 5)
+    assert list(due_steps(SaveSchedule(minutes), 7.0, 12)) == [6, 11]  # 35 s after the first and after the last one
+    assert list(due_steps(SaveSchedule(CheckpointConfig(interval=100.0)), 30.0, 10)) == [5, 9]
+    both = due_steps(SaveSchedule(CheckpointConfig(interval=100.0), memory_every=5), 30.0, 5)
     assert both[5].tiers == ("memory", "disk")
     timed = CheckpointConfig(memory=MemoryTierConfig(every_minutes=0.5), disk=DiskTierConfig(every_steps=100))
-    assert {n: due.tiers for n, due in due_steps(Schedule(timed, memory_every=5), 7.0, 7).items()} == {6: ("memory",)}
+    assert {n: due.tiers for n, due in due_steps(SaveSchedule(timed, memory_every=5), 7.0, 7).items()} == {
+        6: ("memory",)
+    }
 
 
 def test_epoch_ends_and_requests() -> None:
-    schedule = Schedule(CheckpointConfig(disk=DiskTierConfig(every_steps=100, keep_best=1)))
+    schedule = SaveSchedule(CheckpointConfig(disk=DiskTierConfig(every_steps=100, keep_best=1)))
     assert schedule.due(1, 0.0, epoch_end=True) == Due(("disk",), "the end of an epoch")
     assert not schedule.due(3, 0.0)
     schedule.request(Why(Cause.REQUESTED, "requested"))
@@ -103,16 +105,16 @@ def test_the_automatic_interval_follows_what_is_seen() -> None:
 
 
 def test_the_interval_of_a_schedule() -> None:
-    schedule = Schedule(CheckpointConfig(mtbf_minutes=60.0))
+    schedule = SaveSchedule(CheckpointConfig(mtbf_minutes=60.0))
     assert schedule.interval(5.0).seconds == 30.0
     schedule.cost_s = 0.5
     assert schedule.interval(5.0).seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600) - 0.5)
-    seen = Schedule(CheckpointConfig(), cost_s=0.5, failures=2)
+    seen = SaveSchedule(CheckpointConfig(), cost_s=0.5, failures=2)
     assert not seen.due(1, 60.0) and "2 seen in 1 min" in seen.interval(120.0).reason
 
 
 def test_what_another_checkpoint_would_cost() -> None:
-    schedule = Schedule(CheckpointConfig(disk=DiskTierConfig(every_steps=1)))
+    schedule = SaveSchedule(CheckpointConfig(disk=DiskTierConfig(every_steps=1)))
     assert schedule.affordable(0.0)
     schedule.cost_s = 1.0
     assert schedule.affordable(0.0)

@@ -20,14 +20,14 @@ from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
     LaneReport,
-    Outcome,
     StageSection,
+    StepOutcome,
     conclude,
     decode_record,
     encode_payload,
     encode_record,
 )
-from everstep.protocol.driver.saver import GIVE_UP_S, Saver, Saving
+from everstep.protocol.driver.saver import GIVE_UP_S, Saver, SavingRules
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
@@ -52,7 +52,7 @@ def plan_of(*ids: int, generation: int = 1, leader: int | None = None, save: str
 class Alone:
     """A saver, and what it is told of the machine that it looks at."""
 
-    def __init__(self, saving: Saving, me: int = 0) -> None:
+    def __init__(self, saving: SavingRules, me: int = 0) -> None:
         self.machine = SimpleNamespace(
             me=WorkerKey(me, 0), plan=plan_of(0, 1), settled=True, position=Key(5, 0), records=RECORDS
         )
@@ -65,12 +65,12 @@ class Alone:
     def update(self, number: int, *tiers: str) -> list[do.Effect]:
         self.machine.position = Key(number, 0)
         save = (tiers, "it is time")
-        said = Outcome(number, (), {}, 0.0, 1.0, 0.0, 0, {}, {}, save=save, save_cause=Cause.SCHEDULED)
+        said = StepOutcome(number, (), {}, 0.0, 1.0, 0.0, 0, {}, {}, save=save, save_cause=Cause.SCHEDULED)
         self.saver.updated(said, RECORDS)
         return self.out.drain()
 
     def judge(self, data: bytes, event: SaveAsked, past: bool = False) -> list[do.Effect]:
-        """All gather what the main says."""
+        """All gather what the job's leader says."""
         records = {0: Record(0, encode_payload(GatherPayload(data, 0))), 1: Record(0, encode_payload(nothing()))}
         self.saver.judged(event, records, past=past)
         return self.out.drain()
@@ -88,15 +88,15 @@ def told(effects: list[do.Effect]) -> list[wire.Saved]:
 
 
 def test_only_the_main_says_what_is_due() -> None:
-    assert Alone(Saving(EACH, on=True)).saver.due(6) == Due(("disk",), "every 1 steps")
-    other = Alone(Saving(EACH, on=True), me=1)
+    assert Alone(SavingRules(EACH, on=True)).saver.due(6) == Due(("disk",), "every 1 steps")
+    other = Alone(SavingRules(EACH, on=True), me=1)
     assert not other.saver.due(6)
     other.machine.plan = None
     assert not other.saver.due(6)
 
 
 def test_a_step_that_is_done_again_gets_the_same_answer() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.saver.request(WHY)
     assert one.saver.due(6) == one.saver.due(6) == Due(("disk",), "SIGTERM", Cause.INTERRUPTED)
     assert not one.saver.due(7)
@@ -105,14 +105,14 @@ def test_a_step_that_is_done_again_gets_the_same_answer() -> None:
 @pytest.mark.parametrize(("every", "expected"), [(None, [10, 20]), (4, [4, 8, 12, 16, 20])])
 def test_without_a_disk_snapshots_in_memory_are_left(every: int | None, expected: list[int]) -> None:
     rule = CheckpointConfig(memory=MemoryTierConfig(every_steps=every))
-    found = {n: Alone(Saving(rule, memory_every=10)).saver.due(n) for n in range(1, 21)}
+    found = {n: Alone(SavingRules(rule, memory_every=10)).saver.due(n) for n in range(1, 21)}
     assert [n for n, due in found.items() if due] == expected
     assert found[20] == Due(("memory",), f"every {every or 10} steps")
-    assert not any(Alone(Saving(rule)).saver.due(n) for n in range(1, 21))
+    assert not any(Alone(SavingRules(rule)).saver.due(n) for n in range(1, 21))
 
 
 def test_without_a_disk_a_request_is_refused() -> None:
-    one = Alone(Saving(SELDOM))
+    one = Alone(SavingRules(SELDOM))
     one.saver.request(WHY)
     assert told(one.out.drain()) == [
         wire.Saved(
@@ -127,7 +127,7 @@ def test_without_a_disk_a_request_is_refused() -> None:
 
 
 def test_the_end_of_an_epoch_if_that_is_affordable() -> None:
-    one = Alone(Saving(SELDOM, on=True, epoch_ends=lambda number: number % 3 == 0))
+    one = Alone(SavingRules(SELDOM, on=True, epoch_ends=lambda number: number % 3 == 0))
     one.at(100)
     assert one.saver.due(6) == Due(("disk",), "the end of an epoch")
     assert not one.saver.due(7)
@@ -139,7 +139,7 @@ def test_the_end_of_an_epoch_if_that_is_affordable() -> None:
 
 
 def test_none_begins_while_parts_of_one_are_lacking() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.at(10)
     assert one.saver.due(6).tiers == ("disk",)
     one.update(6, "disk")
@@ -159,7 +159,7 @@ def test_none_begins_while_parts_of_one_are_lacking() -> None:
 
 
 def test_one_that_takes_too_long_is_given_up() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.at(GIVE_UP_S + 1)
     assert one.saver.due(7).tiers == ("disk",)
@@ -167,7 +167,7 @@ def test_one_that_takes_too_long_is_given_up() -> None:
 
 
 def test_what_has_failed_is_waited_for_no_more() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.saver.ended(SaveEnded(6, False, "the disk is full"))
     assert one.saver.due(7).tiers == ("disk",) and one.out.drain() == []
@@ -177,31 +177,31 @@ def test_a_checkpoint_waits_for_an_evaluation_that_judges_it() -> None:
     rule = CheckpointConfig(
         memory=MemoryTierConfig(every_steps=2), disk=DiskTierConfig(every_steps=2, keep_best=1), best_metric="accuracy"
     )
-    one = Alone(Saving(rule, on=True, eval_every=4))
+    one = Alone(SavingRules(rule, on=True, eval_every=4))
     assert one.saver.due(2).tiers == ("memory", "disk")
     assert one.saver.due(4).tiers == ("memory",)
     event = SaveAsked({"accuracy": 0.1}, stored=0.9)
     (save,) = one.judge(one.saver.verdict(event), event)
     assert isinstance(save, Save) and save.due == Due(("disk",), "every 2 steps")
     assert one.saver.verdict(event) == b""
-    assert Alone(Saving(SELDOM, on=True, eval_every=4)).saver.due(1000).tiers == ("disk",)
+    assert Alone(SavingRules(SELDOM, on=True, eval_every=4)).saver.due(1000).tiers == ("disk",)
 
 
 # ---- taking one
 
 
 def test_after_the_update_whose_records_say_so() -> None:
-    one = Alone(Saving(EACH, on=True), me=1)
+    one = Alone(SavingRules(EACH, on=True), me=1)
     assert one.update(6) == one.update(6, "memory") == []
     due = Due(("disk", "object"), "it is time")
     assert one.update(7, "memory", "disk", "object") == [Save(one.machine.plan, 7, due, RECORDS)]
     one.machine.settled = False
     assert one.update(8, "disk") == []
-    assert Alone(Saving(EACH)).update(6, "disk") == []
+    assert Alone(SavingRules(EACH)).update(6, "disk") == []
 
 
 def test_at_a_boundary() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     save = one.saver.boundary(WHY, past=True, metrics={"loss": 1.0})
     due = Due(("disk",), "SIGTERM", Cause.INTERRUPTED)
     assert save == Save(one.machine.plan, 5, due, RECORDS, boundary=True, past=True, metrics={"loss": 1.0})
@@ -216,11 +216,11 @@ def test_at_a_boundary() -> None:
 
 def test_not_at_a_boundary() -> None:
     for change in ({"settled": False}, {"position": Key(0, 0)}):
-        one = Alone(Saving(SELDOM, on=True))
+        one = Alone(SavingRules(SELDOM, on=True))
         vars(one.machine).update(change)
         assert one.saver.boundary(WHY, past=False) is None
-    assert Alone(Saving(SELDOM)).saver.boundary(WHY, past=False) is None
-    back = Alone(Saving(SELDOM, on=True))
+    assert Alone(SavingRules(SELDOM)).saver.boundary(WHY, past=False) is None
+    back = Alone(SavingRules(SELDOM, on=True))
     assert back.saver.boundary(WHY, past=False) is not None
     back.machine.position = Key(0, 0)
     assert back.saver.boundary(WHY, past=False) is None
@@ -228,7 +228,7 @@ def test_not_at_a_boundary() -> None:
 
 def test_a_boundary_s_goes_to_the_object_store_too() -> None:
     rule = CheckpointConfig(object=ObjectTierConfig(url="s3://bucket/x"))
-    save = Alone(Saving(rule, on=True)).saver.boundary(WHY, past=False)
+    save = Alone(SavingRules(rule, on=True)).saver.boundary(WHY, past=False)
     assert save is not None and save.due.tiers == ("disk", "object")
 
 
@@ -236,13 +236,13 @@ def test_a_boundary_s_goes_to_the_object_store_too() -> None:
 
 
 def test_a_regroup_without_one_changes_nothing() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.saver.regroup(plan_of(0, generation=2))
     assert one.out.drain() == []
 
 
 def test_a_plan_with_all_writers_and_the_main_leaves_it_alone() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.saver.regroup(plan_of(0, 1, 2, generation=2))
     assert one.out.drain() == [] and one.saver.due(7).tiers == ()
@@ -253,7 +253,7 @@ def test_a_plan_with_all_writers_and_the_main_leaves_it_alone() -> None:
     [(plan_of(0, generation=2), "worker 1 left"), (plan_of(0, 1, generation=2, leader=1), "the leader changed")],
 )
 def test_a_plan_that_takes_away_a_writer_or_the_main(plan: Plan, reason: str) -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     one.saver.regroup(plan)
     assert one.out.drain() == [AbandonSave(Why(Cause.REGROUPED, reason), plan)]
@@ -263,7 +263,7 @@ def test_a_plan_that_takes_away_a_writer_or_the_main(plan: Plan, reason: str) ->
 
 
 def test_a_restarted_writer_is_another_one() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.update(6, "disk")
     members = (Member(0, 0, "here"), Member(1, 1, "here"))
     one.saver.regroup(Plan(2, "test", members, plan_of(0, 1).seats, 4))
@@ -273,7 +273,7 @@ def test_a_restarted_writer_is_another_one() -> None:
 
 def test_failures_shorten_the_interval() -> None:
     def interval(plan: Plan) -> float:
-        one = Alone(Saving(CheckpointConfig(), on=True))
+        one = Alone(SavingRules(CheckpointConfig(), on=True))
         one.saver.ended(SaveEnded(4, True, "", cost_s=1.0))
         one.update(6, "disk")
         one.saver.parts_there(PartsThere(6))
@@ -290,15 +290,15 @@ def test_failures_shorten_the_interval() -> None:
     assert interval(plan_of(0, generation=2)) < interval(plan_of(0, 1, generation=2))
 
 
-def test_condemned_states_are_forgotten() -> None:
-    one = Alone(Saving(BEST, on=True, eval_every=3))
+def test_invalidated_states_are_forgotten() -> None:
+    one = Alone(SavingRules(BEST, on=True, eval_every=3))
     event = SaveAsked({"accuracy": 0.9})
     one.judge(one.saver.verdict(event), event)
     one.saver.parts_there(PartsThere(5))
     assert not one.saver.due(6)  # it waits for the evaluation
-    one.saver.condemned()
+    one.saver.invalidated()
     assert one.saver.boundary(WHY, past=False) is not None  # begun again
-    one.saver.condemned()
+    one.saver.invalidated()
     assert one.saver.due(7).tiers == ("disk",)  # nothing is waited for
     assert one.saver.verdict(SaveAsked({"accuracy": 0.1}, stored=0.5)) == b""  # nor does what waited count
     assert one.saver.verdict(SaveAsked({"accuracy": 0.2}, stored=0.1)) != b""  # nor what was the best
@@ -310,7 +310,7 @@ def test_condemned_states_are_forgotten() -> None:
 
 
 def test_a_request_is_answered_once() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.saver.request(WHY)
     one.saver.due(6)
     one.update(6, "disk")
@@ -324,7 +324,7 @@ def test_a_request_is_answered_once() -> None:
 
 
 def test_a_request_hears_of_a_failure() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.saver.request(WHY)
     one.saver.due(6)
     one.saver.ended(SaveEnded(6, False, "the disk is full"))
@@ -333,14 +333,14 @@ def test_a_request_hears_of_a_failure() -> None:
 
 
 def test_what_nobody_asked_for_is_not_told() -> None:
-    one = Alone(Saving(EACH, on=True))
+    one = Alone(SavingRules(EACH, on=True))
     one.saver.due(6)
     one.saver.ended(SaveEnded(6, True, "", "there"))
     assert one.out.drain() == []
 
 
 def test_a_request_that_has_to_wait_is_answered_by_what_it_gets() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.update(6, "disk")
     one.saver.request(WHY)
     one.saver.due(7)
@@ -357,7 +357,7 @@ def test_a_request_that_has_to_wait_is_answered_by_what_it_gets() -> None:
 )
 def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tuple[bool, str, str]) -> None:
     for me in (0, 1):
-        one = Alone(Saving(SELDOM, on=True), me=me)
+        one = Alone(SavingRules(SELDOM, on=True), me=me)
         operation = do.SaveLast(1, 1, one.machine.plan, number, one.saver.boundary(WHY, past=True))
         one.saver.last(operation, where)
         found = [(saved.ok, saved.where, saved.reason) for saved in told(one.out.drain())]
@@ -365,7 +365,7 @@ def test_the_last_one_is_told_by_the_main(number: int, where: str, expected: tup
 
 
 def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.saver.request(WHY)
     one.saver.due(6)
     one.update(6, "disk")
@@ -376,7 +376,7 @@ def test_a_second_request_leaves_the_answer_to_the_first_alone() -> None:
 
 
 def test_there_is_no_last_one_of_nothing() -> None:
-    one = Alone(Saving(SELDOM, on=True))
+    one = Alone(SavingRules(SELDOM, on=True))
     one.saver.last(do.SaveLast(1, 1, one.machine.plan, 0, None), "")
     (saved,) = told(one.out.drain())
     assert (saved.ok, saved.reason) == (False, "nothing was trained yet")
@@ -391,7 +391,7 @@ def test_there_is_no_last_one_of_nothing() -> None:
 def test_the_best_so_far(mode: str, better: float, worse: float) -> None:
     rule = CheckpointConfig(disk=DiskTierConfig(every_steps=1000, keep_best=1), best_metric="x", best_mode=mode)
     for stored in (None, 0.5):
-        one = Alone(Saving(rule, on=True))
+        one = Alone(SavingRules(rule, on=True))
         if stored is None:
             first = SaveAsked({"x": 0.5})
             (save,) = one.judge(one.saver.verdict(first), first, past=True)
@@ -406,7 +406,7 @@ def test_the_best_so_far(mode: str, better: float, worse: float) -> None:
 
 
 def test_only_the_main_judges() -> None:
-    one = Alone(Saving(BEST, on=True), me=1)
+    one = Alone(SavingRules(BEST, on=True), me=1)
     assert one.saver.verdict(SaveAsked({"accuracy": 1.0})) == b""
     assert one.judge(b"", SaveAsked({"accuracy": 1.0})) == []
 
@@ -417,7 +417,7 @@ def test_only_the_main_judges() -> None:
 class Job:
     """Worker 0's driver; what it asks for is carried out at once, as if worker 1, if there is one, did all alike."""
 
-    def __init__(self, saving: Saving, plan: Plan | None = None) -> None:
+    def __init__(self, saving: SavingRules, plan: Plan | None = None) -> None:
         me = WorkerKey(0, 0)
         self.driver = Driver(me, DriverConfig(4, saving=saving), StepMachine(me))
         self.seen: list[do.Effect] = []
@@ -488,7 +488,7 @@ class Job:
 
 
 def test_the_driver_saves_after_the_update_before_the_application_goes_on() -> None:
-    job = Job(Saving(EACH, on=True))
+    job = Job(SavingRules(EACH, on=True))
     job.step(1)
     (save,) = job.of(Save)
     assert (save.step, save.due, save.boundary, sorted(save.records)) == (
@@ -503,7 +503,7 @@ def test_the_driver_saves_after_the_update_before_the_application_goes_on() -> N
 
 
 def test_the_driver_hears_requests_and_what_became_of_them() -> None:
-    job = Job(Saving(SELDOM, on=True))
+    job = Job(SavingRules(SELDOM, on=True))
     job.handle(do.Heard(wire.SaveNow(cause=Cause.REQUESTED, reason="requested")))
     job.step(1)
     assert [save.due.reason for save in job.of(Save)] == ["requested"]
@@ -512,7 +512,7 @@ def test_the_driver_hears_requests_and_what_became_of_them() -> None:
 
 
 def test_the_driver_waits_for_parts() -> None:
-    job = Job(Saving(EACH, on=True))
+    job = Job(SavingRules(EACH, on=True))
     job.step(1)
     job.step(2)
     job.handle(PartsThere(1))
@@ -522,7 +522,7 @@ def test_the_driver_waits_for_parts() -> None:
 
 
 def test_the_driver_gives_one_up_before_it_meets_the_others() -> None:
-    job = Job(Saving(EACH, on=True), plan_of(0, 1))
+    job = Job(SavingRules(EACH, on=True), plan_of(0, 1))
     job.step(1)
     assert [save.step for save in job.of(Save)] == [1]
     job.handle(do.StepAsked(2))
@@ -533,7 +533,7 @@ def test_the_driver_gives_one_up_before_it_meets_the_others() -> None:
 
 
 def test_the_driver_leaves_one_alone_that_can_be_completed() -> None:
-    job = Job(Saving(EACH, on=True), plan_of(0, 1))
+    job = Job(SavingRules(EACH, on=True), plan_of(0, 1))
     job.step(1)
     job.handle(do.StepAsked(2))
     job.run(do.Reduce)
@@ -542,25 +542,25 @@ def test_the_driver_leaves_one_alone_that_can_be_completed() -> None:
 
 
 def test_the_driver_saves_nothing_of_states_that_differ() -> None:
-    job = Job(Saving(BEST, on=True), plan_of(0, 1))
+    job = Job(SavingRules(BEST, on=True), plan_of(0, 1))
     job.step(1)
     job.handle(PartsThere(1))
     job.digests = ("a", "b")
     job.step(2)
-    assert [save.step for save in job.of(Save)] == [1] and len(job.of(do.Condemn)) == 1
+    assert [save.step for save in job.of(Save)] == [1] and len(job.of(do.Invalidate)) == 1
     job.interrupt(plan_of(0, generation=2))
-    assert job.of(AbandonSave) == []  # what was begun is condemned already
+    assert job.of(AbandonSave) == []  # what was begun is invalidated already
 
 
 def test_the_driver_takes_one_at_the_end() -> None:
-    job = Job(Saving(SELDOM, on=True))
+    job = Job(SavingRules(SELDOM, on=True))
     job.step(1)
     job.handle(do.EndAsked())
     job.run(do.Finish)
     assert isinstance(job.operation, do.Finish) and job.operation.save is not None
     save = job.operation.save
     assert (save.step, save.due.reason, save.due.cause, save.past) == (1, "the end of the job", Cause.COMPLETED, True)
-    without = Job(Saving(SELDOM))
+    without = Job(SavingRules(SELDOM))
     without.step(1)
     without.handle(do.EndAsked())
     without.run(do.Finish)
@@ -569,7 +569,7 @@ def test_the_driver_takes_one_at_the_end() -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_driver_takes_one_that_a_plan_asks_for(on: bool) -> None:
-    job = Job(Saving(SELDOM, on=on))
+    job = Job(SavingRules(SELDOM, on=on))
     job.step(1)
     job.handle(do.Heard(wire.PlanNow(plan=plan_of(0, generation=2, save="SIGTERM"))))
     job.handle(do.StepAsked(2))
@@ -581,7 +581,7 @@ def test_the_driver_takes_one_that_a_plan_asks_for(on: bool) -> None:
 
 
 def test_the_driver_takes_none_for_a_plan_once_the_job_has_ended() -> None:
-    job = Job(Saving(SELDOM, on=True))
+    job = Job(SavingRules(SELDOM, on=True))
     job.step(1)
     job.handle(do.Heard(wire.PlanNow(plan=plan_of(0, generation=2, save="SIGTERM"))))
     job.handle(do.StepAsked(2))
@@ -592,7 +592,7 @@ def test_the_driver_takes_none_for_a_plan_once_the_job_has_ended() -> None:
 
 def test_the_driver_takes_one_after_an_evaluation() -> None:
     rule = CheckpointConfig(disk=DiskTierConfig(every_steps=1000, keep_best=1), best_metric="accuracy")
-    job = Job(Saving(rule, on=True))
+    job = Job(SavingRules(rule, on=True))
     job.step(1)
     for accuracy, expected in ((0.5, 1), (0.4, 1)):
         job.handle(SaveAsked({"accuracy": accuracy}))
@@ -606,7 +606,7 @@ def test_the_driver_takes_one_after_an_evaluation() -> None:
 
 def test_the_driver_takes_none_after_an_evaluation_once_the_job_has_ended() -> None:
     rule = CheckpointConfig(disk=DiskTierConfig(every_steps=1000, keep_best=1), best_metric="accuracy")
-    job = Job(Saving(rule, on=True))
+    job = Job(SavingRules(rule, on=True))
     job.step(1)
     job.handle(SaveAsked({"accuracy": 0.5}))
     job.handle(do.Heard(wire.JobEnded(state="completed", reason="done", exit_code=0)))

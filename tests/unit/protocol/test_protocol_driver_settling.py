@@ -11,7 +11,7 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import encode_holding
-from everstep.protocol.driver.saver import Saving
+from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Discard, Key, LaneDone, Record, Release
 
 OF_5 = {7: records_of(plan(1, (7,)))[7]}
@@ -567,7 +567,7 @@ def test_whoever_is_not_in_the_prepared_plan_leaves_for_good() -> None:
 
 
 def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> None:
-    w = Worker(plan(1, (0, 1)), saving=Saving(on=True))
+    w = Worker(plan(1, (0, 1)), saving=SavingRules(on=True))
     w.step(1)
     w.ask(do.StepAsked(2))
     last = plan(2, (0, 1), save="stop")
@@ -582,7 +582,7 @@ def test_a_plan_that_asks_for_a_checkpoint_gets_it_before_anything_else() -> Non
 
 
 def test_nobody_but_the_main_tells_of_it() -> None:
-    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=Saving(on=True))
+    w = Worker(plan(1, (0, 1)), me=WorkerKey(1, 0), saving=SavingRules(on=True))
     w.ask(do.StepAsked(1))
     w.enter(plan(2, (0, 1), save="stop"))
     w.done("somewhere")
@@ -604,13 +604,13 @@ def verified(*ids: int, **config: object) -> Worker:
 def test_states_that_are_alike_are_applied() -> None:
     w = verified(0, 1, 2)
     w.agree({1: "aa", 2: "aa"})
-    assert isinstance(w.op, do.Update) and w.count(do.Condemn) == 0
+    assert isinstance(w.op, do.Update) and w.count(do.Invalidate) == 0
 
 
 def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew() -> None:
     w = verified(0, 1, 2)
     w.agree({1: "aa", 2: "bb"})
-    assert w.out[:2] == [Release(3), do.Condemn(1, True)]
+    assert w.out[:2] == [Release(3), do.Invalidate(1, True)]
     [told] = w.told(wire.SettleAgain)
     assert (told.generation, told.tainted, told.decided_in) == (1, 4, 1)
     assert "worker 2 deviates" in told.reason and told.reason.endswith("; all steps after 1 are tainted")
@@ -622,7 +622,7 @@ def test_when_somebody_else_is_outvoted_nothing_is_applied_and_all_settle_anew()
 def test_the_outvoted_one_leaves() -> None:
     w = verified(0, 1, 2)
     w.agree({1: "bb", 2: "bb"})
-    assert w.out[:2] == [Release(3), do.Condemn(1, False)]
+    assert w.out[:2] == [Release(3), do.Invalidate(1, False)]
     left = w.out[2]
     assert isinstance(left, do.Outvoted) and (left.step, left.generation, left.sound) == (4, 1, 1)
     assert "worker 0 deviates" in left.reason
@@ -639,11 +639,11 @@ def test_the_outvoted_one_says_in_which_generation_that_was_decided() -> None:
 def test_where_no_copy_is_outvoted_all_settle_anew_and_the_lowest_sees_to_what_is_shared() -> None:
     w = verified(0, 1)
     w.agree({1: "bb"})
-    assert do.Condemn(1, True) in w.out and len(w.told(wire.SettleAgain)) == 1
+    assert do.Invalidate(1, True) in w.out and len(w.told(wire.SettleAgain)) == 1
     w = Worker(plan(1, (0, 1)), me=member(1).key, verify_every=2)
     w.to_agree(1, digest="x")
     w.agree({0: "y"})
-    assert do.Condemn(0, False) in w.out
+    assert do.Invalidate(0, False) in w.out
     assert w.told(wire.SettleAgain)[-1].reason.endswith("; all steps are tainted")
 
 
@@ -651,7 +651,7 @@ def test_one_below_that_is_outvoted_does_not_see_to_what_is_shared() -> None:
     w = Worker(plan(1, (0, 1, 2)), me=member(1).key)
     w.to_agree(1, digest="x")
     w.agree({0: "y", 2: "x"})
-    assert do.Condemn(0, True) in w.out
+    assert do.Invalidate(0, True) in w.out
 
 
 def test_where_all_are_outvoted_each_sees_to_it() -> None:
@@ -661,7 +661,7 @@ def test_where_all_are_outvoted_each_sees_to_it() -> None:
     digests = {i: {k: "odd" if k == i else "even" for k in range(3)} for i in range(3)}
     w.to_agree(1, digest=digests[0])
     w.agree({1: digests[1], 2: digests[2]})
-    assert do.Condemn(0, True) in w.out and isinstance(w.out[-1], do.Outvoted)
+    assert do.Invalidate(0, True) in w.out and isinstance(w.out[-1], do.Outvoted)
 
 
 def test_a_job_that_began_with_a_checkpoint_trusts_that() -> None:

@@ -227,7 +227,7 @@ def test_an_evaluation_does_not_begin_while_the_others_are_waited_for() -> None:
     w.hear(plan(2, (0, 1)))
     w.ask(do.EvaluateAsked())
     w.abort(1)
-    w.on(do.Tick())
+    w.on(do.TimePassed())
     assert w.op is None and w.count(do.Evaluate) == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.base.extents import WHOLE, Extents, Run
+from everstep.base.extents import WHOLE, BlockRun, Extents
 from everstep.base.plan import Member, Plan, Seat
 from everstep.protocol.settling import settle
 from everstep.protocol.step_types import Holding, Key, Pieces, Record
@@ -152,7 +152,7 @@ OF = (("model", 4), ("exp_avg", 4))
 
 
 def part(*runs: tuple[str, int, int]) -> Extents:
-    return Extents.part(OF, [Run(*run) for run in runs])
+    return Extents.part(OF, [BlockRun(*run) for run in runs])
 
 
 MODEL, OPTIMIZER = part(("model", 0, 4)), part(("exp_avg", 0, 4))

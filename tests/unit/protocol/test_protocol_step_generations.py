@@ -5,29 +5,29 @@ from __future__ import annotations
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import (
-    Compute,
     Discard,
     Entered,
     FetchState,
-    GatherAsked,
+    GatherWanted,
     GradientReduced,
     Holding,
     HoldingArrived,
     Key,
     LaneDone,
+    LanesNeeded,
     PlanArrived,
     Record,
     RecordArrived,
-    Reduce,
+    ReductionDue,
     Release,
     SendHolding,
     SendRecord,
     ServeState,
     StateCopied,
-    StepAsked,
+    StepDecided,
     StepEffect,
     StepEvent,
-    Update,
+    StepWanted,
     Updated,
 )
 
@@ -62,8 +62,8 @@ class Machine:
 
     def to_agree(self) -> None:
         number = self.machine.step + 1
-        for effect in self.on(StepAsked()):
-            if isinstance(effect, Compute):
+        for effect in self.on(StepWanted()):
+            if isinstance(effect, LanesNeeded):
                 for lane in effect.lanes:
                     self.on(LaneDone(number, 0, lane))
         self.on(GradientReduced(self.machine.generation, number, b""))
@@ -80,15 +80,15 @@ def test_records_of_the_generation_before_do_not_decide_in_the_next() -> None:
     m.enter(plan(2, 0, 1))
     m.to_agree()
     assert m.records(Key(1, 0), 0) == [], "worker 1 has not contributed to this generation"
-    assert isinstance(m.records(Key(1, 0), 1)[-1], Update)
+    assert isinstance(m.records(Key(1, 0), 1)[-1], StepDecided)
 
 
 def test_a_superseded_reduction_is_not_voted_with_while_the_next_one_runs() -> None:
     m = Machine()
-    m.on(StepAsked())
+    m.on(StepWanted())
     m.on(LaneDone(1, 0, 0))
-    assert m.on(LaneDone(1, 0, 1)) == [Reduce(1, 1)]
-    assert m.enter(plan(2, 0, 1)) == [Entered(2, 0), Reduce(2, 1)]
+    assert m.on(LaneDone(1, 0, 1)) == [ReductionDue(1, 1)]
+    assert m.enter(plan(2, 0, 1)) == [Entered(2, 0), ReductionDue(2, 1)]
     assert m.on(GradientReduced(1, 1, b"old")) == []
     assert m.on(GradientReduced(2, 1, b"new")) == [SendRecord(2, Key(1, 0), Record(0, b"new"))]
 
@@ -97,7 +97,7 @@ def test_a_lane_of_a_step_that_is_over_is_none_of_the_next() -> None:
     m = Machine()
     m.step()
     assert m.on(LaneDone(1, 0, 0)) == [] and m.machine._held == frozenset()
-    assert m.on(StepAsked()) == [Compute(2, (0, 1))]
+    assert m.on(StepWanted()) == [LanesNeeded(2, (0, 1))]
 
 
 def test_state_is_served_in_each_generation_that_somebody_lacks_it_in() -> None:
@@ -111,9 +111,9 @@ def test_state_is_served_in_each_generation_that_somebody_lacks_it_in() -> None:
 def test_a_gather_releases_its_step_once() -> None:
     m = Machine()
     m.step()
-    m.on(GatherAsked(b""))
+    m.on(GatherWanted(b""))
     assert Release(1) in m.records(Key(1, 1), 0, 1)
-    m.on(GatherAsked(b""))
+    m.on(GatherWanted(b""))
     assert not any(isinstance(e, Release) for e in m.records(Key(1, 2), 0, 1))
     assert not any(isinstance(e, Release) for e in m.step())
 

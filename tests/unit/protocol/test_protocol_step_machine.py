@@ -12,27 +12,27 @@ from everstep.protocol.settling import settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import TRANSITIONS, Phase
 from everstep.protocol.step_types import (
-    Compute,
     Discard,
     Entered,
     FetchState,
     Followed,
-    GatherAsked,
     Gathered,
+    GatherWanted,
     GoBack,
     GradientReduced,
     Holding,
     HoldingArrived,
     Key,
     LaneDone,
+    LanesNeeded,
     Leave,
     LeftPlan,
-    Open,
     PlanArrived,
     PreparedArrived,
     Record,
     RecordArrived,
-    Reduce,
+    ReductionDue,
+    Regroup,
     Release,
     SendHolding,
     SendRecord,
@@ -40,12 +40,12 @@ from everstep.protocol.step_types import (
     SettleAnew,
     SnapshotsKept,
     StateCopied,
-    StepAsked,
+    StepDecided,
     StepEffect,
     StepEvent,
-    Tainted,
-    Update,
+    StepWanted,
     Updated,
+    UpdateRefused,
 )
 
 LANES = 4
@@ -98,10 +98,10 @@ class Peers:
         return self.on(HoldingArrived(generation, 0, mine))
 
     def compute(self) -> list[StepEffect]:
-        """Ask for a step and do the lanes; ends with `Reduce`."""
-        effects = self.on(StepAsked())
+        """Ask for a step and do the lanes; ends with `ReductionDue`."""
+        effects = self.on(StepWanted())
         for effect in effects:
-            if isinstance(effect, Compute):
+            if isinstance(effect, LanesNeeded):
                 for lane in effect.lanes:
                     self.on(LaneDone(effect.step, 0, lane))
         return self.effects
@@ -128,13 +128,13 @@ class Peers:
 def test_a_step_goes_through_lanes_reduce_agree_and_update():
     w = Peers([0, 1])
     assert w.effects == [Entered(1, 0)]
-    assert w.on(StepAsked()) == [Compute(1, (0, 2))]
+    assert w.on(StepWanted()) == [LanesNeeded(1, (0, 2))]
     assert w.on(LaneDone(1, 0, 2)) == []
-    assert w.on(LaneDone(1, 0, 0)) == [Reduce(1, 1)]
+    assert w.on(LaneDone(1, 0, 0)) == [ReductionDue(1, 1)]
     assert w.on(GradientReduced(1, 1, b"sums")) == [SendRecord(1, Key(1, 0), Record(0, b"sums"))]
     assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == []
     assert w.machine.position == Key(0, 0)
-    assert w.on(RecordArrived(1, Key(1, 0), 1, record())) == [Update(1, {0: record(), 1: record()})]
+    assert w.on(RecordArrived(1, Key(1, 0), 1, record())) == [StepDecided(1, {0: record(), 1: record()})]
     assert (w.machine.position, w.machine.phase) == (Key(1, 0), Phase.UPDATING)
     assert w.on(Updated(1)) == [Discard(1)]
     assert w.machine.phase is Phase.IDLE
@@ -145,9 +145,9 @@ def test_effects_of_a_step_leave_with_the_next_decision():
     w.step()
     w.compute()
     w.reduce()
-    assert w.agree() == [Release(1), Update(2, {0: record(), 1: record()})]
+    assert w.agree() == [Release(1), StepDecided(2, {0: record(), 1: record()})]
     w.on(Updated(2))
-    w.on(GatherAsked(b"x"))
+    w.on(GatherWanted(b"x"))
     w.on(RecordArrived(1, Key(2, 1), 0, record()))
     effects = w.on(RecordArrived(1, Key(2, 1), 1, record()))
     assert effects == [Release(2), Gathered(Key(2, 1), {0: record(), 1: record()})]
@@ -160,7 +160,7 @@ def test_a_worker_without_lanes_reduces_at_once():
     w = Peers([0, 1], enter=False)
     w.on(PlanArrived(plan(1, [0, 1], lanes={0: (), 1: (0, 1, 2, 3)})))
     w.hold_all(1)
-    assert w.on(StepAsked()) == [Reduce(1, 1)]
+    assert w.on(StepWanted()) == [ReductionDue(1, 1)]
 
 
 def test_records_of_a_faster_peer_wait_and_duplicates_do_no_harm():
@@ -170,9 +170,9 @@ def test_records_of_a_faster_peer_wait_and_duplicates_do_no_harm():
     w.on(RecordArrived(1, Key(1, 1), 1, record(0, b"later")))
     w.compute()
     w.reduce()
-    assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == [Update(1, {1: record(0, b"first"), 0: record()})]
+    assert w.on(RecordArrived(1, Key(1, 0), 0, record())) == [StepDecided(1, {1: record(0, b"first"), 0: record()})]
     w.on(Updated(1))
-    assert w.on(GatherAsked(b"g")) == [SendRecord(1, Key(1, 1), record(0, b"g"))]
+    assert w.on(GatherWanted(b"g")) == [SendRecord(1, Key(1, 1), record(0, b"g"))]
     effects = w.on(RecordArrived(1, Key(1, 1), 0, record(0, b"g")))
     assert Gathered(Key(1, 1), {1: record(0, b"later"), 0: record(0, b"g")}) in effects
 
@@ -190,9 +190,9 @@ def test_records_of_strangers_and_of_other_generations_count_for_nothing():
 
 def test_the_application_may_ask_one_thing_at_a_time():
     w = Peers([0, 1])
-    w.on(StepAsked())
+    w.on(StepWanted())
     with pytest.raises(InvariantViolation, match="asked"):
-        w.on(StepAsked())
+        w.on(StepWanted())
 
 
 # ---- plans
@@ -207,23 +207,23 @@ def test_older_plans_and_plans_without_this_worker_are_ignored():
 
 def test_a_plan_in_the_middle_of_a_step_keeps_lanes_and_computes_only_what_is_missing():
     w = Peers([0, 1, 2, 3])
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(LaneDone(1, 0, 0))
     effects = w.on(PlanArrived(plan(2, [0, 1], lanes={0: (0, 2), 1: (1, 3)})))
-    assert [type(e) for e in effects] == [Leave, Open, SendHolding]
-    assert w.hold_all(2) == [Entered(2, 0), Compute(1, (2,))]
-    assert w.on(LaneDone(1, 0, 2)) == [Reduce(2, 1)]
+    assert [type(e) for e in effects] == [Leave, Regroup, SendHolding]
+    assert w.hold_all(2) == [Entered(2, 0), LanesNeeded(1, (2,))]
+    assert w.on(LaneDone(1, 0, 2)) == [ReductionDue(2, 1)]
 
 
 def test_a_lane_that_was_under_way_counts_when_it_is_done_while_settling():
     w = Peers([0, 1])
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(LaneDone(1, 0, 0))
     w.on(PlanArrived(plan(2, [0, 1])))
     sent = w.effects
     w.on(LaneDone(1, 0, 2))
     w.effects = sent
-    assert w.hold_all(2) == [Entered(2, 0), Reduce(2, 1)]
+    assert w.hold_all(2) == [Entered(2, 0), ReductionDue(2, 1)]
 
 
 def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
@@ -233,7 +233,7 @@ def test_the_gradient_is_held_across_generations_and_the_step_is_done_again():
     effects = w.on(PlanArrived(plan(2, [0, 1])))
     assert effects[-1] == SendHolding(2, Holding(Key(0, 0), {}, 1, "same", lacking=(2,)))
     effects = w.hold_all(2)
-    assert effects[0] == Entered(2, 0) and isinstance(effects[1], Compute | Reduce)
+    assert effects[0] == Entered(2, 0) and isinstance(effects[1], LanesNeeded | ReductionDue)
     assert w.machine._gradient_step == 1
 
 
@@ -263,7 +263,7 @@ def test_a_plan_during_the_update_states_the_new_position_and_settles_after_it()
 
 def test_a_gather_that_was_not_decided_is_sent_again_in_the_next_generation():
     w = Peers([0, 1])
-    w.on(GatherAsked(b"mine"))
+    w.on(GatherWanted(b"mine"))
     w.on(PlanArrived(plan(2, [0, 1])))
     assert w.hold_all(2) == [Entered(2, 0), SendRecord(2, Key(0, 1), record(0, b"mine"))]
 
@@ -272,9 +272,9 @@ def test_what_is_asked_while_settling_is_done_afterwards():
     w = Peers([0, 1], enter=False)
     w.on(PlanArrived(plan(1, [0, 1])))
     sent = w.effects
-    assert w.on(StepAsked()) == []
+    assert w.on(StepWanted()) == []
     w.effects = sent
-    assert w.hold_all(1) == [Entered(1, 0), Compute(1, (0, 2))]
+    assert w.hold_all(1) == [Entered(1, 0), LanesNeeded(1, (0, 2))]
 
 
 # ---- settle
@@ -286,10 +286,10 @@ def test_whoever_holds_the_gradient_rolls_forward_with_the_records_of_the_others
     w.reduce()
     w.on(PlanArrived(plan(2, [0, 1])))
     handed = {0: record(0, b"a"), 1: record(0, b"b")}
-    assert w.hold_all(2, w.holding(Key(1, 0), records=handed)) == [Update(1, handed)]
+    assert w.hold_all(2, w.holding(Key(1, 0), records=handed)) == [StepDecided(1, handed)]
     assert w.machine.position == Key(1, 0)
     assert w.on(Updated(1)) == [Discard(1), Entered(2, 1)]
-    assert w.on(StepAsked()) == [Compute(2, (0, 2))]
+    assert w.on(StepWanted()) == [LanesNeeded(2, (0, 2))]
 
 
 def test_a_plan_in_the_middle_of_rolling_forward_starts_afresh():
@@ -307,14 +307,14 @@ def test_a_plan_in_the_middle_of_rolling_forward_starts_afresh():
 
 def test_whoever_has_neither_state_nor_gradient_copies_and_asks_anew():
     w = Peers([0, 1, 2])
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(PlanArrived(plan(2, [0, 1, 2])))
     ahead = w.holding(Key(1, 0), records={1: record()})
     assert w.hold_all(2, ahead, ahead) == [FetchState(2, Key(1, 0), {0: (1, 2)})]
     assert w.machine.phase is Phase.FETCHING
     assert w.on(StateCopied(2, Key(1, 0), {1: record()})) == [Discard(1), Entered(2, 1)]
     assert w.machine.phase is Phase.IDLE
-    assert w.on(StepAsked()) == [Compute(2, (0, 3))]
+    assert w.on(StepWanted()) == [LanesNeeded(2, (0, 3))]
 
 
 def test_those_at_the_top_serve_those_who_must_copy():
@@ -343,7 +343,7 @@ def test_a_plan_ends_a_copy_in_progress():
 
 def test_one_gather_behind_is_made_up_with_the_records_that_are_handed_over():
     w = Peers([0, 1])
-    w.on(GatherAsked(b"mine"))
+    w.on(GatherWanted(b"mine"))
     w.on(PlanArrived(plan(2, [0, 1])))
     handed = {0: record(0, b"mine"), 1: record(0, b"theirs")}
     effects = w.hold_all(2, w.holding(Key(0, 1), records=handed))
@@ -357,7 +357,7 @@ def test_a_gather_decided_before_this_application_asked_is_its_answer():
     handed = {1: record(0, b"theirs")}
     assert w.hold_all(2, w.holding(Key(0, 1), records=handed)) == [Entered(2, 0)]
     assert w.machine.next_gather == Key(0, 1)
-    assert w.on(GatherAsked(b"mine")) == [Gathered(Key(0, 1), handed)]
+    assert w.on(GatherWanted(b"mine")) == [Gathered(Key(0, 1), handed)]
     assert w.machine.next_gather == Key(0, 2)
 
 
@@ -423,7 +423,7 @@ def test_the_switch_follows_the_first_agree_in_which_all_hold_the_plan():
     w.reduce()
     w.agree(prepared=2)
     effects = w.on(Updated(2))
-    assert [type(e) for e in effects] == [Discard, Leave, Open, SendHolding]
+    assert [type(e) for e in effects] == [Discard, Leave, Regroup, SendHolding]
     assert w.machine.generation == 2 and w.machine.prepared == 0
 
 
@@ -455,7 +455,7 @@ def test_a_plan_at_once_drops_older_prepared_ones():
 def test_a_gather_does_not_switch():
     w = Peers([0, 1])
     w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
-    w.on(GatherAsked(b""))
+    w.on(GatherWanted(b""))
     w.on(RecordArrived(1, Key(0, 1), 0, record(2)))
     assert w.on(RecordArrived(1, Key(0, 1), 1, record(2))) == [Gathered(Key(0, 1), {0: record(2), 1: record(2)})]
     assert w.machine.generation == 1
@@ -467,7 +467,7 @@ def test_whoever_is_not_in_the_plan_leaves_at_the_switch():
     assert w.step(prepared=2) == [Discard(1), Leave(1, "because"), LeftPlan(2)]
     assert w.machine.phase is Phase.LEFT and w.machine.plan is None
     assert w.on(PlanArrived(plan(2, [0, 1]))) == []
-    assert [type(e) for e in w.on(PlanArrived(plan(3, [0, 1])))] == [Open, SendHolding]
+    assert [type(e) for e in w.on(PlanArrived(plan(3, [0, 1])))] == [Regroup, SendHolding]
 
 
 def test_a_joiner_follows_and_switches_at_the_same_step_as_the_members():
@@ -477,7 +477,7 @@ def test_a_joiner_follows_and_switches_at_the_same_step_as_the_members():
     w.on(PreparedArrived(plan(2, [0, 1, 2], prepared=True)))
     assert w.on(Followed(Key(5, 0), {1: record(0), 2: record(2)})) == []
     effects = w.on(Followed(Key(6, 0), {1: record(2), 2: record(2)}))
-    assert effects[0] == Release(5) and [type(e) for e in effects[1:]] == [Open, SendHolding]
+    assert effects[0] == Release(5) and [type(e) for e in effects[1:]] == [Regroup, SendHolding]
     peers = w.holding(Key(6, 0), records={1: record(2), 2: record(2)})
     assert w.hold_all(2, peers, peers) == [Entered(2, 6)]
 
@@ -486,7 +486,7 @@ def test_a_joiner_that_gets_the_plan_after_the_records_switches_then():
     w = Peers([0, 1], enter=False)
     w.on(Followed(Key(6, 0), {1: record(2)}))
     effects = w.on(PreparedArrived(plan(2, [0, 1], prepared=True)))
-    assert [type(e) for e in effects] == [Open, SendHolding]
+    assert [type(e) for e in effects] == [Regroup, SendHolding]
 
 
 def test_a_joiner_may_be_taken_in_at_once_from_where_it_is():
@@ -520,8 +520,8 @@ def tainted(peers: Peers, sound: int) -> None:
     """The records of the present step show that states differ."""
     peers.compute()
     peers.reduce()
-    assert isinstance(peers.agree()[-1], Update)
-    assert peers.on(Tainted(sound)) == []
+    assert isinstance(peers.agree()[-1], StepDecided)
+    assert peers.on(UpdateRefused(sound)) == []
     assert peers.machine.phase is Phase.SETTLING and not peers.machine.settled
 
 
@@ -577,7 +577,7 @@ def test_a_worker_that_was_in_no_plan_before_trusts_what_it_has_built():
 def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     peers = Peers([0, 1])
     peers.compute(), peers.reduce(), peers.agree()
-    peers.on(Tainted(0))
+    peers.on(UpdateRefused(0))
     effects = peers.on(PlanArrived(plan(2, [0, 1])))
     sent = next(e for e in effects if isinstance(e, SendHolding))
     assert sent.holding.position == Key(0, 0) and sent.holding.stages == ()
@@ -585,4 +585,4 @@ def test_the_live_state_that_was_found_to_differ_is_not_gone_back_to():
     assert peers.hold_all(2, other) == [GoBack(2, 0, {0: ()})]
     effects = peers.on(StateCopied(2, Key(0, 0), {}))
     assert Discard(1) in effects, "what was computed from the other state counts for nothing"
-    assert isinstance(effects[-1], Compute), "the application still waits for the step"
+    assert isinstance(effects[-1], LanesNeeded), "the application still waits for the step"

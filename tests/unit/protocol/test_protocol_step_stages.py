@@ -9,7 +9,6 @@ from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import (
-    Compute,
     Discard,
     Entered,
     FetchState,
@@ -20,18 +19,19 @@ from everstep.protocol.step_types import (
     HoldingArrived,
     Key,
     LaneDone,
+    LanesNeeded,
     PlanArrived,
     Record,
     RecordArrived,
-    Reduce,
+    ReductionDue,
     Release,
     SendHolding,
     SendRecord,
     ServeState,
     SnapshotsKept,
     StateCopied,
-    StepAsked,
-    Update,
+    StepDecided,
+    StepWanted,
     Updated,
 )
 
@@ -68,8 +68,8 @@ class Worker:
 
     def step(self) -> None:
         step = self.machine.step + 1
-        for effect in self.on(StepAsked()):
-            if isinstance(effect, Compute):
+        for effect in self.on(StepWanted()):
+            if isinstance(effect, LanesNeeded):
                 for stage in self.machine.plan.stages_of(0):
                     for lane in set(effect.lanes) & set(self.machine.plan.lanes_of(0, stage)):
                         self.on(LaneDone(step, stage, lane))
@@ -86,28 +86,28 @@ APART = plan(2, (0, 0, (0, 1)), (1, 1, (0, 1)))
 def test_every_seat_needs_each_of_its_lanes():
     w = Worker()
     w.enter(1, BOTH, held(0, 1, lacking=(1,)))
-    assert w.on(StepAsked()) == [Compute(1, (0, 1))]
+    assert w.on(StepWanted()) == [LanesNeeded(1, (0, 1))]
     assert w.on(LaneDone(1, 0, 0)) == w.on(LaneDone(1, 0, 1)) == []
-    assert w.on(LaneDone(1, 1, 0)) == [Reduce(1, 1)]
+    assert w.on(LaneDone(1, 1, 0)) == [ReductionDue(1, 1)]
 
 
 def test_after_a_settle_what_anybody_lacks_runs_again_everywhere():
     w = Worker()
     w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(LaneDone(1, 0, 0))
     w.on(LaneDone(1, 0, 1))
     effects, sent = w.enter(2, APART, held(0, 1, lacking=(1,)))
     assert sent.lacking == ()
-    assert effects == [Entered(2, 0), Compute(1, (1,))]
+    assert effects == [Entered(2, 0), LanesNeeded(1, (1,))]
     assert w.on(LaneDone(1, 0, 0)) == []  # not asked for
-    assert w.on(LaneDone(1, 0, 1)) == [Reduce(2, 1)]
+    assert w.on(LaneDone(1, 0, 1)) == [ReductionDue(2, 1)]
 
 
 def test_a_standby_reduces_and_agrees_without_computing():
     w = Worker()
     w.enter(1, plan(1, (0, 0, ()), (1, 0, (0, 1)), (1, 1, (0, 1))), held(0, 0, 1))
-    assert w.on(StepAsked()) == [Reduce(1, 1)]
+    assert w.on(StepWanted()) == [ReductionDue(1, 1)]
     assert w.on(GradientReduced(1, 1, b"x")) == [SendRecord(1, Key(1, 0), Record(0, b"x"))]
 
 
@@ -115,12 +115,12 @@ def test_a_seat_in_another_stage_is_fetched_alone_and_lanes_are_kept():
     w = Worker()
     w.enter(1, plan(1, (0, 0, (0, 1)), (1, 1, (0, 1))), held(0, 1))
     w.step()
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(LaneDone(2, 0, 0))
     effects, sent = w.enter(2, plan(2, (0, 0, (0, 1)), (0, 1, (0,)), (1, 1, (1,))), held(1, 1, lacking=(1,)))
     assert sent.stages == (0,) and sent.lacking == (0, 1)
     assert effects == [FetchState(2, Key(1, 0), {1: (1,)})]
-    assert w.on(StateCopied(2, Key(1, 0), RECORDS)) == [Entered(2, 1), Compute(2, (0, 1))]
+    assert w.on(StateCopied(2, Key(1, 0), RECORDS)) == [Entered(2, 1), LanesNeeded(2, (0, 1))]
     assert w.machine._held == {(0, 0)} and w.machine.stages == (0, 1)
 
 
@@ -142,7 +142,7 @@ def gone_back(steps: int = 3) -> tuple[Worker, list]:
     for _ in range(steps):
         w.step()
     w.on(SnapshotsKept(((0, 2), (1, 2)), (1,)))
-    w.on(StepAsked())
+    w.on(StepWanted())
     w.on(LaneDone(steps + 1, 0, 0))
     effects, _ = w.enter(2, APART, held(0, 1, disk=(1,)))
     return w, effects
@@ -169,12 +169,12 @@ def test_records_of_members_that_are_back_already_are_kept():
     w, _ = gone_back()
     assert w.on(RecordArrived(2, Key(3, 0), 1, Record(0, b"early"))) == []
     w.on(StateCopied(2, Key(2, 0), RECORDS))
-    for effect in w.on(StepAsked()):
+    for effect in w.on(StepWanted()):
         for lane in effect.lanes:
             w.on(LaneDone(3, 0, lane))
     w.on(GradientReduced(2, 3, b""))
     effects = w.on(RecordArrived(2, Key(3, 0), 0, Record(0, b"")))
-    assert any(isinstance(e, Update) for e in effects)
+    assert any(isinstance(e, StepDecided) for e in effects)
 
 
 def test_a_fault_on_the_way_back_starts_afresh():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.observe.events import format_event
-from everstep.report.account import Account, goodput
+from everstep.report.account import TimeAccount, goodput
 from everstep.report.history import History
 from everstep.report.series import Series
 from everstep.report.tail import Folder, Tail
@@ -80,7 +80,7 @@ def test_the_account_adds_up_to_the_wall_time(tmp_path: Path) -> None:
 
 
 def test_what_overlaps_counts_once_and_old_intervals_are_folded() -> None:
-    account = Account()
+    account = TimeAccount()
     account.reach(0)
     for i in range(30_000):
         account.paint(i * 10, i * 10 + 4, "evaluation")

@@ -19,10 +19,10 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
 from everstep.runtime.board import Board
+from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.host_agent import HostAgent, Left
 from everstep.runtime.joining import Joining
 from everstep.runtime.process import machine
-from everstep.runtime.zygote_client import ZygoteClient
 
 TOKEN = b"0123456789abcdef"
 
@@ -35,7 +35,7 @@ class FakeForkServer:
         ours, theirs = socket.socketpair()
         self._sock = ours
         self._requests = b""
-        self.client = ZygoteClient(theirs, self.process.pid, self.process, greeting={"op": "ready"})
+        self.client = ForkServerClient(theirs, self.process.pid, self.process, greeting={"op": "ready"})
         self.workers: list[subprocess.Popen[bytes]] = []
         ours.settimeout(PATIENCE_S)
 

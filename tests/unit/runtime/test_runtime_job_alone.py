@@ -130,11 +130,11 @@ def test_what_others_need_is_in_the_run_directory_and_its_end_is_the_coordinator
 
 
 def test_it_waits_for_agents_and_hears_how_far_their_workers_came(started: Started) -> None:
-    started.coordinator.say(m.Agents(agent_ids=["a", "b"]))
+    started.coordinator.say(m.AgentCount(agent_ids=["a", "b"]))
     started.over()
     for agent, reached in (("a", 7), ("b", 9)):
         started.coordinator.say(m.AgentNotice(agent_id=agent, kind="host_left", fields={"reached": reached}))
-    started.coordinator.say(m.Agents(agent_ids=[]))
+    started.coordinator.say(m.AgentCount(agent_ids=[]))
     assert started.end() == 0
     assert started.job.reached == 9
 
@@ -163,7 +163,7 @@ def test_signals_become_commands(started: Started) -> None:
 
 
 def test_a_second_signal_does_not_wait_for_anybody(started: Started) -> None:
-    started.coordinator.say(m.Agents(agent_ids=["a"]))
+    started.coordinator.say(m.AgentCount(agent_ids=["a"]))
     started.job.interrupt(signal.SIGTERM)
     started.job.interrupt(signal.SIGTERM)
     assert started.end() == 143

@@ -14,11 +14,11 @@ def hello(agent_id: str, process: str = "17-a") -> m.AgentHello:
 
 def test_agents_are_told_of_the_job_and_the_job_of_agents() -> None:
     board = Switchboard(FACTS)
-    assert board.take("j", m.JobHello()) == ([("j", m.Agents(agent_ids=[]))], True)
-    assert board.take("c1", hello("a")) == ([("c1", FACTS), ("j", m.Agents(agent_ids=["a"]))], True)
-    assert board.take("j2", m.JobHello()) == ([("j2", m.Agents(agent_ids=["a"]))], True)
+    assert board.take("j", m.JobHello()) == ([("j", m.AgentCount(agent_ids=[]))], True)
+    assert board.take("c1", hello("a")) == ([("c1", FACTS), ("j", m.AgentCount(agent_ids=["a"]))], True)
+    assert board.take("j2", m.JobHello()) == ([("j2", m.AgentCount(agent_ids=["a"]))], True)
     assert board.gone("j") == []
-    assert board.gone("c1") == [("j2", m.Agents(agent_ids=[]))]
+    assert board.gone("c1") == [("j2", m.AgentCount(agent_ids=[]))]
 
 
 def test_notices_and_pings_are_nothing_for_the_coordinator() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from everstep.base.config import load_config
-from everstep.cli.job import Job, write_job
+from everstep.cli.job import JobFile, write_job
 from everstep.observe.events import format_event
 from everstep.sinks.publication import Publication
-from everstep.sinks.sink import Run, Sink
+from everstep.sinks.sink import Sink, SinkJob
 
 T0 = 1_800_000_000_000_000_000
 S = 1_000_000_000
@@ -71,7 +71,7 @@ def run_dir_of(folder: Path, lines: list[bytes], metrics: bytes = b"") -> Path:
     """A run directory with these events."""
     folder.mkdir(exist_ok=True)
     config = load_config([("test", {"steps": 10, "lanes": 4, "task.note": "<b>"})])
-    write_job(folder, Job("mine", (), config, created_unix_ns=T0 - S))
+    write_job(folder, JobFile("mine", (), config, created_unix_ns=T0 - S))
     (folder / "events.jsonl").write_bytes(b"".join(lines))
     (folder / "metrics").mkdir(exist_ok=True)
     (folder / "metrics" / "h.jsonl").write_bytes(metrics)
@@ -95,11 +95,11 @@ class Recorder:
     def __init__(self) -> None:
         self.points: dict[tuple[str, int], list[tuple[int, float]]] = {}
         self.said: list[tuple[str, int, str]] = []
-        self.begun: list[Run] = []
+        self.begun: list[SinkJob] = []
         self.ended: list[str] = []
         self.flushed = 0
 
-    def begin(self, run: Run, config: Mapping[str, Any]) -> None:
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         self.begun.append(run)
         assert config["lanes"] == 4
 

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 
 from everstep.base.ports import Piece, Reduced
-from everstep.exact.ties import Place
+from everstep.exact.ties import TiePlace
 from everstep.protocol.step_types import Key, Record
-from everstep.train.heal import MAX_BACKLOG, Donor, FollowedStep, Gradient, Offer, Received, next_item, receive_offer
+from everstep.train.heal import (
+    MAX_BACKLOG,
+    Donor,
+    FollowedStep,
+    Offer,
+    ReceivedOffer,
+    StageGradient,
+    next_item,
+    receive_offer,
+)
 
 RECORDS = {1: Record(0, b"r")}
 GENEROUS_S = 10.0
@@ -80,7 +89,7 @@ class Follower:
         self.thread.join(GENEROUS_S)
         return not self.thread.is_alive()
 
-    def offer(self) -> Received:
+    def offer(self) -> ReceivedOffer:
         self.pipe.open.set()
         return receive_offer(self.pipe, (0,), lambda: None)  # type: ignore[arg-type]
 
@@ -91,10 +100,10 @@ class Follower:
                 return item
 
 
-def gradient(presence: bytes = b"\x01\x00") -> Gradient:
+def gradient(presence: bytes = b"\x01\x00") -> StageGradient:
     pieces = (Piece(0, 2, torch.tensor([1.0, 2.0])), Piece(2, 3, torch.tensor([3.0])))
-    received = {Place("w", 0, 1): torch.tensor([5.0]), Place("v", 1, 1): None}
-    return Gradient(Reduced(4, pieces, presence, (0, 2)), received)
+    received = {TiePlace("w", 0, 1): torch.tensor([5.0]), TiePlace("v", 1, 1): None}
+    return StageGradient(Reduced(4, pieces, presence, (0, 2)), received)
 
 
 def feed(donor: Donor, step: int, stage: int = 0) -> None:

@@ -13,7 +13,7 @@ from everstep.base.config import load_config
 from everstep.protocol import messages as wire
 from everstep.report.traces import read_trace
 from everstep.train.link import LoneLink
-from everstep.train.profiling import Profiling
+from everstep.train.profiling import WorkerProfiling
 
 
 class Told(list[wire.Profiled]):
@@ -28,12 +28,12 @@ class Told(list[wire.Profiled]):
         self.came.set()
 
 
-def made(run_dir: Path) -> tuple[Profiling, LoneLink, Told]:
+def made(run_dir: Path) -> tuple[WorkerProfiling, LoneLink, Told]:
     told, link = Told(), LoneLink(load_config([]), run_dir)
-    return Profiling(link, torch.device("cpu"), told.take), link, told
+    return WorkerProfiling(link, torch.device("cpu"), told.take), link, told
 
 
-def train(profiling: Profiling, link: LoneLink, numbers: range) -> torch.Tensor:
+def train(profiling: WorkerProfiling, link: LoneLink, numbers: range) -> torch.Tensor:
     torch.manual_seed(3)
     total = torch.zeros(4, 4)
     for number in numbers:

@@ -10,7 +10,7 @@ import pytest
 from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
-from everstep.protocol.driver.records import LaneReport, Outcome
+from everstep.protocol.driver.records import LaneReport, StepOutcome
 from everstep.train.ledger_file import LedgerFile
 from everstep.train.published import Publisher
 
@@ -52,7 +52,7 @@ def test_it_does_not_repeat_what_was_told(tmp_path: Path) -> None:
 
 def step(publisher: Publisher, number: int) -> None:
     lanes = tuple(LaneReport(lane, 0.5, 1.0, 2, 7) for lane in range(2))
-    publisher.hold(Outcome(number, lanes, {0: 0, 1: 0}, 0.5, 1.0, 0.0, 4, {}, {}), 1, {})
+    publisher.hold(StepOutcome(number, lanes, {0: 0, 1: 0}, 0.5, 1.0, 0.0, 4, {}, {}), 1, {})
     publisher.release(number, True)
 
 

@@ -24,7 +24,7 @@ from everstep.train import taking
 from everstep.train.blocks import Held
 from everstep.train.cutter import Cutter
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, FollowedStep, Gradient, Offer, Received, next_item
+from everstep.train.heal import Donor, FollowedStep, Offer, ReceivedOffer, StageGradient, next_item
 from everstep.train.taking import Taker
 
 TOKEN = b"x" * 32
@@ -118,7 +118,7 @@ def taker(own: Mapping[int, Held] | None = None) -> Taker:
     return Taker(view, lambda stage, step: [own[stage]] if own and stage in own else [])  # type: ignore[arg-type]
 
 
-def settled(peers: list[Peer], pieces: Mapping[int, Pieces] | None = None, **more: Any) -> Received:
+def settled(peers: list[Peer], pieces: Mapping[int, Pieces] | None = None, **more: Any) -> ReceivedOffer:
     members = tuple(peer.member for peer in peers)
     plan = Plan(3, "because", members, (Seat(0, 0, "active", (0,)),), 1)
     sources = {0: tuple(member.worker_id for member in members)}
@@ -130,7 +130,7 @@ def part(state: ModelState, *numbers: int) -> Extents:
     return Extents.numbered(sizes_of(state.manifest()), numbers)
 
 
-def same(received: Received, expected: ModelState) -> bool:
+def same(received: ReceivedOffer, expected: ModelState) -> bool:
     """Whether what came is, loaded into another model, the same to the bit."""
     other = make_state(8)
     received.states[0].load_into(other)
@@ -305,7 +305,7 @@ def test_a_joiner_heals_from_three_donors_of_which_one_dies_in_the_middle(peers,
     received = copying.offered(asked)
     assert same(received, state) and all(given), given
     flat = torch.arange(3.0)
-    gradient = Gradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", (0, 0)))
+    gradient = StageGradient(Reduced(5, (Piece(0, 3, flat),), b"\x01", (0, 0)))
     for peer in (peers[0], peers[2]):
         peer.donor.feed(5, RECORDS, {0: gradient}, {0: 3}, lambda: b"loop")
     item = _step(asked.connection)

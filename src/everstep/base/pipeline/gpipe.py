@@ -6,8 +6,8 @@ micro-batches in reverse, here they go in lane order as in arXiv:2104.04473, fig
 
 from __future__ import annotations
 
-from everstep.base.pipeline.kind import Kind
+from everstep.base.pipeline.kind import ScheduleKind
 
-KIND = Kind(
+KIND = ScheduleKind(
     "gpipe", "all forward passes, then all backward passes", ahead=lambda shape: shape.micro_batches * shape.chunks
 )

@@ -7,7 +7,7 @@ its way back. Source: arXiv:2104.04473, section 2.2 and figure 4.
 
 from __future__ import annotations
 
-from everstep.base.pipeline.kind import Fit, Kind, Shape
+from everstep.base.pipeline.kind import Fit, ScheduleKind, Shape
 
 
 def _ahead(shape: Shape) -> int:
@@ -20,7 +20,7 @@ def _fits(stages: int, micro_batches: int) -> Fit | None:
     return None if micro_batches == below else Fit(f"a multiple of the {stages} stages", nearest)
 
 
-KIND = Kind(
+KIND = ScheduleKind(
     "interleaved",
     "1f1b over several chunks per stage: a smaller bubble, more activations and messages",
     ahead=_ahead,

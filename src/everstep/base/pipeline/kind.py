@@ -29,7 +29,7 @@ class Fit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """One schedule.
 
     name: as in the config. about: what it is good for. ahead: forward passes before the first backward pass. group: how

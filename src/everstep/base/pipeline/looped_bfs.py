@@ -7,14 +7,14 @@ first pipeline parallelism, arXiv:2211.05953, section 4; backward passes go in l
 
 from __future__ import annotations
 
-from everstep.base.pipeline.kind import Fit, Kind
+from everstep.base.pipeline.kind import Fit, ScheduleKind
 
 
 def _fits(stages: int, micro_batches: int) -> Fit | None:
     return None if micro_batches >= stages else Fit(f"at least the {stages} stages", (stages,))
 
 
-KIND = Kind(
+KIND = ScheduleKind(
     "looped_bfs",
     "gpipe over several chunks per stage: the bubble of interleaved, with any number of micro-batches",
     ahead=lambda shape: shape.micro_batches * shape.chunks,

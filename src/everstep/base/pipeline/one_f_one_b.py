@@ -5,6 +5,8 @@ At most K - stage micro-batches are in flight. Source: arXiv:2104.04473, section
 
 from __future__ import annotations
 
-from everstep.base.pipeline.kind import Kind
+from everstep.base.pipeline.kind import ScheduleKind
 
-KIND = Kind("1f1b", "forward and backward passes in turn: few activations held", ahead=lambda shape: shape.behind)
+KIND = ScheduleKind(
+    "1f1b", "forward and backward passes in turn: few activations held", ahead=lambda shape: shape.behind
+)

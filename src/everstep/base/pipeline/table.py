@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline import gpipe, interleaved, looped_bfs, one_f_one_b
-from everstep.base.pipeline.kind import Kind
+from everstep.base.pipeline.kind import ScheduleKind
 
-KINDS: dict[str, Kind] = {room.KIND.name: room.KIND for room in (gpipe, one_f_one_b, interleaved, looped_bfs)}
+KINDS: dict[str, ScheduleKind] = {room.KIND.name: room.KIND for room in (gpipe, one_f_one_b, interleaved, looped_bfs)}
 
 
 def check_possible(name: str, stages: int, micro_batches: int, chunks: int, *, called: str = "lanes") -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from everstep.chaos.fault import Fault
 
-Cut = Callable[[float, bool, bool], None]
+OnCut = Callable[[float, bool, bool], None]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Blow:
     pid: int
     moment: str
     signature: str
-    cut_off: Cut
+    cut_off: OnCut
     flip: Callable[[], None]
 
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import WorkerKey
-from everstep.base.ports import Channel, Tick, Transport
+from everstep.base.ports import Channel, OnTick, Transport
 from everstep.exact.layout import GradientLayout
 
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -23,7 +23,7 @@ class Site:
 
     me: WorkerKey
     n_lanes: int
-    tick: Tick
+    tick: OnTick
     device: torch.device
     store: Store | None = None
     bind_host: str | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.status import status
 from everstep.protocol.coordinator.words import listed
 from everstep.protocol.messages import Command, CommandReply, InjectFault
@@ -16,7 +16,7 @@ TERMINATED = 143
 _MOST_FAULT = 500
 
 
-def command(job: Job, connection: str, message: Command) -> None:
+def command(job: JobState, connection: str, message: Command) -> None:
     """Carry out a command, or say in one line why not."""
     act = _ACTS.get(message.name)
     result: dict[str, Any]
@@ -34,11 +34,11 @@ def command(job: Job, connection: str, message: Command) -> None:
     job.desk.send(connection, reply)
 
 
-def _status(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _status(job: JobState, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "", status(job)
 
 
-def _stop(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _stop(job: JobState, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     code = TERMINATED if args.get("exit_code") == TERMINATED else INTERRUPTED
     grace_s = args.get("grace_s")
     grace_ns = int(grace_s * 1e9) if isinstance(grace_s, int | float) else 0
@@ -48,7 +48,7 @@ def _stop(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _scale(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _scale(job: JobState, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     wanted, slots, newest = args.get("workers"), job.slots, job.agreement.newest
     least, most = _least(job), job.desk.config.room
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not least <= wanted <= most:
@@ -70,7 +70,7 @@ def _scale(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "", {"workers": wanted, "before": was}
 
 
-def _drain(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _drain(job: JobState, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     worker_id, slots, newest = args.get("worker_id"), job.slots, job.agreement.newest
     ids = slots.ids()
     if not isinstance(worker_id, int) or worker_id not in ids:
@@ -87,7 +87,7 @@ def _drain(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "", {"workers": target}
 
 
-def _chaos(job: Job, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _chaos(job: JobState, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Hand a fault to all workers: as with scripted ones, whoever it means strikes himself."""
     fault = args.get("fault")
     if not isinstance(fault, str) or not 0 < len(fault) <= _MOST_FAULT:
@@ -112,7 +112,7 @@ def _numbers(args: dict[str, Any], name: str) -> list[int]:
     return [i for i in found if isinstance(i, int)] if isinstance(found, list) else []
 
 
-_ACTS: dict[str, Callable[[Job, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
+_ACTS: dict[str, Callable[[JobState, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "status": _status,
     "scale": _scale,
     "drain": _drain,
@@ -122,14 +122,14 @@ _ACTS: dict[str, Callable[[Job, dict[str, Any]], tuple[str, dict[str, Any]]]] = 
 }
 
 
-def _least(job: Job) -> int:
+def _least(job: JobState) -> int:
     """To how many workers a job may be scaled down: every stage keeps one, as far as each has one of its own."""
     plan, config = job.agreement.plan, job.desk.config
     members = len(plan.members) if plan is not None else config.workers
     return max(job.slots.least, min(config.stages, members))
 
 
-def _keep(job: Job, members: list[int], wanted: int) -> list[int]:
+def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
     """Who stays when only so many are wanted: the last of the largest pool goes first."""
     plan, kept = job.agreement.newest, set(members)
     if plan is None or plan.stages == 1:
@@ -143,7 +143,7 @@ def _keep(job: Job, members: list[int], wanted: int) -> list[int]:
     return sorted(kept)
 
 
-def _alone_in(job: Job, worker_id: int) -> list[int]:
+def _alone_in(job: JobState, worker_id: int) -> list[int]:
     """The stages that nobody but this member holds."""
     plan = job.agreement.newest
     if plan is None or plan.stages == 1:

@@ -6,7 +6,7 @@ from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.alarms import AgentDue, GoneDue
 from everstep.protocol.coordinator.desk import SECOND_NS
 from everstep.protocol.coordinator.evictions import evict
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.liveness import runs_elsewhere
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import order
@@ -16,12 +16,12 @@ from everstep.protocol.coordinator.words import describe
 from everstep.protocol.messages import Dismissed, JobHello, PlanNow, PlanPrepared, WorkerHello
 
 
-def connected(job: Job, event: Connected) -> None:
+def connected(job: JobState, event: Connected) -> None:
     """Somebody who knows the token."""
     job.desk.connected(event.connection, event.role)
 
 
-def disconnected(job: Job, event: Disconnected) -> None:
+def disconnected(job: JobState, event: Disconnected) -> None:
     """A connection ended. Whoever it was may come back over another one."""
     name, alarms = event.connection, job.desk.alarms
     connection = job.desk.disconnected(name)
@@ -44,13 +44,13 @@ def disconnected(job: Job, event: Disconnected) -> None:
             alarms.set(GoneDue(worker.key.worker_id), job.desk.now + SECOND_NS)
 
 
-def job_hello(job: Job, name: str, hello: JobHello) -> None:
+def job_hello(job: JobState, name: str, hello: JobHello) -> None:
     """The process of the job itself is there (again): all it has to know is whether the job is over."""
     if job.progress.ended is not None:
         job.desk.send(name, job.progress.ended)
 
 
-def worker_hello(job: Job, name: str, hello: WorkerHello) -> None:
+def worker_hello(job: JobState, name: str, hello: WorkerHello) -> None:
     """A worker says who it is and what it follows: welcome it, or send it away, and tell it what it has missed."""
     key, membership = hello.member.key, job.membership
     job.desk.introduce(name, worker=key)
@@ -76,7 +76,7 @@ def worker_hello(job: Job, name: str, hello: WorkerHello) -> None:
     job.profiling.remind(worker)
 
 
-def _refusal(job: Job, hello: WorkerHello) -> Why | None:
+def _refusal(job: JobState, hello: WorkerHello) -> Why | None:
     """Why this life has to go, if it has."""
     key, membership = hello.member.key, job.membership
     if membership.is_fenced(key):
@@ -92,7 +92,7 @@ def _refusal(job: Job, hello: WorkerHello) -> Why | None:
     return None
 
 
-def _report_joined(job: Job, worker: Worker) -> None:
+def _report_joined(job: JobState, worker: Worker) -> None:
     job.desk.report(
         "worker_joined",
         Why(Cause.JOINED, "it is ready"),
@@ -106,7 +106,7 @@ def _report_joined(job: Job, worker: Worker) -> None:
     )
 
 
-def _catch_up(job: Job, worker: Worker, hello: WorkerHello) -> None:
+def _catch_up(job: JobState, worker: Worker, hello: WorkerHello) -> None:
     """Bring together what the worker follows and what it should follow."""
     agreement = job.agreement
     generation = hello.plan.generation if hello.plan is not None else 0

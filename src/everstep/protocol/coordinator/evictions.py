@@ -7,7 +7,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agents import Agent
 from everstep.protocol.coordinator.alarms import FailedDue, LinksDue
 from everstep.protocol.coordinator.desk import SECOND_NS
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.words import describe
 from everstep.protocol.messages import Dismissed, KillWorker, Saved, WorkerFailed
@@ -16,7 +16,7 @@ KILL_AGAIN_NS = 5 * SECOND_NS
 
 
 def evict(
-    job: Job,
+    job: JobState,
     worker: Worker,
     why: Why,
     *,
@@ -55,7 +55,7 @@ def evict(
         _shrink(job, key, why.cause)
 
 
-def _shrink(job: Job, key: WorkerKey, cause: Cause) -> None:
+def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
     slots = job.slots
     if job.desk.config.on_failure != "shrink" or not slots.wanted(key.worker_id):
         return
@@ -64,14 +64,14 @@ def _shrink(job: Job, key: WorkerKey, cause: Cause) -> None:
         slots.want(slots.target - 1, slots.ids() - {key.worker_id}, Why(cause, reason))
 
 
-def kill_life(job: Job, agent: Agent, key: WorkerKey, why: Why) -> None:
+def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
     """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
     if agent.may_kill(key, job.desk.now, KILL_AGAIN_NS):
         who = {"worker_id": key.worker_id, "incarnation": key.incarnation}
         job.desk.send(agent.connection, KillWorker(**who, cause=why.cause, reason=why.reason))
 
 
-def dismiss(job: Job, worker: Worker, why: Why) -> None:
+def dismiss(job: JobState, worker: Worker, why: Why) -> None:
     """A worker is no longer wanted: it leaves without fault."""
     job.membership.remove(worker.key, why)
     job.healing.forget(worker.key)
@@ -81,20 +81,20 @@ def dismiss(job: Job, worker: Worker, why: Why) -> None:
 # ---- last words
 
 
-def worker_failed(job: Job, worker: Worker, message: WorkerFailed) -> None:
+def worker_failed(job: JobState, worker: Worker, message: WorkerFailed) -> None:
     """A worker ends by an exception."""
     if job.failures.last_words(worker, message):
         evict(job, worker, Why(message.cause, message.reason), kill=False)
 
 
-def failed_early(job: Job, connection: str, message: WorkerFailed) -> None:
+def failed_early(job: JobState, connection: str, message: WorkerFailed) -> None:
     """The same of one that never said hello: its task cannot even be built."""
     worker = job.membership.alive(WorkerKey(message.worker_id, message.incarnation))
     if worker is not None:
         worker_failed(job, worker, message)
 
 
-def saved(job: Job, worker: Worker, message: Saved) -> None:
+def saved(job: JobState, worker: Worker, message: Saved) -> None:
     """A checkpoint has ended, one way or the other: that before a worker is let go, or one that was asked for."""
     plan = job.agreement.plan
     if job.failures.staying and job.saving.ending is None and plan is not None and plan.save:
@@ -103,12 +103,12 @@ def saved(job: Job, worker: Worker, message: Saved) -> None:
         job.saving.saved(message)
 
 
-def failed_due(job: Job, alarm: FailedDue) -> None:
+def failed_due(job: JobState, alarm: FailedDue) -> None:
     """The time for a checkpoint before workers are let go is over."""
     _let_go(job)
 
 
-def _let_go(job: Job) -> None:
+def _let_go(job: JobState) -> None:
     for worker, why in job.failures.let_go():
         evict(job, worker, why, kill=False)
 
@@ -116,7 +116,7 @@ def _let_go(job: Job) -> None:
 # ---- links
 
 
-def links_due(job: Job, alarm: LinksDue) -> None:
+def links_due(job: JobState, alarm: LinksDue) -> None:
     """All who have lost a peer had the time to say so: no death explains what they accuse each other of."""
     if job.progress.ended is None:
         for worker, why in job.links.close_window():

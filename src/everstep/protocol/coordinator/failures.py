@@ -12,7 +12,7 @@ from everstep.protocol.coordinator.agreement import Agreement
 from everstep.protocol.coordinator.alarms import FailedDue
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.coordinator.saving import Saving
 from everstep.protocol.coordinator.words import describe
 from everstep.protocol.messages import WorkerFailed
@@ -22,7 +22,7 @@ class Failures:
     """Which errors have come, and who stays in spite of one until a checkpoint is taken."""
 
     def __init__(
-        self, desk: Desk, membership: Membership, agreement: Agreement, progress: Progress, saving: Saving
+        self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress, saving: Saving
     ) -> None:
         self._desk, self._membership, self._agreement = desk, membership, agreement
         self._progress, self._saving = progress, saving

@@ -1,7 +1,7 @@
 """The coordinator's parts, each with a state of its own. Pure.
 
 What is said to one part alone is a method of it. What concerns several (a death, a plan, a hello) is a function over
-`Job`, which looks at all parts it needs and tells each what has happened; nobody writes into a part.
+`JobState`, which looks at all parts it needs and tells each what has happened; nobody writes into a part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everstep.protocol.coordinator.healing import Healing
 from everstep.protocol.coordinator.links import Links
 from everstep.protocol.coordinator.membership import Membership
 from everstep.protocol.coordinator.profiling import Profiling
-from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.coordinator.quorum import Quorum
 from everstep.protocol.coordinator.recovery import Recovery
 from everstep.protocol.coordinator.saving import Saving
@@ -27,7 +27,7 @@ from everstep.protocol.coordinator.types import CoordinatorConfig
 
 
 @dataclass(frozen=True)
-class Job:
+class JobState:
     """All that the coordinator knows of its job."""
 
     desk: Desk
@@ -35,7 +35,7 @@ class Job:
     agents: Agents
     slots: Slots
     agreement: Agreement
-    progress: Progress
+    progress: JobProgress
     recovery: Recovery
     quorum: Quorum
     healing: Healing
@@ -60,14 +60,14 @@ class Job:
         return (agents, int(self.saving.ending is not None), *others)
 
 
-def new_job(config: CoordinatorConfig, place: Place) -> Job:
+def new_job(config: CoordinatorConfig, place: Place) -> JobState:
     """A job of which nothing is known yet."""
     desk = Desk(config)
     membership, agents, quorum = Membership(desk), Agents(desk), Quorum(desk)
     agreement = Agreement(desk, membership)
-    progress, recovery = Progress(desk, agreement), Recovery(desk, agreement)
+    progress, recovery = JobProgress(desk, agreement), Recovery(desk, agreement)
     saving = Saving(desk, membership, agreement, progress, quorum)
-    return Job(
+    return JobState(
         desk=desk,
         membership=membership,
         agents=agents,

@@ -12,7 +12,7 @@ from everstep.protocol.coordinator.alarms import JoinsDue
 from everstep.protocol.coordinator.desk import MILLISECOND_NS
 from everstep.protocol.coordinator.evictions import dismiss, evict
 from everstep.protocol.coordinator.healing import Join
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import candidates, prepare
 from everstep.protocol.coordinator.words import describe, listed
@@ -22,7 +22,7 @@ BATCH_NS = 250 * MILLISECOND_NS
 MOST_FAILURES = 10
 
 
-def reconcile(job: Job) -> None:
+def reconcile(job: JobState) -> None:
     """Move one step towards the wanted membership."""
     if job.progress.ended is not None or job.membership.in_grace:
         return
@@ -40,17 +40,17 @@ def reconcile(job: Job) -> None:
         _prepare_if_due(job, leaving)
 
 
-def joins_due(job: Job, alarm: JoinsDue) -> None:
+def joins_due(job: JobState, alarm: JoinsDue) -> None:
     """Joiners were waited for long enough, or one may try again."""
     job.healing.moment_came()
 
 
-def leavers(job: Job) -> list[Worker]:
+def leavers(job: JobState) -> list[Worker]:
     """Members whose slots are not wanted any more, as many as may leave, in id order."""
     return [w for w in job.agreement.survivors() if not job.slots.wanted(w.key.worker_id)]
 
 
-def _dismiss_unwanted(job: Job) -> None:
+def _dismiss_unwanted(job: JobState) -> None:
     slots = job.slots
     if slots.as_started:
         return
@@ -60,7 +60,7 @@ def _dismiss_unwanted(job: Job) -> None:
             dismiss(job, worker, Why(slots.unwanted_for(worker_id), text))
 
 
-def _choose_joiners(job: Job, leaving: list[Worker]) -> None:
+def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
     """Give tickets to as many ready workers as there are vacancies; take back those of others."""
     agreement, healing = job.agreement, job.healing
     coming = set(agreement.prepared.joining) if agreement.prepared is not None else set()
@@ -75,7 +75,7 @@ def _choose_joiners(job: Job, leaving: list[Worker]) -> None:
             _send_heal(job, worker.key)
 
 
-def donors(job: Job, attempt: int, stage: int = 0) -> list[Member]:
+def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
     """Who may give a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
     plan = job.agreement.plan
     if plan is None:
@@ -88,7 +88,7 @@ def donors(job: Job, attempt: int, stage: int = 0) -> list[Member]:
     return backups[turn:] + backups[:turn] + [m for m in alive if m.worker_id == leader]
 
 
-def _stages_for(job: Job, key: WorkerKey) -> tuple[int, ...]:
+def _stages_for(job: JobState, key: WorkerKey) -> tuple[int, ...]:
     """Where a joiner will sit, if nothing else changes: what it has to copy."""
     plan = job.agreement.plan
     if plan is None or plan.stages == 1:
@@ -101,7 +101,7 @@ def _stages_for(job: Job, key: WorkerKey) -> tuple[int, ...]:
     return tuple(s.stage for s in found if s.worker_id == key.worker_id)
 
 
-def _send_heal(job: Job, key: WorkerKey) -> None:
+def _send_heal(job: JobState, key: WorkerKey) -> None:
     worker, plan = job.membership.alive(key), job.agreement.plan
     if worker is None or plan is None:
         return
@@ -114,7 +114,7 @@ def _send_heal(job: Job, key: WorkerKey) -> None:
     job.desk.send(worker.connection, heal)
 
 
-def worker_healed(job: Job, worker: Worker, message: WorkerHealed) -> None:
+def worker_healed(job: JobState, worker: Worker, message: WorkerHealed) -> None:
     """A joiner follows closely enough. An old ticket is void."""
     join = job.healing.of(worker.key, message.ticket)
     if join is not None and join.healed_ns is None:
@@ -122,7 +122,7 @@ def worker_healed(job: Job, worker: Worker, message: WorkerHealed) -> None:
         worker.healed(message.step)
 
 
-def heal_failed(job: Job, worker: Worker, message: HealFailed) -> None:
+def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
     """A joiner lost its donor: try again, later each time; after too many failures it is replaced.
 
     If the members have switched to a plan with it, or may have, they wait for it in vain, and cannot feed it either.
@@ -141,7 +141,7 @@ def heal_failed(job: Job, worker: Worker, message: HealFailed) -> None:
         evict(job, worker, why, kill=True)
 
 
-def _may_go(job: Job, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:
+def _may_go(job: JobState, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:
     """Of those who are to leave, the last ones for whom enough others stay: in all, and in each of their stages."""
     plan, survivors = job.agreement.plan, job.agreement.survivors()
     may_leave = len(survivors) + len(joiners) - job.slots.least
@@ -160,7 +160,7 @@ def _may_go(job: Job, leaving: list[Worker], joiners: list[Join]) -> list[Worker
     return sorted(free, key=lambda w: w.key)
 
 
-def _prepare_if_due(job: Job, leaving: list[Worker]) -> None:
+def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
     joins, alive = job.healing.joins, job.membership.alive
     healed_at = [j.healed_ns for j in joins.values() if j.healed_ns is not None]
     healing = [j for j in joins.values() if j.healed_ns is None and j.retry_ns is None]

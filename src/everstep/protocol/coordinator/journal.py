@@ -12,15 +12,15 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import plan_from_entry
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.messages import JobEnded
 
 
-def _replay_target(job: Job, entry: dict[str, Any]) -> None:
+def _replay_target(job: JobState, entry: dict[str, Any]) -> None:
     job.slots.take_wish(entry["target"], set(entry["slots"]), Cause.read(entry.get("cause")))
 
 
-def _replay_plan(job: Job, entry: dict[str, Any]) -> None:
+def _replay_plan(job: JobState, entry: dict[str, Any]) -> None:
     plan = plan_from_entry(entry["plan"])
     if not job.agreement.replay_plan(plan, adopted=entry.get("adopted", False)):
         return
@@ -30,30 +30,30 @@ def _replay_plan(job: Job, entry: dict[str, Any]) -> None:
         job.membership.restore(member, entry.get("agents", {}).get(str(member.worker_id)))
 
 
-def _replay_entered(job: Job, entry: dict[str, Any]) -> None:
+def _replay_entered(job: JobState, entry: dict[str, Any]) -> None:
     job.agreement.replay_entered(entry["generation"])
 
 
-def _replay_evict(job: Job, entry: dict[str, Any]) -> None:
+def _replay_evict(job: JobState, entry: dict[str, Any]) -> None:
     key = WorkerKey(entry["worker_id"], entry["incarnation"])
     job.membership.replay_evict(key, Cause.read(entry.get("cause")))
 
 
-def _replay_ticket(job: Job, entry: dict[str, Any]) -> None:
+def _replay_ticket(job: JobState, entry: dict[str, Any]) -> None:
     job.healing.replay_ticket(entry["ticket"])
 
 
-def _replay_slot_lost(job: Job, entry: dict[str, Any]) -> None:
+def _replay_slot_lost(job: JobState, entry: dict[str, Any]) -> None:
     job.slots.replay_lost(entry["worker_id"], entry["reason"])
 
 
-def _replay_ended(job: Job, entry: dict[str, Any]) -> None:
+def _replay_ended(job: JobState, entry: dict[str, Any]) -> None:
     cause = Cause.read(entry.get("cause"))
     ended = JobEnded(state=entry["state"], cause=cause, reason=entry["reason"], exit_code=entry["exit_code"])
     job.progress.replay_ended(ended)
 
 
-_REPLAY: dict[str, Callable[[Job, dict[str, Any]], None]] = {
+_REPLAY: dict[str, Callable[[JobState, dict[str, Any]], None]] = {
     "target": _replay_target,
     "plan": _replay_plan,
     "entered": _replay_entered,
@@ -64,7 +64,7 @@ _REPLAY: dict[str, Callable[[Job, dict[str, Any]], None]] = {
 }
 
 
-def replay(job: Job, journal: Iterable[dict[str, Any]]) -> bool:
+def replay(job: JobState, journal: Iterable[dict[str, Any]]) -> bool:
     """Bring the job to where the journal ends. Returns whether there was anything in it."""
     found = False
     for entry in journal:
@@ -77,7 +77,7 @@ def replay(job: Job, journal: Iterable[dict[str, Any]]) -> bool:
     return found
 
 
-def _look_for_members(job: Job) -> None:
+def _look_for_members(job: JobState) -> None:
     agreement, membership = job.agreement, job.membership
     wanted = {m.key for p in (agreement.plan, agreement.prepared) if p is not None for m in p.members}
     membership.keep_only(wanted)

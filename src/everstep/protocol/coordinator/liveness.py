@@ -13,7 +13,7 @@ from everstep.protocol.coordinator.agents import Agent
 from everstep.protocol.coordinator.alarms import AgentDue, GoneDue, GraceDue
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS
 from everstep.protocol.coordinator.evictions import evict, kill_life
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.profiling import STANDSTILL_NS
 from everstep.protocol.messages import (
@@ -38,7 +38,7 @@ EXEMPT_PHASES = ("idle", "starting")
 # ---- what agents say
 
 
-def agent_hello(job: Job, connection: str, hello: AgentHello) -> None:
+def agent_hello(job: JobState, connection: str, hello: AgentHello) -> None:
     """An agent is there (again): from now on it speaks for the workers it lists."""
     known = job.agents.known.get(hello.agent_id)
     if known is not None and known.connection is not None and known.connection != connection:
@@ -64,7 +64,7 @@ def agent_hello(job: Job, connection: str, hello: AgentHello) -> None:
     job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
 
 
-def _saw_life(job: Job, agent: Agent, life: WorkerLife) -> None:
+def _saw_life(job: JobState, agent: Agent, life: WorkerLife) -> None:
     """An agent says that it runs this process."""
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.runs(key)
@@ -88,7 +88,7 @@ def _saw_life(job: Job, agent: Agent, life: WorkerLife) -> None:
     job.slots.runs(key.worker_id, agent.agent_id)
 
 
-def runs_elsewhere(job: Job, known: Worker, host: str) -> bool:
+def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
     """Whether a slot is another host's, where a life of it takes part or is there.
 
     A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
@@ -98,12 +98,12 @@ def runs_elsewhere(job: Job, known: Worker, host: str) -> bool:
     return bool(known.host) and known.host != host and there
 
 
-def worker_started(job: Job, agent: Agent, message: WorkerStarted) -> None:
+def worker_started(job: JobState, agent: Agent, message: WorkerStarted) -> None:
     """A process was started; it says hello itself when it is ready."""
     _saw_life(job, agent, message.worker)
 
 
-def worker_exited(job: Job, agent: Agent, message: WorkerExited) -> None:
+def worker_exited(job: JobState, agent: Agent, message: WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
     if message.in_order:
@@ -120,7 +120,7 @@ def worker_exited(job: Job, agent: Agent, message: WorkerExited) -> None:
         evict(job, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
 
 
-def slot_lost(job: Job, agent: Agent, message: SlotLost) -> None:
+def slot_lost(job: JobState, agent: Agent, message: SlotLost) -> None:
     """An agent gave up on a slot."""
     slots = job.slots
     if not slots.lose(message.worker_id, agent.agent_id, Why(message.cause, message.reason)):
@@ -136,7 +136,7 @@ def slot_lost(job: Job, agent: Agent, message: SlotLost) -> None:
         job.desk.report("warning", why, worker_id=message.worker_id)
 
 
-def host_failed(job: Job, agent: Agent, message: HostFailed) -> None:
+def host_failed(job: JobState, agent: Agent, message: HostFailed) -> None:
     """An agent can do nothing more for the job."""
     job.progress.end("failed", Why(message.cause, message.reason), 1)
 
@@ -144,7 +144,7 @@ def host_failed(job: Job, agent: Agent, message: HostFailed) -> None:
 # ---- heartbeats and hangs
 
 
-def heartbeat(job: Job, agent: Agent, message: Heartbeat) -> None:
+def heartbeat(job: JobState, agent: Agent, message: Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
     membership, now = job.membership, job.desk.now
     agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
@@ -162,7 +162,7 @@ def heartbeat(job: Job, agent: Agent, message: Heartbeat) -> None:
         _check_unseen(job, agent, {WorkerKey(p.worker_id, p.incarnation) for p in message.workers})
 
 
-def _check_unseen(job: Job, agent: Agent, seen: set[WorkerKey]) -> None:
+def _check_unseen(job: JobState, agent: Agent, seen: set[WorkerKey]) -> None:
     """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
     for key in sorted(agent.lives - seen):
         worker = job.membership.alive(key)
@@ -180,7 +180,7 @@ def _check_unseen(job: Job, agent: Agent, seen: set[WorkerKey]) -> None:
             evict(job, worker, why, kill=False, notice_ns=unseen)
 
 
-def hang_limit_ns(job: Job, worker: Worker) -> int:
+def hang_limit_ns(job: JobState, worker: Worker) -> int:
     """How long this worker's progress counter may stand still."""
     fixed = job.desk.config.hang_limit_ns
     if fixed is not None:
@@ -194,7 +194,7 @@ def hang_limit_ns(job: Job, worker: Worker) -> int:
     return limit if job.agreement.in_any_plan(worker.key) else limit * HANG_FACTOR
 
 
-def _check_hang(job: Job, worker: Worker, pulse: WorkerPulse) -> None:
+def _check_hang(job: JobState, worker: Worker, pulse: WorkerPulse) -> None:
     still_ns = pulse.still_ms * MILLISECOND_NS
     if pulse.phase in EXEMPT_PHASES:
         # It may rest while nothing is asked of it; after an order its phase has to change.
@@ -217,7 +217,7 @@ def _check_hang(job: Job, worker: Worker, pulse: WorkerPulse) -> None:
         worker.trust()
 
 
-def _owes(job: Job, worker: Worker) -> bool:
+def _owes(job: JobState, worker: Worker) -> bool:
     if worker.ordered_ns == 0 or not worker.greeted:
         return False
     join = job.healing.of(worker.key)
@@ -226,7 +226,7 @@ def _owes(job: Job, worker: Worker) -> bool:
     return job.agreement.owes(worker.key)
 
 
-def suspect(job: Job, worker: Worker, why: Why) -> None:
+def suspect(job: JobState, worker: Worker, why: Why) -> None:
     """Say once that a worker may be in trouble."""
     if worker.suspect():
         job.desk.report(
@@ -243,7 +243,7 @@ def suspect(job: Job, worker: Worker, why: Why) -> None:
 # ---- silence
 
 
-def agent_due(job: Job, alarm: AgentDue) -> None:
+def agent_due(job: JobState, alarm: AgentDue) -> None:
     """Look whether an agent has been silent for too long, and ring again when it could be."""
     agent, now = job.agents.known.get(alarm.agent_id), job.desk.now
     if agent is None or job.progress.ended is not None:
@@ -264,12 +264,12 @@ def agent_due(job: Job, alarm: AgentDue) -> None:
     job.desk.alarms.set(alarm, max(change, now + MILLISECOND_NS))
 
 
-def _workers_of(job: Job, agent: Agent) -> list[Worker]:
+def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
     # Not for every heartbeat: a thousand agents cannot look at a thousand workers each.
     return [w for _, w in sorted(job.membership.workers.items()) if w.agent_id == agent.agent_id]
 
 
-def _silent(job: Job, agent: Agent, reason: str) -> None:
+def _silent(job: JobState, agent: Agent, reason: str) -> None:
     """An agent is silent, so its host is lost; unless all state would be too."""
     workers, silence = _workers_of(job, agent), agent.detector.silence_ns(job.desk.now)
     if silence < job.desk.config.quorum_wait_ns and _hold_all_state(job, workers):
@@ -286,7 +286,7 @@ def _silent(job: Job, agent: Agent, reason: str) -> None:
         evict(job, worker, why, kill=False, notice_ns=silence)
 
 
-def _hold_all_state(job: Job, workers: list[Worker]) -> bool:
+def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
     """Whether the training state would be lost without these. Silence does not prove a death: most likely it is the
     coordinator that is cut off, and they go on training; to give them up would mean to start over.
     """
@@ -295,7 +295,7 @@ def _hold_all_state(job: Job, workers: list[Worker]) -> bool:
     return bool(holders) and all(w in workers for w in holders)
 
 
-def gone_due(job: Job, alarm: GoneDue) -> None:
+def gone_due(job: JobState, alarm: GoneDue) -> None:
     """Look whether a worker without a connection has to be given up."""
     worker = job.membership.workers.get(alarm.worker_id)
     if worker is None or worker.gone_ns is None or worker.connection is not None or job.progress.ended is not None:
@@ -320,13 +320,13 @@ def gone_due(job: Job, alarm: GoneDue) -> None:
         job.desk.alarms.set(alarm, max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS))
 
 
-def _awaited(job: Job, worker: Worker) -> bool:
+def _awaited(job: JobState, worker: Worker) -> bool:
     if job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key):
         return True
     return job.agreement.owes(worker.key)
 
 
-def grace_due(job: Job, alarm: GraceDue) -> None:
+def grace_due(job: JobState, alarm: GraceDue) -> None:
     """The time to come back after the coordinator's restart is over."""
     membership, now = job.membership, job.desk.now
     if membership.grace_until_ns is None:
@@ -349,7 +349,7 @@ def grace_due(job: Job, alarm: GraceDue) -> None:
             evict(job, worker, why, kill=True)
 
 
-def expect_agents(job: Job) -> None:
+def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
     if job.agreement.plan is None:
         return
@@ -360,7 +360,7 @@ def expect_agents(job: Job) -> None:
             job.agents.watch(worker.agent_id, worker.host).restore(worker.key, first=first)
 
 
-def pardon(job: Job, gap_ns: int) -> None:
+def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
     for agent in job.agents.known.values():
         agent.detector.pardon(gap_ns)

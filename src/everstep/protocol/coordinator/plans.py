@@ -12,7 +12,7 @@ from typing import NamedTuple
 from everstep.base.cause import Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.words import describe, listed
 from everstep.protocol.messages import PlanNow, PlanPrepared
@@ -20,7 +20,7 @@ from everstep.protocol.messages import PlanNow, PlanPrepared
 # ---- plans for at once
 
 
-def candidates(job: Job) -> list[Worker]:
+def candidates(job: JobState) -> list[Worker]:
     """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
     found = [
         w
@@ -30,7 +30,7 @@ def candidates(job: Job) -> list[Worker]:
     return sorted(found, key=lambda w: (w.wants_spare, w.key))
 
 
-def followed(job: Job, worker: Worker) -> set[int]:
+def followed(job: JobState, worker: Worker) -> set[int]:
     """The stages whose newest state a worker outside the plan is known to hold, as a joiner."""
     join, prepared = job.healing.healed(worker.key), job.agreement.prepared
     if job.agreement.has(worker.key):
@@ -42,7 +42,7 @@ def followed(job: Job, worker: Worker) -> set[int]:
     return job.healing.left_behind(worker.key)
 
 
-def make_now(job: Job, members: Sequence[Worker], why: Why, *, fresh: bool) -> None:
+def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool) -> None:
     """Give out a plan for at once. fresh: nobody holds the state of the plan before; lanes are laid out anew."""
     agreement, config = job.agreement, job.desk.config
     old = agreement.plan
@@ -81,7 +81,7 @@ def make_now(job: Job, members: Sequence[Worker], why: Why, *, fresh: bool) -> N
     announce(job, old)
 
 
-def _save_reason(job: Job) -> str:
+def _save_reason(job: JobState) -> str:
     """Why the members of the next plan are to take a checkpoint at once; "": they are not."""
     if job.saving.ending is not None:
         return job.saving.ending.why.reason
@@ -116,7 +116,7 @@ def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
     return text
 
 
-def order(job: Job, worker: Worker, message: PlanNow | PlanPrepared) -> None:
+def order(job: JobState, worker: Worker, message: PlanNow | PlanPrepared) -> None:
     """Tell a worker what to do; if it is not connected, it hears of it in answer to its hello."""
     worker.ordered(job.desk.now)
     job.desk.send(worker.connection, message)
@@ -140,7 +140,7 @@ def moved(seats: Sequence[Seat], move: Move) -> list[Seat]:
 
 
 def prepare(
-    job: Job,
+    job: JobState,
     joiners: Sequence[tuple[Worker, tuple[int, ...]]],
     leaving: Sequence[WorkerKey],
     why: Why,
@@ -182,7 +182,7 @@ def prepare(
 # ---- telling
 
 
-def announce(job: Job, old: Plan | None) -> None:
+def announce(job: JobState, old: Plan | None) -> None:
     """Tell that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
     if plan is None:
@@ -203,7 +203,7 @@ def announce(job: Job, old: Plan | None) -> None:
         _announce_leader(job, plan, old, stage)
 
 
-def _announce_leader(job: Job, plan: Plan, old: Plan | None, stage: int) -> None:
+def _announce_leader(job: JobState, plan: Plan, old: Plan | None, stage: int) -> None:
     leader = plan.leader(stage)
     if old is None or old.member(old.leader(stage)).key == plan.member(leader).key:
         return

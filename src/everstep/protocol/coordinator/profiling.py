@@ -15,7 +15,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.coordinator.words import describe, listed
 from everstep.protocol.messages import Profiled, ProfileNow
 
@@ -39,7 +39,7 @@ class _Profile:
 class Profiling:
     """The newest profile, and who has yet to end it."""
 
-    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, progress: Progress) -> None:
+    def __init__(self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress) -> None:
         self._desk, self._membership, self._agreement, self._progress = desk, membership, agreement, progress
         self._newest: _Profile | None = None
 

@@ -17,7 +17,7 @@ from everstep.protocol.coordinator.words import listed
 from everstep.protocol.messages import JobEnded
 
 
-class Progress:
+class JobProgress:
     """step: the newest that is known to be committed. lost_stages: whose whole pool was gone, until it is told what
     they were restored from. sound: states after this step are tainted, and no generation was entered yet whose plan
     says so; -1 if there is no doubt. ended: how the job has, if it has.

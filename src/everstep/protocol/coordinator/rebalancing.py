@@ -16,14 +16,14 @@ from statistics import median
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan
 from everstep.protocol.coordinator.alarms import SpeedsDue
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.plans import Move, moved, prepare
 from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
 
 LEAST_GAIN = 0.2
 
 
-def speeds_due(job: Job, alarm: SpeedsDue) -> None:
+def speeds_due(job: JobState, alarm: SpeedsDue) -> None:
     """Take the present speeds down; prepare a plan once the gain has lasted."""
     speeds, plan = job.speeds, job.agreement.plan
     speeds.look_later()
@@ -45,7 +45,7 @@ class _Change:
     move: Move | None = None
 
 
-def _gain(job: Job, plan: Plan) -> _Change | None:
+def _gain(job: JobState, plan: Plan) -> _Change | None:
     """What would make the steps shorter, if anything does, nothing else is under way, and all speeds are known."""
     agreement = job.agreement
     if agreement.broken or agreement.prepared is not None or job.healing.joins or job.progress.ended is not None:
@@ -56,7 +56,7 @@ def _gain(job: Job, plan: Plan) -> _Change | None:
     return _better(job, plan, found)
 
 
-def _better(job: Job, plan: Plan, found: Mapping[int, float]) -> _Change | None:
+def _better(job: JobState, plan: Plan, found: Mapping[int, float]) -> _Change | None:
     """Lanes by speed, or a move, if that makes the steps shorter by `LEAST_GAIN`; of both, lanes by speed."""
     speeds = by_speed(found)
     now_ms = step_ms(plan.seats, found)
@@ -80,7 +80,7 @@ def _better(job: Job, plan: Plan, found: Mapping[int, float]) -> _Change | None:
     return _Change(speeds, Why(Cause.SLOW if speeds else Cause.REBALANCED, reason(found, now_ms, then_ms)))
 
 
-def _moves(job: Job, plan: Plan) -> list[Move]:
+def _moves(job: JobState, plan: Plan) -> list[Move]:
     """Who could help out a pool that lacks members which nobody is going to replace, the last of each pool first."""
     if plan.stages == 1 or len(plan.members) < job.slots.expected():
         return []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.alarms import QuorumDue, StartDue
 from everstep.protocol.coordinator.desk import SECOND_NS
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import candidates, followed, make_now
 from everstep.protocol.coordinator.quorum import START_PATIENCE_NS
@@ -17,7 +17,7 @@ SMALL_STATE_BYTES = 32 << 20
 """Who has no larger state to copy is taken into a plan for at once, and copies it there."""
 
 
-def reconcile(job: Job) -> None:
+def reconcile(job: JobState) -> None:
     """Make the plan that is due, or say what is waited for."""
     if job.progress.ended is not None:
         return
@@ -27,19 +27,19 @@ def reconcile(job: Job) -> None:
         _regroup(job)
 
 
-def start_due(job: Job, alarm: StartDue) -> None:
+def start_due(job: JobState, alarm: StartDue) -> None:
     """All workers had the time to come."""
     job.quorum.patience_over()
 
 
-def _too_few_came(job: Job) -> bool:
+def _too_few_came(job: JobState) -> bool:
     """Whether the start must wait anyway: so that a thousand hellos need not look at a thousand workers each."""
     came, slots, quorum = job.membership.came, job.slots, job.quorum
     some_missing = came < slots.target and slots.as_started and not slots.lost
     return some_missing and (quorum.patient if quorum.anybody else not came)
 
 
-def _start(job: Job) -> None:
+def _start(job: JobState) -> None:
     slots, quorum = job.slots, job.quorum
     quorum.wait()
     if _too_few_came(job):
@@ -63,7 +63,7 @@ def _start(job: Job) -> None:
         make_now(job, some, Why(Cause.STARTED, text), fresh=True)
 
 
-def _regroup(job: Job) -> None:
+def _regroup(job: JobState) -> None:
     agreement, slots = job.agreement, job.slots
     survivors = agreement.survivors()
     to_come = (w for w in job.membership.workers.values() if not w.greeted and agreement.in_any_plan(w.key))
@@ -95,12 +95,12 @@ def _regroup(job: Job) -> None:
     job.quorum.wait_for(Why(cause, text), job.progress.step, agreement.generation)
 
 
-def _said(job: Job) -> str:
+def _said(job: JobState) -> str:
     """All that broke the plan, in words."""
     return "; ".join(why.reason for why in job.agreement.broken)
 
 
-def _lost_stages(job: Job, survivors: Sequence[Worker]) -> list[int]:
+def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
     """The stages of the plan that no survivor holds."""
     plan = job.agreement.plan
     if plan is None or plan.stages == 1:
@@ -110,7 +110,7 @@ def _lost_stages(job: Job, survivors: Sequence[Worker]) -> list[int]:
     return [stage for stage in range(plan.stages) if stage not in held]
 
 
-def _newcomers(job: Job, survivors: Sequence[Worker], needed: int, lost: Sequence[int]) -> list[Worker]:
+def _newcomers(job: JobState, survivors: Sequence[Worker], needed: int, lost: Sequence[int]) -> list[Worker]:
     """Who is taken in at once: whoever has little to copy; any others only where there would be too few.
 
     A joiner that follows a stage of which nobody else is left comes first: it saves everybody from going back.
@@ -127,7 +127,7 @@ def _newcomers(job: Job, survivors: Sequence[Worker], needed: int, lost: Sequenc
     return chosen + large[: max(0, min(wanted, room) - len(chosen))]
 
 
-def _fall_back(job: Job) -> None:
+def _fall_back(job: JobState) -> None:
     """Nobody holds the state of the plan any more: start over with whoever comes, from the newest that is left."""
     if job.saving.ending is not None:
         job.saving.end_with("no checkpoint: nobody is left")
@@ -160,14 +160,14 @@ def _fall_back(job: Job) -> None:
     make_now(job, ready[: slots.target], Why(cause, text), fresh=True)
 
 
-def _held_step(job: Job, worker: Worker) -> int:
+def _held_step(job: JobState, worker: Worker) -> int:
     """The step that a worker outside the plan is known to hold: none, unless it has said that it has healed."""
     prepared = job.agreement.prepared
     known = job.healing.healed(worker.key) is not None or (prepared is not None and prepared.has(worker.key))
     return worker.step if known else 0
 
 
-def quorum_due(job: Job, alarm: QuorumDue) -> None:
+def quorum_due(job: JobState, alarm: QuorumDue) -> None:
     """Give up when too few workers came for too long."""
     agreement, waiting = job.agreement, job.quorum.waiting
     if job.progress.ended is not None or (agreement.plan is not None and not agreement.broken) or not job.quorum.over():

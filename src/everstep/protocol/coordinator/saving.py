@@ -13,7 +13,7 @@ from everstep.protocol.coordinator.agreement import Agreement
 from everstep.protocol.coordinator.alarms import EndDue
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.membership import Membership
-from everstep.protocol.coordinator.progress import Progress
+from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.coordinator.quorum import Quorum
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow
 
@@ -32,7 +32,7 @@ class Saving:
     """ending: how the job is about to end, if it is."""
 
     def __init__(
-        self, desk: Desk, membership: Membership, agreement: Agreement, progress: Progress, quorum: Quorum
+        self, desk: Desk, membership: Membership, agreement: Agreement, progress: JobProgress, quorum: Quorum
     ) -> None:
         self.ending: Ending | None = None
         self._desk, self._membership, self._agreement = desk, membership, agreement

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.base.cause import Why
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 
 
-def status(job: Job) -> dict[str, Any]:
+def status(job: JobState) -> dict[str, Any]:
     """What `everstep status --json` prints, the coordinator's own pid excepted."""
     ended = job.progress.ended
     why = job.quorum.waiting if ended is None else Why(ended.cause, ended.reason)
@@ -25,7 +25,7 @@ def status(job: Job) -> dict[str, Any]:
     }
 
 
-def job_state(job: Job) -> str:
+def job_state(job: JobState) -> str:
     """How it ended, if it has; else waiting, starting, recovering or running."""
     agreement = job.agreement
     if job.progress.ended is not None:
@@ -40,7 +40,7 @@ def job_state(job: Job) -> str:
     return "running"
 
 
-def _worker_status(job: Job, worker: Worker) -> dict[str, Any]:
+def _worker_status(job: JobState, worker: Worker) -> dict[str, Any]:
     plan, worker_id = job.agreement.plan, worker.key.worker_id
     role = "spare"
     stages: tuple[int, ...] = ()

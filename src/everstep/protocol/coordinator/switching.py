@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.evictions import dismiss
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.coordinator.plans import announce
 from everstep.protocol.coordinator.words import describe, listed
@@ -14,7 +14,7 @@ from everstep.protocol.messages import GenerationEntered, PeerFault, Progress, S
 # ---- what members say of a generation
 
 
-def entered(job: Job, worker: Worker, message: GenerationEntered) -> None:
+def entered(job: JobState, worker: Worker, message: GenerationEntered) -> None:
     """A worker has settled in a generation; the message has the step that it computes next."""
     worker.reached(message.step - 1)
     follow(job, message.generation)
@@ -29,7 +29,7 @@ def entered(job: Job, worker: Worker, message: GenerationEntered) -> None:
         job.saving.remind()
 
 
-def progressed(job: Job, worker: Worker, message: Progress) -> None:
+def progressed(job: JobState, worker: Worker, message: Progress) -> None:
     """A step is committed."""
     follow(job, message.generation)
     worker.reached(message.step)
@@ -40,7 +40,7 @@ def progressed(job: Job, worker: Worker, message: Progress) -> None:
         job.recovery.complete(job.progress.step)
 
 
-def done(job: Job, worker: Worker, message: WorkerDone) -> None:
+def done(job: JobState, worker: Worker, message: WorkerDone) -> None:
     """The last step is committed; if the final state is written too, the job is over."""
     follow(job, message.generation)
     worker.reached(message.step)
@@ -50,13 +50,13 @@ def done(job: Job, worker: Worker, message: WorkerDone) -> None:
         job.progress.end("completed", Why(Cause.COMPLETED, f"step {message.step} was the last"), 0)
 
 
-def peer_fault(job: Job, worker: Worker, message: PeerFault) -> None:
+def peer_fault(job: JobState, worker: Worker, message: PeerFault) -> None:
     """A transfer between members has failed."""
     follow(job, message.generation)
     job.links.peer_fault(worker, message)
 
 
-def settle_again(job: Job, worker: Worker, message: SettleAgain) -> None:
+def settle_again(job: JobState, worker: Worker, message: SettleAgain) -> None:
     """What a member had stated does not hold: all settle in a new generation, with what holds.
 
     Where states differ, all go back to where they were alike, once. If they differ there again, that is no chance.
@@ -78,21 +78,21 @@ def settle_again(job: Job, worker: Worker, message: SettleAgain) -> None:
 # ---- the prepared plan
 
 
-def follow(job: Job, generation: int) -> None:
+def follow(job: JobState, generation: int) -> None:
     """Something shows that the members have switched to this generation, if it is the prepared one."""
     prepared = job.agreement.prepared
     if prepared is not None and generation == prepared.generation:
         _switch(job, prepared)
 
 
-def left_in_order(job: Job, key: WorkerKey) -> None:
+def left_in_order(job: JobState, key: WorkerKey) -> None:
     """A process ended because its work was done: whom the prepared plan leaves out has therefore switched to it."""
     prepared = job.agreement.prepared
     if prepared is not None and job.agreement.has(key) and not prepared.has(key):
         _switch(job, prepared)
 
 
-def _switch(job: Job, plan: Plan) -> None:
+def _switch(job: JobState, plan: Plan) -> None:
     old = job.agreement.switch()
     behind = job.links.left_behind(plan)
     if behind is not None:
@@ -110,7 +110,7 @@ def _switch(job: Job, plan: Plan) -> None:
 # ---- what a hello shows
 
 
-def back_in(job: Job, worker: Worker) -> None:
+def back_in(job: JobState, worker: Worker) -> None:
     """A member's hello shows that it has settled in the present plan."""
     agreement, worker_id = job.agreement, worker.key.worker_id
     plan = agreement.plan
@@ -120,7 +120,7 @@ def back_in(job: Job, worker: Worker) -> None:
         _report_healed(job, worker, worker.step)
 
 
-def _report_healed(job: Job, worker: Worker, step: int) -> None:
+def _report_healed(job: JobState, worker: Worker, step: int) -> None:
     job.desk.report(
         "worker_healed",
         Why(Cause.JOINED, "it holds the state of the others and takes part"),
@@ -132,7 +132,7 @@ def _report_healed(job: Job, worker: Worker, step: int) -> None:
     )
 
 
-def adopt(job: Job, plan: Plan, source: WorkerKey) -> None:
+def adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
     """A worker follows a plan that the journal does not know: believe it, and let its members come back."""
     agreement, membership = job.agreement, job.membership
     known = agreement.generation

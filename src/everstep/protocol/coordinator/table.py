@@ -22,18 +22,18 @@ from everstep.protocol.coordinator import (
     types,
 )
 from everstep.protocol.coordinator.agents import Agent
-from everstep.protocol.coordinator.job import Job
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 
 # By whoever has just connected, or has done so before: before the end of the job and after it.
-FROM_ANYBODY: dict[type, Callable[[Job, str, Any], None]] = {
+FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], None]] = {
     m.WorkerHello: connections.worker_hello,
     m.AgentHello: liveness.agent_hello,
     m.JobHello: connections.job_hello,
     m.Command: commands.command,
 }
 
-FROM_AGENTS: dict[type, Callable[[Job, Agent, Any], None]] = {
+FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
     m.Heartbeat: liveness.heartbeat,
     m.WorkerStarted: liveness.worker_started,
     m.WorkerExited: liveness.worker_exited,
@@ -42,7 +42,7 @@ FROM_AGENTS: dict[type, Callable[[Job, Agent, Any], None]] = {
 }
 
 # By lives of slots that are the present ones, and not known to be dead.
-FROM_WORKERS: dict[type, Callable[[Job, Worker, Any], None]] = {
+FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.GenerationEntered: switching.entered,
     m.Progress: switching.progressed,
     m.WorkerDone: switching.done,
@@ -57,15 +57,15 @@ FROM_WORKERS: dict[type, Callable[[Job, Worker, Any], None]] = {
 }
 
 # By any life, also one that is over: it may be the only one that knows that it was replaced.
-FROM_ALL_LIVES: dict[type, Callable[[Job, str, Any], None]] = {
+FROM_ALL_LIVES: dict[type, Callable[[JobState, str, Any], None]] = {
     m.StoreGet: lambda job, connection, message: job.store.get(connection, message),
 }
 
-BEFORE_A_HELLO: dict[type, Callable[[Job, str, Any], None]] = {
+BEFORE_A_HELLO: dict[type, Callable[[JobState, str, Any], None]] = {
     m.WorkerFailed: evictions.failed_early,
 }
 
-ALARMS: dict[type, Callable[[Job, Any], None]] = {
+ALARMS: dict[type, Callable[[JobState, Any], None]] = {
     alarms.AgentDue: liveness.agent_due,
     alarms.EndDue: lambda job, alarm: job.saving.time_is_up(),
     alarms.FailedDue: evictions.failed_due,
@@ -79,7 +79,7 @@ ALARMS: dict[type, Callable[[Job, Any], None]] = {
 }
 
 
-def received(job: Job, event: types.Received) -> None:
+def received(job: JobState, event: types.Received) -> None:
     """A message came; what it means depends on who sent it."""
     name, message = event.connection, event.message
     connection, kind = job.desk.connections.get(name), type(message)
@@ -105,7 +105,7 @@ def received(job: Job, event: types.Received) -> None:
         job.desk.close(name, f"expected a hello before {kind.__name__}")
 
 
-EVENTS: dict[type, Callable[[Job, Any], None]] = {
+EVENTS: dict[type, Callable[[JobState, Any], None]] = {
     types.Connected: connections.connected,
     types.Received: received,
     types.Disconnected: connections.disconnected,

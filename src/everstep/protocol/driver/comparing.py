@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.records import StepOutcome
 
 Holder = TypeVar("Holder", bound=Hashable)
 
 
-def differing(outcome: Outcome) -> tuple[str, frozenset[int]] | None:
+def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
     """What is wrong with the states before the step, in words, and which workers are outvoted; None if all are alike.
 
     A worker is outvoted where more than half of the copies (of a stage, or of a parameter that several stages hold)

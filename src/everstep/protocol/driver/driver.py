@@ -29,7 +29,7 @@ from everstep.protocol.driver.application import Application
 from everstep.protocol.driver.joiner import Joiner
 from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.outbox import Outbox, Standing
-from everstep.protocol.driver.saver import Saver, Saving
+from everstep.protocol.driver.saver import Saver, SavingRules
 from everstep.protocol.driver.saves import PartsThere, SaveEnded
 from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
 from everstep.protocol.driver.stepper import Stepper
@@ -38,7 +38,7 @@ from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
 
 FOREVER = 1 << 62
-_DECIDED = step.Update | step.Gathered | step.Release | step.Discard
+_DECIDED = step.StepDecided | step.Gathered | step.Release | step.Discard
 _READING = do.Compute | do.Update | do.Fetch | do.Restore | do.Adopt | do.Replay | do.Evaluate | do.SaveLast | do.Finish
 
 
@@ -60,7 +60,7 @@ class DriverConfig:
     rewindable: bool = True
     verify_every: int = 0
     begins_after: int = 0
-    saving: Saving = field(default_factory=Saving)
+    saving: SavingRules = field(default_factory=SavingRules)
 
 
 class Driver:
@@ -106,7 +106,7 @@ class Driver:
         return self._application.ended
 
     @property
-    def gathered(self) -> do.Gathers:
+    def gathered(self) -> do.GatheredRecords:
         """Records of the decisions of the present step, by key."""
         return self._gathers.known
 
@@ -164,7 +164,7 @@ class Driver:
                 self._lost(event)
             case do.FollowerAsked():
                 self._application.follower_asked()
-            case do.Tick():
+            case do.TimePassed():
                 pass
             case _:
                 self._asked(event)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class Driver:
         if data is not None:
             self._feed(self._stepper.gather(data))
         elif isinstance(event, do.StepAsked) and self.ended is None:
-            self._feed(step.StepAsked())
+            self._feed(step.StepWanted())
 
     def _advance(self) -> None:
         """Whatever can be done before the next operation's end, the application's next ask, or the next message."""
@@ -211,9 +211,9 @@ class Driver:
         """Give the machine events; its effects are carried out in turn."""
         for event in events:
             effects = self.machine.handle(self._out.times.now_ns, event)
-            if any(isinstance(e, step.Leave | step.Open) for e in effects):
+            if any(isinstance(e, step.Leave | step.Regroup) for e in effects):
                 self._drop_transfers()
-            if any(isinstance(e, step.Update | step.Gathered) for e in effects):
+            if any(isinstance(e, step.StepDecided | step.Gathered) for e in effects):
                 self._stepper.decision(self.machine.generation)  # a plan may come before it is carried out
             self._queue.extend(effects)
 
@@ -260,17 +260,17 @@ class Driver:
         settler, stepper = self._settler, self._stepper
         return {
             step.Leave: lambda e: settler.leave(e.generation),
-            step.Open: lambda e: self._open(e.plan),
+            step.Regroup: lambda e: self._open(e.plan),
             step.SendHolding: lambda e: settler.state_holding(),
             step.SettleAnew: lambda e: settler.anew(Why(Cause.CORRUPT, e.reason)),
             step.ServeState: settler.serve,
             step.FetchState: settler.fetch,
             step.GoBack: self._go_back,
             step.Entered: self._entered,
-            step.Compute: self._compute,
-            step.Reduce: stepper.reduce,
+            step.LanesNeeded: self._compute,
+            step.ReductionDue: stepper.reduce,
             step.SendRecord: stepper.contribute,
-            step.Update: self._update,
+            step.StepDecided: self._update,
             step.Gathered: self._gathered,
             step.Release: self._release,
             step.Discard: self._out.put,
@@ -298,7 +298,7 @@ class Driver:
         elif plan.save:
             self._out.start(do.Linger, plan.generation)
 
-    def _compute(self, effect: step.Compute) -> None:
+    def _compute(self, effect: step.LanesNeeded) -> None:
         if not self._application.holds:
             self._stepper.compute(effect)
 
@@ -310,18 +310,18 @@ class Driver:
         self._settler.unshelve()
         self._stepper.gathered(effect)
 
-    def _update(self, effect: step.Update) -> None:
+    def _update(self, effect: step.StepDecided) -> None:
         """Unless the records show that the states before the step differ: then all go back, but for the outvoted."""
         self._settler.unshelve()
         differs = self._stepper.update(effect)
         if differs is None:
             return
-        self._saver.condemned()
+        self._saver.invalidated()
         if differs.outvoted:
             self._application.answer(do.Outvoted(differs.why.reason, effect.step, differs.generation, differs.sound))
             return
         self._queue = deque(e for e in self._queue if not isinstance(e, step.SendHolding))
-        self._feed(step.Tainted(differs.sound))
+        self._feed(step.UpdateRefused(differs.sound))
         self._settler.anew(differs.why, effect.step, differs.generation)
 
     # ---- operations that have ended

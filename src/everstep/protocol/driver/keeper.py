@@ -1,8 +1,8 @@
 """Which snapshots in memory are taken, stated and let go, for pools that die as a whole. Pure.
 
-Taken right after an update, by all members alike, when the main's record of the step says so; each stage's leader has
-its own handed to another pool. A snapshot is stated only once its step has been released, so that going to it skips no
-effect; the newest that is complete in all stages stays until a newer one is.
+Taken right after an update, by all members alike, when the job's leader's record of the step says so; each stage's
+leader has its own handed to another pool. A snapshot is stated only once its step has been released, so that going to
+it skips no effect; the newest that is complete in all stages stays until a newer one is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
-from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Record, SnapshotsKept
 
@@ -45,7 +45,7 @@ class Keeper:
 
     # ---- around an update
 
-    def updated(self, outcome: Outcome, records: Mapping[int, Record]) -> None:
+    def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the application has not gone on yet."""
         if outcome.kept:
             self._out.put(do.RetireKept(outcome.kept, self._proven(outcome.kept)))

@@ -15,14 +15,14 @@ from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
-from everstep.protocol.driver.records import Outcome
+from everstep.protocol.driver.records import StepOutcome
 from everstep.protocol.driver.saves import AbandonSave, Save, SaveAsked
 from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
 
 LEFT = Why(Cause.LINK, "")
 
 Records = Mapping[int, Record]
-Gathers = Mapping[Key, Records]
+GatheredRecords = Mapping[Key, Records]
 """Records of the decisions of one step, by key."""
 
 
@@ -88,7 +88,7 @@ class Update(Operation):
 
     step: int
     records: Mapping[int, Record]
-    outcome: Outcome
+    outcome: StepOutcome
     stages: tuple[int, ...]
 
 
@@ -152,7 +152,7 @@ class Adopt(Operation):
 
     position: Key
     stages: tuple[int, ...]
-    passed: tuple[tuple[Outcome, ...], ...]
+    passed: tuple[tuple[StepOutcome, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Replay(Operation):
 
     step: int
     records: Mapping[int, Record]
-    outcome: Outcome
+    outcome: StepOutcome
     plan: Plan
 
 
@@ -194,8 +194,8 @@ class Linger(Operation):
 
 @dataclass(frozen=True)
 class Finish(Operation):
-    """All steps are done: leave a checkpoint, and where this worker is the main write final/; answered with whether
-    that was written. save: as in `SaveLast`."""
+    """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
+    whether that was written. save: as in `SaveLast`."""
 
     plan: Plan
     step: int
@@ -216,7 +216,7 @@ class Copied:
     """The state has been copied. records: of its position's decision. gathers: those of that step known so far."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
-    gathers: Gathers = field(default_factory=dict)
+    gathers: GatheredRecords = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Shelve:
     generation: int
     position: Key
     records: Mapping[int, Record]
-    gathers: Gathers
+    gathers: GatheredRecords
     stages: tuple[int, ...]
     live: bool
     parts: Mapping[int, Extents] = field(default_factory=dict)
@@ -281,7 +281,7 @@ class OfferFeeds:
 
     position: Key
     records: Mapping[int, Record]
-    gathers: Gathers
+    gathers: GatheredRecords
     stages: tuple[int, ...]
 
 
@@ -304,7 +304,7 @@ class EnteredPlan:
 
 
 @dataclass(frozen=True)
-class Condemn:
+class Invalidate:
     """Checkpoints and snapshots of steps after `sound` count for nothing. first: this worker sees to what all share."""
 
     sound: int
@@ -434,7 +434,7 @@ Effect = (
     | CutFeeds
     | CloseFeeds
     | EnteredPlan
-    | Condemn
+    | Invalidate
     | Keep
     | RetireKept
     | ForgetKept
@@ -485,7 +485,7 @@ class Tainted:
 
 
 @dataclass(frozen=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 

@@ -1,6 +1,6 @@
 """When checkpoints are taken, and which are kept: small objects that decide from what they are told.
 
-Pure: time and measurements are passed in. Only the job's main asks what is due; everybody else is told through the
+Pure: time and measurements are passed in. Only the job's leader asks what is due; everybody else is told through the
 records of the step, so that all of them take the same.
 """
 
@@ -38,14 +38,14 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Interval:
+class SaveInterval:
     """Seconds between checkpoints, and how that came about."""
 
     seconds: float
     reason: str
 
 
-def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> Interval:
+def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mtbf_s: float | None) -> SaveInterval:
     """The interval at which the time lost to checkpoints and to work done again is least: sqrt(2 x cost x time between
     failures), clamped.
 
@@ -55,7 +55,7 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
     Source: Young 1974; Daly, A higher order estimate of the optimum checkpoint interval, 2006, section 3.
     """
     if cost_s is None:
-        return Interval(_FIRST_S, f"{_FIRST_S:g} s until the cost of the first one is known")
+        return SaveInterval(_FIRST_S, f"{_FIRST_S:g} s until the cost of the first one is known")
     if mtbf_s is not None:
         between, whence = mtbf_s, "as configured"
     else:
@@ -66,7 +66,7 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
     least = max(LEAST_INTERVAL_S, cost / MOST_COST)
     seconds = min(max(ideal, least), max(MOST_INTERVAL_S, least))
     clamped = "" if seconds == ideal else f", kept within {least:.0f} and {max(MOST_INTERVAL_S, least):.0f} s"
-    return Interval(
+    return SaveInterval(
         seconds,
         f"every {seconds:.0f} s: one costs {cost_s * 1e3:.0f} ms of training, a failure comes every {between / 60:.0f} "
         f"min ({whence}){clamped}",
@@ -74,8 +74,8 @@ def automatic_interval(cost_s: float | None, failures: int, elapsed_s: float, mt
 
 
 @dataclass
-class Schedule:
-    """What is due after which step, for the main. Call `due` once per step, in order.
+class SaveSchedule:
+    """What is due after which step, for the job's leader. Call `due` once per step, in order.
 
     `wanted` are requests to be answered at the next step. memory_every: the memory tier's steps where it has no rule of
     its own; 0: it is off then. cost_s: training time that the newest one on disk took; None before. failures: seen.
@@ -110,10 +110,10 @@ class Schedule:
         if why not in self.wanted:
             self.wanted.append(why)
 
-    def interval(self, now_s: float) -> Interval:
+    def interval(self, now_s: float) -> SaveInterval:
         """Of the disk where it has no rule of its own, as it is now, with its reason."""
         if self.config.interval != "auto":
-            return Interval(self.config.interval, f"every {self.config.interval:g} s, as configured")
+            return SaveInterval(self.config.interval, f"every {self.config.interval:g} s, as configured")
         minutes = self.config.mtbf_minutes
         elapsed_s = now_s - (self._began_s if self._began_s is not None else now_s)
         return automatic_interval(self.cost_s, self.failures, elapsed_s, None if minutes is None else minutes * 60)

@@ -54,8 +54,8 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
-    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the main alone, the tiers that
-    take a checkpoint after this step, and why.
+    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader alone, the
+    tiers that take a checkpoint after this step, and why.
     """
 
     sections: list[StageSection]
@@ -80,7 +80,7 @@ class GatherPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What a step's records say: the same at every worker.
 
     workers: who computed each lane (at the last stage). loss: mean over the global weight. weight: of the global batch.
@@ -116,7 +116,7 @@ def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
     return _encode(payload)
 
 
-def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> Outcome:
+def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> StepOutcome:
     """Fold the records of one agree, in lane and block order."""
     sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     payloads = {worker_id: _agree.decode(records[worker_id].payload) for worker_id in sorted(records)}
@@ -135,7 +135,7 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int
     used = {r.lane: r for r in lanes if r.count > 0}
     weight = fold(n_lanes, {k: r.weight for k, r in used.items()}, lambda a, b: a + b)
     loss = fold(n_lanes, {k: r.loss for k, r in used.items()}, lambda a, b: a + b)
-    return Outcome(
+    return StepOutcome(
         step=step,
         lanes=lanes,
         workers=workers,

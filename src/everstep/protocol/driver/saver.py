@@ -1,7 +1,8 @@
 """Which checkpoints are taken and given up, and what is told of them. Pure.
 
-The main decides what is due and says so in its agree record, so that all workers begin the same one right after that
-update. At a boundary that all have come to (an evaluation, the end, a plan that says so) they begin one without that.
+The job's leader decides what is due and says so in its agree record, so that all workers begin the same one right after
+that update. At a boundary that all have come to (an evaluation, the end, a plan that says so) they begin one without
+that.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from everstep.base.plan import Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.outbox import Outbox
-from everstep.protocol.driver.policy import Due, Schedule, Tier
-from everstep.protocol.driver.records import Outcome, gathered
+from everstep.protocol.driver.policy import Due, SaveSchedule, Tier
+from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
@@ -30,7 +31,7 @@ GIVE_UP_S = 300.0
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavingRules:
     """What a saver goes by. on: there is somewhere to put checkpoints. memory_every: steps between snapshots in memory
     where the rule says nothing of them; 0: none then. eval_every: steps between evaluations; 0: none. epoch_ends:
     whether a step is the last one of an epoch, but not of the job."""
@@ -51,12 +52,12 @@ class Saving:
 class Saver:
     """One worker's part in the job's checkpoints."""
 
-    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: Saving) -> None:
+    def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
         self._machine = machine
         self._out = out
         self._gathers = gathers
         self._config = config
-        self._schedule = Schedule(config.rule, config.memory_every)
+        self._schedule = SaveSchedule(config.rule, config.memory_every)
         self._said = (0, Due())
         self._answering = 0
         self._incomplete: tuple[int, int] | None = None
@@ -75,7 +76,7 @@ class Saver:
         plan = self._machine.plan
         return plan is not None and plan.leader(0) == self._machine.me.worker_id
 
-    # ---- the main: what is due
+    # ---- the job's leader: what is due
 
     def request(self, why: Why) -> None:
         """One more, after the present step; what becomes of it is told to the coordinator."""
@@ -85,7 +86,8 @@ class Saver:
             self._tell(0, False, "", "checkpoint.enabled is false: this job takes none")
 
     def due(self, number: int) -> Due:
-        """For the agree record of a step: what is due after it, if this is the main. The same each time it is asked."""
+        """For the agree record of a step: what is due after it, if this is the job's leader. The same each time it is
+        asked."""
         if not self._is_main:
             return Due()
         if not self.on:
@@ -128,7 +130,7 @@ class Saver:
 
     # ---- all: taking one
 
-    def updated(self, outcome: Outcome, records: Mapping[int, Record]) -> None:
+    def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the application has not gone on yet."""
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
         if tiers and self.on and self._machine.settled:
@@ -174,7 +176,7 @@ class Saver:
             self._plan, self._begun = None, 0
         self._out.put(AbandonSave(why, plan))
 
-    def condemned(self) -> None:
+    def invalidated(self) -> None:
         """States of later steps count for nothing, nor does what was saved of them."""
         self._plan, self._begun, self._incomplete = None, 0, None
         self._best = self._deferred = None
@@ -214,7 +216,7 @@ class Saver:
     # ---- evaluations
 
     def verdict(self, event: SaveAsked) -> bytes:
-        """After an evaluation: what the main says of it to all; empty if it is no reason for a checkpoint."""
+        """After an evaluation: what the job's leader says of it to all; empty if it is no reason for a checkpoint."""
         rule = self._config.rule
         if not self._is_main or rule.best_metric is None:
             return b""
@@ -227,7 +229,7 @@ class Saver:
         return b"" if why is None else msgspec.json.encode(why)
 
     def judged(self, event: SaveAsked, records: Mapping[int, Record], *, past: bool) -> None:
-        """All know what the main says."""
+        """All know what the job's leader says."""
         said = next((data for _, data in sorted(gathered(records).items()) if data), b"")
         save = self.boundary(msgspec.json.decode(said, type=Why), past=past, metrics=event.metrics) if said else None
         if save is not None:

@@ -16,8 +16,8 @@ from everstep.protocol.step_types import Record
 
 @dataclass(frozen=True)
 class Save:
-    """Begin a checkpoint of the state as it is, that of this step. Where this worker is the main, `PartsThere` says
-    when all has come that is to go into it, and `SaveEnded` what became of it.
+    """Begin a checkpoint of the state as it is, that of this step. Where this worker is the job's leader, `PartsThere`
+    says when all has come that is to go into it, and `SaveEnded` what became of it.
 
     boundary: it does not follow directly upon the update, so the application may have learnt something since; then one
     that is on disk already is not taken again. past: it is through with the step.
@@ -64,7 +64,7 @@ class SaveEnded:
 class SaveAsked:
     """The application has evaluated, and a checkpoint may follow from what came of it; each member asks, in the same
     order as it gathers. Answered as `GatherAsked`. stored: the best value by now according to what is on disk, if
-    anything is; from the main alone."""
+    anything is; from the job's leader alone."""
 
     metrics: Mapping[str, float]
     stored: float | None = None

@@ -39,11 +39,11 @@ class Gathers:
         self.known = {k: v for k, v in self.known.items() if k.step == key.step}
         self.known[key] = records
 
-    def copied(self, gathers: do.Gathers) -> None:
+    def copied(self, gathers: do.GatheredRecords) -> None:
         """Of the state that was copied from somebody."""
         self.known = dict(gathers)
 
-    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.Gathers:
+    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:
         """For somebody who is given the state: with the one that was decided by these records, though the application
         here may not have asked for it yet."""
         return {**self.known, position: records} if records else dict(self.known)
@@ -95,7 +95,7 @@ class Settler:
         disk = not machine.step or doubt or plan.stages > 1  # else what is in memory will do
         limit = machine.sound if doubt else None
         if doubt:  # this worker may have heard of it from others only
-            self._out.put(do.Condemn(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
+            self._out.put(do.Invalidate(machine.sound, first=machine.me.worker_id == plan.worker_ids[0]))
         self._out.start(do.Open, machine.generation, plan, machine.step + 1, disk, limit)
 
     def opened(self, operation: do.Open, result: do.Opened) -> Iterable[step.StepEvent]:
@@ -155,7 +155,7 @@ class Settler:
         machine, position = self._machine, effect.position
         live = position.step == machine.step
         records: Mapping[int, Record] = self._keeper.records_of(position.step)
-        gathers: do.Gathers = {}
+        gathers: do.GatheredRecords = {}
         if live:
             records, gathers = machine.records, self._gathers.up_to(machine.position, machine.records)
         if live and position.seq == 0 and machine.position.seq > 0:  # whoever goes back to it has learnt nothing yet

@@ -15,7 +15,7 @@ from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
-    Outcome,
+    StepOutcome,
     conclude,
     decode_record,
     encode_payload,
@@ -60,7 +60,7 @@ class Stepper:
 
     # ---- towards a decision
 
-    def compute(self, effect: step.Compute) -> None:
+    def compute(self, effect: step.LanesNeeded) -> None:
         """Lanes are lacking."""
         plan, lanes = self._machine.plan, effect.lanes
         if plan is not None and plan.stages > 1:
@@ -68,7 +68,7 @@ class Stepper:
             lanes = tuple(range(plan.lanes)) if rerun is None else tuple(sorted(rerun))
         self._out.start(do.Compute, self._machine.generation, plan, effect.step, lanes)
 
-    def reduce(self, effect: step.Reduce) -> None:
+    def reduce(self, effect: step.ReductionDue) -> None:
         """All own lanes are there."""
         self._out.start(do.Reduce, effect.generation, self._machine.plan, effect.step)
 
@@ -78,9 +78,9 @@ class Stepper:
         data = encode_payload(payload.stamped(self._committed_ns, kept, due))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
-    def gather(self, data: bytes) -> step.GatherAsked:
+    def gather(self, data: bytes) -> step.GatherWanted:
         """What the application contributes, as a record says it."""
-        return step.GatherAsked(encode_payload(GatherPayload(data, self._committed_ns)))
+        return step.GatherWanted(encode_payload(GatherPayload(data, self._committed_ns)))
 
     def contribute(self, effect: step.SendRecord) -> None:
         """Give the own record to all, and get theirs."""
@@ -103,7 +103,7 @@ class Stepper:
         self._decided(effect.key)
         self._gathers.decided(effect.key, effect.records)
 
-    def update(self, effect: step.Update) -> Differs | None:
+    def update(self, effect: step.StepDecided) -> Differs | None:
         """Apply a step, unless its records show that nothing must be applied."""
         outcome = self.outcome(effect.step, effect.records)
         found = self.compare(outcome)
@@ -119,11 +119,11 @@ class Stepper:
         self._gathers.applied(operation.step, operation.records)
         return [step.Updated(operation.step)]
 
-    def outcome(self, number: int, records: Mapping[int, Record]) -> Outcome:
+    def outcome(self, number: int, records: Mapping[int, Record]) -> StepOutcome:
         """What everybody concludes from the records of a step."""
         return conclude(number, self._lanes, records, stages_in(records))
 
-    def compare(self, outcome: Outcome) -> Differs | None:
+    def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
         found = differing(outcome)
         if found is None:
@@ -131,7 +131,7 @@ class Stepper:
         reason, outvoted = found
         mine, sound = self._machine.me.worker_id, self.proven(outcome.step - 1)
         everybody = {who for digests in outcome.digests.values() for who in digests}
-        self._out.put(do.Condemn(sound, first=mine == min(everybody - outvoted, default=mine)))
+        self._out.put(do.Invalidate(sound, first=mine == min(everybody - outvoted, default=mine)))
         reason += f"; all steps after {sound} are tainted" if sound else "; all steps are tainted"
         return Differs(Why(Cause.CORRUPT, reason), sound, mine in outvoted, self._generation)
 

@@ -1,8 +1,8 @@
 """The fork server: a process that has imported torch once and forks a worker per request in milliseconds, as a cell of
 one process or more.
 
-`python -m everstep.runtime.zygote --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor work,
-so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its agent:
+`python -m everstep.runtime.fork_server --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor
+work, so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its agent:
 
     <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "context": {...}}
                                               with two descriptors per rank, which become its stdout and stderr
@@ -80,7 +80,7 @@ def preload(names: list[str], between: Callable[[], None] = lambda: None) -> lis
     return skipped
 
 
-class Zygote:
+class ForkServer:
     """The single-threaded loop around the agent's socket and SIGCHLD."""
 
     def __init__(self, sock: socket.socket, board_fd: int) -> None:
@@ -320,7 +320,7 @@ def _leave_in_order() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the process."""
-    parser = argparse.ArgumentParser(prog="everstep.runtime.zygote")
+    parser = argparse.ArgumentParser(prog="everstep.runtime.fork_server")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -333,19 +333,21 @@ def main(argv: list[str] | None = None) -> int:
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     start = time.monotonic()
-    zygote = Zygote(sock, arguments.board_fd)
+    fork_server = ForkServer(sock, arguments.board_fd)
     try:
         names = [name for name in arguments.preload.split(",") if name]
-        skipped = preload(names, zygote.between_imports)
+        skipped = preload(names, fork_server.between_imports)
         gc.collect()
         gc.freeze()
-        zygote.tell(op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped)
-        zygote.run()
-    except (BrokenPipeError, ConnectionError):
+        fork_server.tell(
+            op="ready", seconds=round(time.monotonic() - start, 3), threads=thread_count(), skipped=skipped
+        )
+        fork_server.run()
+    except ConnectionError:
         pass
     finally:
         if os.getpid() == _SERVER_PID:
-            zygote.end_children()
+            fork_server.end_children()
     return 0
 
 

@@ -19,7 +19,7 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.inbox import readable
 from everstep.runtime.process import describe_status, own_command, pinned_environment
 
-MODULE = "everstep.runtime.zygote"
+MODULE = "everstep.runtime.fork_server"
 _DEATH_WAIT_S = 5.0
 
 
@@ -41,7 +41,7 @@ class Handed:
     greeting: dict[str, Any]
 
 
-class ZygoteClient:
+class ForkServerClient:
     """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
 
     sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them.
@@ -64,7 +64,7 @@ class ZygoteClient:
         self._buffer = heard.encode()
 
     @classmethod
-    def adopt(cls, handed: Handed) -> ZygoteClient:
+    def adopt(cls, handed: Handed) -> ForkServerClient:
         """Go on where another process has stopped talking to it."""
         return cls(socket.socket(fileno=handed.fd), handed.pid, heard=handed.heard, greeting=handed.greeting)
 
@@ -154,7 +154,7 @@ class ZygoteClient:
             self._process.wait()
 
 
-def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> ZygoteClient:
+def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> ForkServerClient:
     """A new one, which ends with this process. log_path None: what it prints goes nowhere until `log_to`."""
     ours, theirs = socket.socketpair()
     command = own_command(MODULE, "--fd", str(theirs.fileno()), "--board-fd", str(board_fd))
@@ -169,10 +169,10 @@ def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preloa
             env=pinned_environment(threads),
             start_new_session=True,
         )
-    return ZygoteClient(ours, process.pid, process)
+    return ForkServerClient(ours, process.pid, process)
 
 
-class EarlyZygote:
+class EarlyForkServer:
     """A fork server that is started before its job: it imports while the task is looked at, in a fork of its own.
 
     threads: as far as is known by then; preload: what it imports. It stays a child of this process when an agent
@@ -183,10 +183,10 @@ class EarlyZygote:
         self._threads = threads
         self._preload = preload
         self._board_fd = -1
-        self._client: ZygoteClient | None = None
+        self._client: ForkServerClient | None = None
 
     def call(self, entry: str, question: Any) -> Any:
-        """As `ZygoteClient.call`; starts the server."""
+        """As `ForkServerClient.call`; starts the server."""
         return self._started().call(entry, question)
 
     def hand_over(self, threads: int) -> Handed:
@@ -210,7 +210,7 @@ class EarlyZygote:
             self._client = None
             self._close_board()
 
-    def _started(self) -> ZygoteClient:
+    def _started(self) -> ForkServerClient:
         if self._client is None:
             self._board_fd = create_board_memory(MAX_ROWS)
             self._client = start_fork_server(None, self._board_fd, self._threads, self._preload)
