@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import everstep
-from everstep.data.text import Bytes, Chosen, Windows, standard_library
+from everstep.data.text import ByteTokenizer, Chosen, Windows, standard_library
 
 CONTEXT = 64
 
@@ -97,7 +97,7 @@ class GPT2(everstep.Task):
         return list(model.chain)
 
     def build_dataset(self, split):
-        windows = Windows(Bytes().encode(standard_library(500_000)), CONTEXT)
+        windows = Windows(ByteTokenizer().encode(standard_library(500_000)), CONTEXT)
         return Chosen(windows, every=20, kept=split == "test")
 
     def build_optimizer(self, params):
