@@ -9,7 +9,9 @@ COMPARED = {"verify_every": 5}
 
 def test_the_worker_that_the_others_outvote_leaves_and_heals(jobs: Jobs) -> None:
     settings = {**COMPARED, "checkpoint.disk.every_steps": 4}
-    job = jobs.run("PicturesOneCycle", workers=3, chaos="flip:target=worker:1,at=12", settings=settings)
+    pace = [{"kind": "checkpoint_completed", "step": 12}]  # so that none is still being written when the next is due
+    flip = "flip:target=worker:1,at=12"
+    job = jobs.run("PicturesOneCycle", workers=3, chaos=flip, settings=settings, pace=pace)
     (evicted,) = job.of_kind("worker_evicted")
     assert evicted["worker_id"] == 1 and "worker 1 deviates" in evicted["reason"], job.account()
     assert evicted["cause"] == "corrupt"
