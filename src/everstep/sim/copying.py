@@ -34,6 +34,7 @@ class SimDonor:
         self.fetchers: list[SimAsked] = []
         self.served: dict[SimConnection, int] = {}  # who has got something, by generation
         self.offered: dict[SimConnection, SimCopy] = {}  # who asks for the blocks of what it was offered
+        self.silent: list[SimConnection] = []  # who has come, and asks for nothing as long as others give it
         life.install_door("donor", self._accept)
 
     def handlers(self) -> SimHandlers:
@@ -48,9 +49,10 @@ class SimDonor:
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         held = (one[0] for one in [*self.feeds, *self.wanted, *self.fetchers])
-        return any(connection is one for one in [*held, *self.served, *self.offered])
+        return any(connection is one for one in [*held, *self.served, *self.offered, *self.silent])
 
     def _accept(self, connection: SimConnection) -> None:
+        self.silent.append(connection)
         connection.listen(self.life, lambda m: self._asked(connection, m), lambda: self._gone(connection))
 
     def _gone(self, connection: SimConnection) -> None:
@@ -59,6 +61,7 @@ class SimDonor:
         self.fetchers = [f for f in self.fetchers if f[0] is not connection]
         self.served.pop(connection, None)
         self.offered.pop(connection, None)
+        self.silent = [one for one in self.silent if one is not connection]
 
     def lose(self, stage: int, lost: Extents) -> None:
         """Blocks of the present state are gone, on the shelf too."""
@@ -69,6 +72,7 @@ class SimDonor:
                 self.shelf[1][stage] = replace(copy, states=states)
 
     def _asked(self, connection: SimConnection, message: tuple[Any, ...]) -> None:
+        self.silent = [one for one in self.silent if one is not connection]
         match message:
             case ("follow", stages, kind):
                 self.wanted.append((connection, stages, kind))
