@@ -78,9 +78,9 @@ class LoopState:
     def remember(self, number: int) -> None:
         """The state is that of this step, and the loop does not know it yet."""
         application = self._stages.any.application
-        self._step = number
-        if application.extras:
+        if application.extras and self._step != number:  # whoever stays at a step has gone on since
             self._copy.take(application)
+        self._step = number
 
     def after(self, number: int) -> bytes:
         """Right after this step's update; empty if the loop has no state, or the update is not the newest."""

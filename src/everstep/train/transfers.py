@@ -5,7 +5,8 @@ Apart from updates because nothing here is needed in an undisturbed step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,8 +130,9 @@ class Transfers:
         self._updates.stand_still()
         if position != view.driver.position:
             self._updates.forget()
-        for offer in received:
-            self._load(offer)
+        with _loop_goes_on(view, position):
+            for offer in received:
+                self._load(offer)
         if not received:
             return do.Copied()
         if position != view.driver.position:
@@ -169,15 +171,9 @@ class Transfers:
 
     def _load(self, offer: ReceivedOffer) -> None:
         for stage, state in offer.states.items():
-            self._load_stage(self._view.stages[stage], state)
+            _load_stage(self._view.stages[stage], state)
         if offer.application:
             heal.unpack_state(self._view.stages.any.application, offer.application)
-
-    @staticmethod
-    def _load_stage(replica: StageReplica, state: StageState) -> None:
-        replica.abandon()
-        state.load_into(replica.state)
-        replica.prove_update()
 
     def _arrive(self, offer: ReceivedOffer) -> None:
         number, outcome = offer.position.step, None
@@ -209,24 +205,30 @@ class Transfers:
             records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
-        for stage, ids in sources.items():
-            if not ids:
-                if not number:
-                    view.stages.rebuild(stage)
-            elif ids[0] == me and stage not in operation.stands:
-                self._load_stage(view.stages[stage], own[stage])
-            else:
-                view.stages[stage].abandon()
-        for offer in received:
-            self._load(offer)
-        self._loop.went_back(number)
         outcome = conclude(number, view.config.lanes, records, stages_in(records)) if records else None
-        if restored is not None:
-            self._take_loop(restored)
-            if outcome is not None:  # they may have died before they could tell of it
-                self._updates.hold(outcome, operation.generation, {})
+        with _loop_goes_on(view, Key(number, 0)) as goes_on:
+            self._put(operation, own)
+            for offer in received:
+                self._load(offer)
+            if not goes_on:
+                self._loop.went_back(number)
+            if restored is not None:
+                self._take_loop(restored)
+        if restored is not None and outcome is not None:  # they may have died before they could tell of it
+            self._updates.hold(outcome, operation.generation, {})
         self._updates.arrive(outcome, number)
         return do.Copied(records)
+
+    def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> None:
+        """What comes from nobody else: from this worker's memory, or anew; what else is there of a step is let go."""
+        for stage, ids in operation.sources.items():
+            if not ids:
+                if not operation.step:
+                    self._view.stages.rebuild(stage)
+            elif ids[0] == self._view.me and stage not in operation.stands:
+                _load_stage(self._view.stages[stage], own[stage])
+            else:
+                self._view.stages[stage].abandon()
 
     def _take_loop(self, restored: Restored) -> None:
         """Where the user's loop goes on: right after the update, or beyond what follows it."""
@@ -326,3 +328,21 @@ class _Feed:
         """Raises: InvariantViolation before it came."""
         check(self._offer is not None, "nothing was offered yet")
         return self._offer  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _loop_goes_on(view: WorkerView, position: Key) -> Iterator[bool]:
+    """While a state is loaded: whoever is at its position already goes on with what its loop knows by now, for what
+    that has done since the update is not done again. Initial states are the donor's in all. Yields whether so."""
+    application = view.stages.any.application
+    goes_on = position.step > 0 and position == view.driver.position
+    own = heal.pack_state(application) if goes_on else b""
+    yield goes_on
+    if own:
+        heal.unpack_state(application, own)
+
+
+def _load_stage(replica: StageReplica, state: StageState) -> None:
+    replica.abandon()
+    state.load_into(replica.state)
+    replica.prove_update()

@@ -44,6 +44,7 @@ def test_what_is_given_is_of_the_update_though_the_loop_has_gone_on() -> None:
     average.go_on()
     loop.remember(4)
     average.go_on()
+    loop.remember(4)  # other stages of the same step have come, say
     other = Average()
     unpack_state(ModelState(nn.Module(), extras={"average": other}), loop.after(4))
     assert other.count == 1 and torch.equal(other.mean, torch.ones(3))
