@@ -304,6 +304,29 @@ REPLAYED = {
             rewindable=True,
         ),
     ),
+    # The same, when the coordinator died in between: the joiner said hello to one that did not know what it had copied.
+    "a joiner that was left behind, and a coordinator that has not seen it follow": (
+        6799,
+        Setup(
+            6,
+            1,
+            3,
+            1,
+            "replace",
+            SimJob(7, 4, 4, 2, 2, 3, -1),
+            (
+                SimFault("flip", 121, "reducing", 1, 0, 48, 118, False),
+                SimFault("drain", 286, "", 1, 3567, 19, 1019, False),
+                SimFault("last_words", 286, "fetching", 1, 0, 86, 1841, False),
+                SimFault("coordinator_mid_effects", 307, "", 1, 0, 87, 326, True),
+                SimFault("kill", 396, "", 1, 0, 75, 1031, False),
+            ),
+            save_ms=300,
+            rewindable=True,
+            verify_every=1,
+            donors=2,
+        ),
+    ),
     # One stage was left as a copy of the newest step, another as a state that was one decision short of it.
     "a copy, and one that rolls forward": (
         19155,

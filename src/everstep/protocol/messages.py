@@ -142,13 +142,15 @@ class Ping(Message, frozen=True, kw_only=True):
 class WorkerHello(Message, frozen=True, kw_only=True):
     """First message of a worker, also after a reconnect. `plan`: the newest plan it follows, None if none yet.
 
-    A worker without a plan has no state newer than step 0. `wants_spare`: it would rather be a spare. `state_bytes`:
-    size of what it would have to copy to become a member, -1 if it does not know.
+    A worker without a plan has no state newer than step 0. `stages`: those whose state at `step` it has all of.
+    `wants_spare`: it would rather be a spare. `state_bytes`: size of what it would have to copy to become a member, -1
+    if it does not know.
     """
 
     member: Member
     step: int
     plan: Plan | None
+    stages: tuple[int, ...] = ()
     wants_spare: bool = False
     state_bytes: int = -1
 

@@ -41,8 +41,13 @@ class Ties:
         """Everything that the coordinator may have missed, anew."""
         life, standing = self.life, self.life.driver.standing
         member = Member(life.me.worker_id, life.me.incarnation, life.host, life.pid, life.name)
-        size = life.job.state_bytes
-        hello = wire.WorkerHello(member=member, step=standing.step, plan=standing.plan, state_bytes=size)
+        hello = wire.WorkerHello(
+            member=member,
+            step=standing.step,
+            plan=standing.plan,
+            stages=standing.stages,
+            state_bytes=life.job.state_bytes,
+        )
         return [hello, *standing.messages]
 
     def uses(self, connection: SimConnection) -> bool:

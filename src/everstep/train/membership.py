@@ -101,8 +101,13 @@ class GenerationTies:
 
     def _hello(self) -> wire.AnyMessage:
         standing = self._view.driver.standing
-        expected = self._view.stages.expected_bytes
-        return wire.WorkerHello(member=self._member, step=standing.step, plan=standing.plan, state_bytes=expected)
+        return wire.WorkerHello(
+            member=self._member,
+            step=standing.step,
+            plan=standing.plan,
+            stages=standing.stages,
+            state_bytes=self._view.stages.expected_bytes,
+        )
 
     def _reconnected(self) -> None:
         """What was handed to a connection that then broke may be lost: say it again."""

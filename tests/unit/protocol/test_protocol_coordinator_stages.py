@@ -17,12 +17,20 @@ def pools(plan) -> list[tuple[int, ...]]:
     return [tuple(s.worker_id for s in plan.pool(stage)) for stage in range(plan.stages)]
 
 
-def hello(world: World, worker: int, incarnation: int = 0, state_bytes: int = LARGE) -> None:
+def hello(
+    world: World,
+    worker: int,
+    incarnation: int = 0,
+    state_bytes: int = LARGE,
+    step: int = 0,
+    stages: tuple[int, ...] = (),
+) -> None:
     from coordinator_harness import member
 
     name = f"w{worker}.{incarnation}"
     world.connect(name, "worker")
-    world.say(name, m.WorkerHello(member=member(worker, incarnation), step=0, plan=None, state_bytes=state_bytes))
+    who = member(worker, incarnation)
+    world.say(name, m.WorkerHello(member=who, step=step, plan=None, stages=stages, state_bytes=state_bytes))
 
 
 def test_the_start_seats_everybody_evenly_with_a_leader_per_stage():
@@ -60,6 +68,22 @@ def test_a_follower_that_a_plan_went_on_without_comes_first_when_its_stage_is_lo
     assert pools(world.plan) == [(1,), (2,)] and world.prepared is None
     world.exited(1)
     assert pools(world.plan) == [(9,), (2,)]
+
+
+def test_a_follower_says_what_it_holds_to_a_coordinator_that_has_not_seen_it_follow():
+    """What a coordinator knows of joiners dies with it."""
+    before = staged(workers=4, stages=2)
+    before.exited(0)
+    before.entered(1, before.plan.generation, 1)
+    plan = before.plan
+    world = before.restart()
+    world.agent(1, 2, 3, 8, 9)
+    for worker in (1, 2, 3):
+        world.hello(worker, plan=plan, step=1)
+    hello(world, 8)
+    hello(world, 9, step=1, stages=(0,))
+    world.exited(1)
+    assert pools(world.plan) == [(9,), (2, 3)]
 
 
 def test_a_standby_is_promoted_and_the_reason_names_it():

@@ -111,6 +111,8 @@ def _catch_up(job: JobState, worker: Worker, hello: WorkerHello) -> None:
     agreement = job.agreement
     generation = hello.plan.generation if hello.plan is not None else 0
     job.progress.reached(hello.step)
+    if hello.step:
+        job.healing.holds(worker.key, hello.stages)
     if hello.plan is not None and generation > agreement.generation:
         adopt(job, hello.plan, worker.key)
     follow(job, generation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from everstep.base.plan import WorkerKey
@@ -71,6 +71,10 @@ class Healing:
         """The stages that this life followed when a plan came without it, unless it has begun anew."""
         return set(self._left_behind.get(key, ()))
 
+    def holds(self, key: WorkerKey, stages: Iterable[int]) -> None:
+        """A life says hello with the state of these stages, perhaps to one who has not seen it come by them."""
+        self._left_behind[key] = set(stages)
+
     def leave_behind(self, stages: Mapping[WorkerKey, set[int]]) -> None:
         """A plan comes without these, who follow these stages. What was known of others is out of date."""
         self._left_behind = {key: found for key, found in stages.items() if found}
@@ -117,6 +121,7 @@ class Healing:
         """This life is over."""
         self.stop(key.worker_id)
         self._failures.pop(key, None)
+        self._left_behind.pop(key, None)
 
     def replay_ticket(self, ticket: int) -> None:
         """A ticket that a former life of the coordinator has given out."""

@@ -169,7 +169,8 @@ class Driver:
             case _:
                 self._asked(event)  # type: ignore[arg-type]
         self._advance()
-        self.standing = Standing(self.machine.step, self.machine.plan, self._out.standing)
+        machine = self.machine
+        self.standing = Standing(machine.step, machine.stages, machine.plan, self._out.standing)
         return self._out.drain()
 
     def _asked(self, event: do.Ask) -> None:

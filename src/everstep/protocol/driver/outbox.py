@@ -14,9 +14,13 @@ from everstep.protocol.driver import operations as do
 
 @dataclass(frozen=True)
 class Standing:
-    """What a coordinator that has missed something is to hear again: position and plan for the hello, and messages."""
+    """What a coordinator that has missed something is to hear again: messages, and for the hello what it stands at.
+
+    step, stages: the state that it has all of. plan: the newest that it follows.
+    """
 
     step: int = 0
+    stages: tuple[int, ...] = ()
     plan: Plan | None = None
     messages: tuple[wire.AnyMessage, ...] = ()
 
