@@ -108,3 +108,16 @@ def test_a_worker_dies_while_chunks_flow_through_the_stages(jobs: Jobs) -> None:
 def test_who_heals_dies_and_then_its_donor(jobs: Jobs) -> None:
     chaos = "kill:target=worker:3,at=4; kill:target=worker:3,at=1,phase=heal; kill:target=leader:1,at=14,phase=reduce"
     jobs.run("Pictures", workers=4, chaos=chaos, numerics=STEPS, settings={"stages": 2}, pace=[healed(3)])
+
+
+def test_an_evaluation_that_is_done_again_counts_once(jobs: Jobs) -> None:
+    """All go back to the copy that was taken before the loop evaluated; otherwise the job would stop at step 15."""
+    evaluation = {"eval_every": 5, "early_stop.metric": "accuracy", "early_stop.patience": 3, "early_stop.min_delta": 9}
+    settings = {"stages": 3, "on_failure": "shrink", "checkpoint.memory.every_steps": 5}
+    job = jobs.run(
+        "Pictures", workers=3, chaos="kill:target=worker:1,at=11,phase=forward", settings=settings,
+        numerics={"steps": 40, **evaluation},
+    )  # fmt: skip
+    back = [e for e in job.of_kind("fallback") if e.get("steps_redone") is not None]
+    assert [e["step"] for e in back] == [10], job.account()
+    assert [e["step"] for e in job.of_kind("evaluated")] == [5, 10, 10, 15, 20], job.account()
