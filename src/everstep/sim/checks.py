@@ -86,7 +86,8 @@ class Checks:
             return
         if step >= floor or generation < self.newest:  # one that slept through a change gets nowhere in an old one
             return
-        holders = {k: held for k, held in self.views.holders().items() if k not in self.given_up}
+        gone_on = self.views.settled(generation)  # who entered earlier may have come to later steps since
+        holders = {k: held for k, held in self.views.holders().items() if k not in self.given_up and k not in gone_on}
         there = {one for held in holders.values() for one in held if one[0] >= floor}
         kept = sorted({at for at, _ in there if all((at, stage) in there for stage in range(self.job.stages))})
         require(
