@@ -136,7 +136,7 @@ def measure_lost(folder: Path, size_mb: float) -> dict[str, Any]:
             TASK,
             folder / f"lost-{name}",
             *("--workers", "2", "--steps", str(steps)),
-            settings={**settings, "task.size_mb": size_mb, "task.lane_s": 0.9, "verify_every": 0},
+            settings={**settings, "task.size_mb": size_mb, "task.lane_s": 0.9},
         )
         job.wait()
         times = step_times(job.events(), 10)[:20]
@@ -148,7 +148,7 @@ def measure_lost(folder: Path, size_mb: float) -> dict[str, Any]:
 def measure_restart(folder: Path, size_mb: float, workers: int) -> dict[str, Any]:
     """From the start of the command to the first new step, after everything was killed."""
     run_dir = folder / "restart"
-    settings = {"checkpoint.disk.every_steps": 2, "task.size_mb": size_mb, "verify_every": 0}
+    settings = {"checkpoint.disk.every_steps": 2, "task.size_mb": size_mb}
     job = EverstepJob(TASK, run_dir, "--workers", str(workers), "--steps", "100000", settings=settings)
     _until(job, lambda: any(e["kind"] == "checkpoint_completed" and e["step"] >= 4 for e in job.events()))
     for pid in descendants(job.process.pid):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from everstep.exact.memory import keep_freed_memory
 from models import MODELS
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--ends", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ class RandomTokens(Dataset[Any]):
 class ResNet18(everstep.Task):
     """ResNet-18 on small images: 11M parameters."""
 
-    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 8, "steps": 20, "verify_every": 0}
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 8, "steps": 20}
 
     def build_model(self) -> nn.Module:
         return ResNet(18, classes=10, small_input=False)
@@ -71,7 +71,7 @@ class ResNet18(everstep.Task):
 class SmallTransformer(everstep.Task):
     """A causal transformer, 0.9M parameters."""
 
-    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 40, "verify_every": 0}
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 4, "steps": 40}
     shape = TransformerConfig(vocabulary=256, layers=4, width=128, heads=4, context=64, dropout=0.0)
 
     def build_model(self) -> nn.Module:
@@ -94,21 +94,21 @@ class SmallTransformer(everstep.Task):
 class Transformer25M(SmallTransformer):
     """A causal transformer, 25M parameters."""
 
-    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12, "verify_every": 0}
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12}
     shape = TransformerConfig(vocabulary=256, layers=8, width=512, heads=8, context=64, dropout=0.0)
 
 
 class TinyTransformer(SmallTransformer):
     """A causal transformer, 0.1M parameters: what is measured with it are fixed costs."""
 
-    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 200, "verify_every": 0}
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 200}
     shape = TransformerConfig(vocabulary=256, layers=2, width=64, heads=2, context=32, dropout=0.0)
 
 
 class DeepTransformer(SmallTransformer):
     """Ten units with hardly any parameters: for pipelines whose compute is a timed wait."""
 
-    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12, "verify_every": 0}
+    defaults: ClassVar[dict[str, Any]] = {"lanes": 8, "micro_batch": 1, "steps": 12}
     shape = TransformerConfig(vocabulary=64, layers=8, width=16, heads=2, context=8, dropout=0.0)
 
 

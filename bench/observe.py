@@ -129,7 +129,7 @@ def start(options: argparse.Namespace, how: str, folder: Path) -> tuple[Job, Eve
     """A job without an end, everything on or off, or on and timed; its workers write into `folder`."""
     folder.mkdir()
     os.environ.update({_FOLDER: str(folder), _STEP_MS: str(options.step_ms), _HOW: how})
-    settings = {"lanes": options.workers, "micro_batch": 1, "checkpoint.enabled": "false", "verify_every": 0, **PATIENT}
+    settings = {"lanes": options.workers, "micro_batch": 1, "checkpoint.enabled": "false", **PATIENT}
     settings |= {"metrics.interval_s": 0} if how == OFF else switched_on()
     arguments = ["--workers", str(options.workers), "--steps", "1000000", *([] if how == OFF else ["--dashboard"])]
     job = EverstepJob(f"{__file__}:Waiting", folder / "run", *arguments, settings=settings)

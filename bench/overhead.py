@@ -33,7 +33,7 @@ def measure(model: str, workers: int, baseline: str, options: argparse.Namespace
     batch = defaults["lanes"] * defaults["micro_batch"]
     lanes = defaults["lanes"] if baseline == "micro" else workers
     more = dict(pair.split("=", 1) for pair in options.set)
-    settings = {"lanes": lanes, "micro_batch": batch // lanes, "verify_every": 0, **more}
+    settings = {"lanes": lanes, "micro_batch": batch // lanes, **more}
     task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
     peer = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(lanes // workers)]
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:

@@ -58,7 +58,7 @@ def run_ours(
         path = folder / f"{name}.yaml"
         path.write_text(json.dumps(structured))
         arguments += ["--config", str(path)]
-    job = EverstepJob(task, folder / name, *arguments, settings={"verify_every": 0, **settings})
+    job = EverstepJob(task, folder / name, *arguments, settings=settings)
     job.wait()
     return job
 
@@ -73,7 +73,7 @@ def peer_case(model: str, stages: int, schedule: str, chunks: int, options: argp
     cut = even_cut(len(task.units(task.build_model())), stages * chunks)
     parts = [[cut[p] for p in range(len(cut)) if p % stages == s] for s in range(stages)]
     structured = {"map": [{"units": [[a, b - 1] for a, b in own]} for own in parts]}
-    settings = {"stages": stages, "workers": stages, "schedule": schedule, "chunks": chunks, "verify_every": 0}
+    settings = {"stages": stages, "workers": stages, "schedule": schedule, "chunks": chunks}
     peer = [str(BENCH / "pipeline_peer.py"), "--model", model, "--schedule", schedule]
     peer += ["--cut", ",".join(f"{a}:{b}" for a, b in cut)]
     peer += ["--lanes", str(defaults["lanes"]), "--micro-batch", str(defaults["micro_batch"])]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.data import default_collate
 
+from everstep.exact.memory import keep_freed_memory
 from models import MODELS
 
 SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--ends", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

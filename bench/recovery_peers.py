@@ -68,7 +68,7 @@ def stop_tree(processes: list[subprocess.Popen[Any]]) -> None:
 
 
 def measure_torchrun(model: str, workers: int, batch: int, kills: int) -> dict[str, Any]:
-    """Seconds from the SIGKILL of a worker to the next committed step of the restarted job, less one ordinary step."""
+    """Seconds from the SIGKILL of a worker to the next committed step of the restarted job."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         folder = Path(name)
         (folder / "pids").mkdir()
@@ -88,7 +88,7 @@ def measure_torchrun(model: str, workers: int, batch: int, kills: int) -> dict[s
                 os.kill(victim, signal.SIGKILL)
                 end = until(lambda t=killed: gap_end(commits([folder / "commits"]), t), "torchrun's restart")
                 ordinary.append(ordinary_step_s(commits([folder / "commits"]), killed))
-                times.append((end - killed) / 1e9 - ordinary[-1])
+                times.append((end - killed) / 1e9)
         except (TimeoutError, OSError, ValueError) as error:
             return {"failed": str(error), "log": (folder / "log").read_text(errors="replace")[-1500:]}
         finally:
@@ -103,8 +103,11 @@ def measure_torchrun(model: str, workers: int, batch: int, kills: int) -> dict[s
 class TorchftJob:
     """A lighthouse and its replicas, restarted by this process as soon as they die."""
 
-    def __init__(self, folder: Path, site: str, model: str, replicas: int, batch: int, tuned: bool) -> None:
-        self.folder, self.model, self.replicas, self.batch, self.tuned = folder, model, replicas, batch, tuned
+    def __init__(
+        self, folder: Path, site: str, model: str, replicas: int, batch: int, tuned: bool, timeout_s: int
+    ) -> None:
+        self.folder, self.model, self.replicas, self.batch = folder, model, replicas, batch
+        self.retries, self.timeout_s = 5 if tuned else 0, timeout_s
         self.environment = environment(PYTHONPATH=os.pathsep.join([str(BENCH), site]))
         heartbeat, join = ("500", "10000") if tuned else ("0", "0")
         script = [sys.executable, str(BENCH / "torchft_peer.py")]
@@ -122,8 +125,9 @@ class TorchftJob:
 
     def start(self, number: int) -> subprocess.Popen[Any]:
         arguments = [str(self.folder), str(number), str(self.replicas), self.model, str(self.batch), "1000000"]
+        arguments += [str(self.retries), str(self.timeout_s)]
         return subprocess.Popen(
-            [sys.executable, str(BENCH / "torchft_peer.py"), "replica", *arguments, "5" if self.tuned else "0"],
+            [sys.executable, str(BENCH / "torchft_peer.py"), "replica", *arguments],
             env=self.environment,
             stdout=self.log,
             stderr=self.log,
@@ -143,11 +147,13 @@ class TorchftJob:
         self.log.close()
 
 
-def measure_torchft(site: str, model: str, workers: int, batch: int, kills: int, tuned: bool) -> dict[str, Any]:
-    """SIGKILL of a replica to the survivors' next commit, less one ordinary step; and to the replacement's first."""
+def measure_torchft(
+    site: str, model: str, batch: int, kills: int, workers: int, tuned: bool, timeout_s: int
+) -> dict[str, Any]:
+    """SIGKILL of a replica to the survivors' next commit, and to the replacement's first. timeout_s: gloo's."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         folder = Path(name)
-        job = TorchftJob(folder, site, model, workers, batch, tuned)
+        job = TorchftJob(folder, site, model, workers, batch, tuned, timeout_s)
         try:
             times, replaced, ordinary = [], [], []
             since = 0
@@ -160,7 +166,7 @@ def measure_torchft(site: str, model: str, workers: int, batch: int, kills: int,
                 job.processes[victim] = job.start(victim)
                 end = until(lambda t=killed: gap_end(job.commits(0), t), "torchft's next commit")
                 ordinary.append(ordinary_step_s(job.commits(0), killed))
-                times.append((end - killed) / 1e9 - ordinary[-1])
+                times.append((end - killed) / 1e9)
                 first = until(lambda v=victim, t=killed: [ns for _, ns in job.commits(v) if ns > t], "the replacement")
                 replaced.append((first[0] - killed) / 1e9)
                 since = time.time_ns()
@@ -168,8 +174,9 @@ def measure_torchft(site: str, model: str, workers: int, batch: int, kills: int,
             return {"failed": str(error), "log": (folder / "log").read_text(errors="replace")[-1500:]}
         finally:
             job.close()
+    settings = "heartbeat_timeout_ms=500, quorum_retries=5, join_timeout_ms=10000" if tuned else "defaults"
     return {
-        "settings": "heartbeat_timeout_ms=500, quorum_retries=5, join_timeout_ms=10000" if tuned else "defaults",
+        "settings": f"{settings}; {workers} replicas, gloo's timeout {timeout_s} s",
         "kill_to_next_step_s": spread(times),
         "kill_to_replacement_s": spread(replaced),
         "ordinary_step_s": spread(ordinary),

@@ -1,7 +1,7 @@
 """A peer of `recovery.py`: torchft's managed DistributedDataParallel on gloo, one replica per process.
 
     torchft_peer.py lighthouse HEARTBEAT_TIMEOUT_MS JOIN_TIMEOUT_MS MIN_REPLICAS    prints its address, then sleeps
-    torchft_peer.py replica FOLDER NUMBER REPLICAS MODEL GLOBAL_BATCH STEPS QUORUM_RETRIES
+    torchft_peer.py replica FOLDER NUMBER REPLICAS MODEL GLOBAL_BATCH STEPS QUORUM_RETRIES TIMEOUT_S
 
 A replica appends "step unix_ns" to FOLDER/commits-NUMBER for each step that it has committed.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from everstep.exact.memory import keep_freed_memory
 from models import MODELS
 
 
@@ -33,10 +34,13 @@ def lighthouse(heartbeat_timeout_ms: int, join_timeout_ms: int, min_replicas: in
     time.sleep(1e6)
 
 
-def replica(folder: Path, number: int, replicas: int, name: str, batch: int, steps: int, quorum_retries: int) -> None:
+def replica(
+    folder: Path, number: int, replicas: int, name: str, batch: int, steps: int, quorum_retries: int, timeout_s: int
+) -> None:
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
     task = MODELS[name]()
     module = task.build_model()
@@ -49,7 +53,7 @@ def replica(folder: Path, number: int, replicas: int, name: str, batch: int, ste
         inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=timeout_s)),
         load_state_dict=load,
         state_dict=lambda: {"model": module.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=replicas - 1,
@@ -79,4 +83,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "lighthouse":
         lighthouse(*map(int, sys.argv[2:5]))
     else:
-        replica(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], *map(int, sys.argv[6:9]))
+        replica(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], *map(int, sys.argv[6:10]))

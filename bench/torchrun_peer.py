@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from everstep.exact.memory import keep_freed_memory
 from models import MODELS
 
 
 def main() -> None:
     folder, model_name, batch, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     (folder / "pids" / str(rank)).write_text(str(os.getpid()))

@@ -1,0 +1,166 @@
+"""What fault tolerance costs: the same epoch with it, without it, and in plain DistributedDataParallel on gloo.
+
+    python bench/cost.py [--model transformer-small] [--workers 2] [--steps 150] [--rounds 3] [--out FILE]
+
+Whole runs, one after the other, in turn:
+- on: as jobs are by default, with a copy in memory and a checkpoint on disk every 30 steps;
+- off: no checkpoints and copies, no comparing of states (`verify_every: 0`), heartbeats a hundred times rarer; the
+  gradients are still reduced in the one order;
+- ddp: as many micro-batches under `no_sync`, with our allocator settings.
+
+Of each, between the ends of steps 10 and `--steps`, all processes of the job together:
+- epoch_s: seconds of an epoch of the model's dataset, at this pace;
+- cpu_s: processor time per epoch;
+- memory_mb: the most that was held, shared pages divided among those who share them (PSS);
+- heartbeat_bytes_per_s: what the coordinator received and sent (`ss`), which is all of the control plane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measure import BENCH, EverstepJob, committed, cpu_seconds, descendants, free_port, machine, spread, write_report
+from models import MODELS
+from turns import Job, ranks_job
+
+FIRST = 10
+TOLERANT = {"checkpoint.memory.every_steps": 30, "checkpoint.disk.every_steps": 30}
+BARE = {
+    "checkpoint.enabled": "false",
+    "verify_every": 0,
+    "heartbeat.interval_s": 100,
+    "heartbeat.floor_s": 300,
+    "heartbeat.ceiling_s": 600,
+    "hang_limit_s": 600,
+}
+SAMPLE_S = 0.5
+
+
+class Watch:
+    """Looks at all processes of a job twice a second, in a thread of its own, until it is closed."""
+
+    def __init__(self, pids: Callable[[], list[int]]) -> None:
+        self.samples: list[tuple[int, float, float, int]] = []
+        self._pids = pids
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(SAMPLE_S):
+            pids = self._pids()
+            self.samples.append((time.time_ns(), cpu_seconds(pids), sum(map(_pss_mb, pids)), _control_bytes(pids)))
+
+    def close(self) -> None:
+        """No more samples."""
+        self._end.set()
+        self._thread.join()
+
+    def between(self, begin_ns: int, end_ns: int, steps: int, epoch: int) -> dict[str, float]:
+        """The figures of `steps` steps, an epoch having `epoch` of them."""
+        inside = [one for one in self.samples if begin_ns <= one[0] <= end_ns]
+        if len(inside) < 2:
+            raise SystemExit(f"{steps} steps were over too soon to be looked at: give more --steps")
+        seconds = (inside[-1][0] - inside[0][0]) / 1e9
+        epoch_s = (end_ns - begin_ns) / 1e9 / steps * epoch
+        return {
+            "epoch_s": epoch_s,
+            "cpu_s": (inside[-1][1] - inside[0][1]) / seconds * epoch_s,
+            "memory_mb": max(one[2] for one in inside),
+            "heartbeat_bytes_per_s": (inside[-1][3] - inside[0][3]) / seconds,
+        }
+
+
+def _pss_mb(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _control_bytes(pids: list[int]) -> int:
+    """What the coordinator among these has received and sent over TCP; 0 without one."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+                told = subprocess.run(["ss", "-Htinp"], capture_output=True, text=True, check=True).stdout
+                mine = [b for a, b in zip(*[iter(told.splitlines())] * 2, strict=False) if f"pid={pid}," in a]
+                return sum(int(n) for line in mine for n in re.findall(r"bytes_(?:received|sent):(\d+)", line))
+    return 0
+
+
+def measure_ours(model: str, workers: int, steps: int, epoch: int, settings: dict[str, Any]) -> dict[str, float]:
+    """One run of ours."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        task = f"{BENCH / 'models.py'}:{MODELS[model].__name__}"
+        arguments = ["--workers", str(workers), "--steps", str(steps)]
+        job = EverstepJob(task, Path(name) / "run", *arguments, settings=settings)
+        watch = Watch(lambda: descendants(job.process.pid))
+        job.wait()
+        watch.close()
+        at = dict(committed(job.events()))
+    return watch.between(at[FIRST], at[steps], steps - FIRST, epoch)
+
+
+def measure_ddp(model: str, workers: int, steps: int, epoch: int) -> dict[str, float]:
+    """One run of the peer, until it has come as far."""
+    defaults = MODELS[model].defaults
+    passes, batch = defaults["lanes"] // workers, defaults["lanes"] * defaults["micro_batch"]
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        command = [str(BENCH / "ddp_peer.py"), "--model", model, "--passes", str(passes), "--global-batch", str(batch)]
+        job: Job = ranks_job("ddp", command, workers, free_port(), Path(name) / "ends")
+        watch = Watch(job.pids)
+        try:
+            while len(ends := job.ends_ns()) < steps:
+                job.check()
+                time.sleep(0.1)
+        finally:
+            watch.close()
+            for rank in job.roots:
+                rank.kill()
+                rank.wait()
+    return watch.between(ends[FIRST - 1], ends[steps - 1], steps - FIRST, epoch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="transformer-small", choices=MODELS)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", help="also write the JSON here")
+    options = parser.parse_args()
+    task = MODELS[options.model]
+    dataset: Any = task().build_dataset("train")
+    epoch = len(dataset) // (task.defaults["lanes"] * task.defaults["micro_batch"])
+    case = (options.model, options.workers, options.steps, epoch)
+    runs: dict[str, Callable[[], dict[str, float]]] = {
+        "on": lambda: measure_ours(*case, TOLERANT),
+        "off": lambda: measure_ours(*case, BARE),
+        "ddp": lambda: measure_ddp(*case),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for number in range(options.rounds):
+        for name in runs if number % 2 == 0 else reversed(runs):
+            found[name].append(runs[name]())
+            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    report: dict[str, Any] = {"bench": "cost", **machine(), "model": options.model, "workers": options.workers}
+    report["steps_of_an_epoch"] = epoch
+    for name, results in found.items():
+        report[name] = {key: spread([one[key] for one in results], digits=2) for key in results[0]}
+    write_report(report, options.out)
+
+
+if __name__ == "__main__":
+    main()
