@@ -21,6 +21,7 @@ from everstep.placement.schedules import Op, schedule
 from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
 from everstep.protocol.step_types import Record
 from everstep.train.assembly import sample_order
+from everstep.train.part_pass import Lane
 from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
 from everstep.train.stage import build_stages
@@ -224,16 +225,8 @@ class SplitRun:
                 mail["grad", part - 1, lane] = self.sent(back)
         else:
             batch, count = self.lane_batch(step, lane) if part in (0, self.parts - 1) else (None, 1)
-            out = stage.lanes.forward(
-                step,
-                part,
-                lane,
-                mail.pop(("act", part, lane), None),
-                batch=batch,
-                share=count / self.config.micro_batch,
-                count=count,
-                keep=keep,
-            )
+            passing = Lane(mail.pop(("act", part, lane), None), batch, count / self.config.micro_batch, keep)
+            out = stage.lanes.forward(step, part, lane, passing, count)
             if out is not None:
                 mail["act", part + 1, lane] = self.sent(out)
 

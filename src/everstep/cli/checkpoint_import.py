@@ -24,7 +24,7 @@ from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.assembly import prepare_torch, sample_order
 from everstep.train.calling import calling
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica, make_replica
 from everstep.train.task import Task

@@ -114,6 +114,6 @@ def _load(model: nn.Module, weights: Path) -> None:
 
 
 def _to(batch: Any, device: Any) -> Any:
-    from everstep.data.loader import to_device
+    from everstep.data.batch import to_device
 
     return to_device(batch, device)

@@ -17,7 +17,7 @@ from everstep.order.cursor import SampleOrder
 from everstep.placement.cuts import units_of
 from everstep.train.calling import calling
 from everstep.train.cut import chosen_cut
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.link import WorkerLink
 from everstep.train.parts import Parts
 from everstep.train.precision import resolve_device
@@ -26,10 +26,10 @@ from everstep.train.run import Run
 from everstep.train.saving import Whole
 from everstep.train.session import Session
 from everstep.train.stage import build_model, build_stages
-from everstep.train.stages import Stages
 from everstep.train.task import Task
 from everstep.train.trainer import EarlyStop, make_early_stop
 from everstep.train.unsupported import refuse_unsupported
+from everstep.train.view import Stages
 
 
 def prepare_torch(config: Config, worker_id: int = 0, cell_rank: int = 0) -> torch.device:
@@ -108,7 +108,7 @@ def assemble_task(link: WorkerLink, task: Task) -> tuple[Run, EarlyStop]:
         return assemble(link, parts, built.dataset, task.collate, device, rewindable=True), early_stop
     order = sample_order(config, built.dataset)
     whole = Whole.of(parts.model)
-    stages = _stages(built, parts, order, task, config, device, checked=link.split_checked)
+    stages = _stages(built, parts, order, task, config, device, checked=bool(link.job.get("split_checked")))
     session = Session(link, stages, device, built.dataset, task.collate, order, whole, rewindable=True)
     return Run(session, parts.model), early_stop
 

@@ -5,10 +5,12 @@ Other threads only put things into its inbox, and cut the transfers of generatio
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from everstep.base.cause import Why
@@ -17,7 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
 from everstep.protocol.step_types import LaneDone
-from everstep.train.cutter import Cutter
+from everstep.runtime.peer import PeerConnection
 
 _WAIT_S = 0.02
 _ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.Released)
@@ -34,6 +36,57 @@ class Unusable(EverstepError):
         super().__init__(why.reason)
         self.why = why
         self.torn = torn
+
+
+class Cutter:
+    """Ends what an operation waits for once its generation is over. Thread-safe.
+
+    Two threads meet here: the training thread waits on transports and connections, the control thread hears that it
+    need not.
+    """
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        """abort: of the transport, for this generation and older ones."""
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._newest = -1
+        self._open: dict[PeerConnection, int] = {}
+
+    def cut(self, generation: int) -> None:
+        """This generation is over, and all before it: free whoever waits in one of them."""
+        with self._lock:
+            self._newest = max(self._newest, generation)
+            over = [connection for connection, of in self._open.items() if of <= generation]
+        for connection in over:
+            connection.abort()
+        self._abort(generation)
+
+    def over(self, generation: int) -> bool:
+        """Whether nothing more is to be done for this generation."""
+        return generation <= self._newest
+
+    @contextlib.contextmanager
+    def guarded(self, connection: PeerConnection, generation: int) -> Iterator[PeerConnection]:
+        """While inside, the connection ends with the generation; afterwards it is closed."""
+        self.guard(connection, generation)
+        try:
+            yield connection
+        finally:
+            self.close(connection)
+
+    def guard(self, connection: PeerConnection, generation: int) -> None:
+        """The connection ends with the generation, or by `close`."""
+        with self._lock:
+            self._open[connection] = generation
+            over = self.over(generation)
+        if over:
+            connection.abort()
+
+    def close(self, connection: PeerConnection) -> None:
+        """The conversation is over."""
+        with self._lock:
+            self._open.pop(connection, None)
+        connection.close()
 
 
 Handlers = Mapping[type, Callable[[Any], Any]]

@@ -143,7 +143,7 @@ def _merge(link: LaunchedLink, given: Mapping[str, Any]) -> Config:
             f"the script joins with lanes={given['lanes']}, the job was started with lanes={link.config.lanes}; "
             f"start it with --set lanes={given['lanes']}"
         )
-    own = {k: v for k, v in given.items() if v is not None and k not in link.explicit}
+    own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
     merged = load_config([("job.json", job), ("join", own)])
     if merged.steps is None and merged.epochs is None:
         merged = load_config([("job.json", to_dict(merged)), ("join", {"epochs": 1})])

@@ -11,7 +11,6 @@ from typing import Any
 
 from everstep.base.errors import DeterminismError
 from everstep.base.plan import Member
-from everstep.parallel.staged import StagedTransport
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
@@ -31,7 +30,6 @@ class GenerationTies:
         self,
         view: WorkerView,
         executor: Executor,
-        transport: StagedTransport,
         rendezvous: Rendezvous,
         serve: Serve,
     ) -> None:
@@ -39,7 +37,6 @@ class GenerationTies:
         link = view.link
         self._view = view
         self._executor = executor
-        self._transport = transport
         self._rendezvous = rendezvous
         self._serve = serve
         self._member = Member(link.me.worker_id, link.me.incarnation, link.host)
@@ -65,7 +62,7 @@ class GenerationTies:
         link, me = self._view.link, self._view.link.me
         address = link.serve_peers(self._serve_peer)
         link.on_flip(lambda: self._view.stages.any.flip_bit())
-        segment = self._transport.segment
+        segment = self._view.transport.segment
         head = me.worker_id, me.incarnation, link.host, os.getpid(), address, segment
         self._member = Member(*head, limbs=link.limbs())
         link.row.set(phase="idle")
@@ -130,7 +127,7 @@ class GenerationTies:
             self._view.phase("settle", self._view.step, plan)
         elif tag.seq == 0:
             self._view.phase("agree", tag.step, plan)
-        return self._transport.exchange(tag, operation.payload)
+        return self._view.transport.exchange(tag, operation.payload)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""

@@ -24,9 +24,9 @@ from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
 from everstep.exact.ties import TiePlace, stage_terms, tied_out
 from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.loop_lane import LoopLane
-from everstep.train.lr_policy import LrPolicy
 from everstep.train.model_call import Loss
 from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast

@@ -1,4 +1,5 @@
-"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the job's leader.
+"""Checkpoints, as a worker takes them and goes on from them: what goes into one, the way of its parts to the job's
+leader, the last one, and what can be read of them.
 
 Which are taken and given up is the driver's to say.
 """
@@ -6,18 +7,19 @@ Which are taken and given up is the driver's to say.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from everstep.base.cause import UNSAID
+from everstep.base.cause import UNSAID, Why
 from everstep.base.config import numerics
-from everstep.base.errors import ConfigError, EverstepError, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.checkpointer import Checkpointer, Extent, Restored
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import JobIdentity, TensorRow
 from everstep.checkpoint.manifest_writer import WriteOutcome
@@ -27,16 +29,17 @@ from everstep.checkpoint.pointers import read_pointer_value
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import encode_records
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.step_types import Record
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.elastic_order import AnyOrder
+from everstep.train.elastic import AnyOrder
+from everstep.train.executor import Unusable
 from everstep.train.heal import StateCopy, pack_state, unpack_state
 from everstep.train.link import WorkerLink
-from everstep.train.stages import Stages
-from everstep.train.view import WorkerView
+from everstep.train.view import Stages, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ LOOP, PAST = "loop", "past"
 later; and that the loop was through with the step."""
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
+_STATED = 2
 
 
 @dataclass(frozen=True)
@@ -274,3 +278,108 @@ class PartSaver:
             with suppress(EverstepError):
                 stored = read_pointer_value(self.checkpointer.store, BEST)
         return SaveAsked(metrics, stored)
+
+
+class LastCheckpoint:
+    """The checkpoint before a worker's part in a job ends, be it that a plan asks for it, or that all steps are done:
+    nobody goes on before it is durable, or its time is over."""
+
+    def __init__(self, view: WorkerView, saver: PartSaver) -> None:
+        self._view = view
+        self._saver = saver
+        self._grace_s = view.config.checkpoint.grace_s
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {do.SaveLast: self.save, do.Linger: self.linger}
+
+    def save(self, operation: do.SaveLast) -> str:
+        """A plan asks for one; returns where that of the step is, empty if there is none."""
+        saver, number = self._saver, operation.step
+        there = saver.has(number)
+        self._take(operation, uploads=True)
+        return saver.where(number) if there or saver.has(number) else ""
+
+    def linger(self, operation: do.Linger) -> None:
+        """Until the generation is over, or for as long as the checkpoint before might have taken."""
+        deadline = time.monotonic() + self._grace_s
+        while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
+            self._view.tick()
+            time.sleep(0.005)
+
+    def at_end(self, operation: do.Finish) -> None:
+        """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
+        self._take(operation, uploads=self._view.is_main)
+
+    def _take(self, operation: do.SaveLast | do.Finish, *, uploads: bool) -> None:
+        """Once those that began before are on disk, as nobody writes parts of two at a time."""
+        now_s, generation = time.monotonic(), operation.generation
+        self._wait(generation, now_s + self._grace_s / 2, uploads=False)
+        if operation.save is not None:
+            self._saver.save(operation.save)
+        self._wait(generation, now_s + self._grace_s, uploads=uploads)
+
+    def _wait(self, generation: int, deadline: float, *, uploads: bool) -> None:
+        """Until what began is durable; not longer than the generation."""
+        view, checkpointer = self._view, self._saver.checkpointer
+        while checkpointer is not None and time.monotonic() < deadline and not view.cutter.over(generation):
+            if checkpointer.drain(0.005) and not (uploads and checkpointer.uploading):
+                return
+            view.tick()
+
+
+class Restorer:
+    """One worker's reading of checkpoints: which it can go on from here, and what one says."""
+
+    def __init__(self, view: WorkerView, checkpointer: Checkpointer | None) -> None:
+        """checkpointer: None where none are taken."""
+        self._view = view
+        self._checkpointer = checkpointer
+        self._refused: set[int] = set()
+
+    def restorable(self, limit: int | None) -> tuple[int, ...]:
+        """The newest steps, up to the limit if there is one, that can be read from disk here.
+
+        Raises: ConfigError if the checkpoints are of another job.
+        """
+        if self._checkpointer is None:
+            return ()
+        found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
+        return tuple(s for s in found if s not in self._refused)
+
+    def restore(self, number: int, stages: Sequence[int]) -> Restored:
+        """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
+
+        Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
+        """
+        view, checkpointer = self._view, self._checkpointer
+        trained = view.step > 0
+        written: list[int] = []
+        replicas = [view.stages[stage] for stage in stages]
+
+        def ready() -> None:
+            written.extend(() if trained else stages)
+            for replica in replicas:  # before, for it puts the buffers of the step under way back
+                replica.abandon()
+                replica.prove_update()
+
+        states = {stage: replica.state for stage, replica in zip(stages, replicas, strict=True)}
+        try:
+            if checkpointer is None:
+                raise StoreError("checkpoint.enabled is false")
+            return checkpointer.load(number, states, ready=ready, twice=trained)
+        except (CheckpointCorrupt, StoreError) as error:
+            self._refused.add(number)
+            torn = bool(written) and not view.stages.split
+            if not torn:
+                for stage in written:
+                    view.stages.rebuild(stage)
+            why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
+            raise Unusable(why, torn) from error
+
+    @staticmethod
+    def records_of(restored: Restored) -> dict[int, Record]:
+        """The records of the step's decision; plans that they were prepared for are long gone."""
+        if not restored.records:
+            return {}
+        return {w: Record(0, r.payload) for w, r in decode_records(restored.records).items()}

@@ -21,7 +21,7 @@ from everstep.exact.stage_sums import StageSums
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
 from everstep.train.model_call import Loss, ModelCall
-from everstep.train.part_pass import Lane, PartPass, Scaled, measured
+from everstep.train.part_pass import Lane, PartPass
 from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast
 
@@ -44,11 +44,30 @@ class StageLanes:
         the same bits twice."""
         self.seeder = UnitSeeder(parts.units, config.seed, spec.units)
         self._call = ModelCall(parts.model) if spec.is_split else None
-        self._passes = _passes(parts, config, device, spec, layout, self._call, self.seeder)
+        self._passes: dict[int, PartPass] = {}
+        at = 0
+        inside = {id(m) for unit in parts.units for m in unit.modules()}
+        for part in spec.parts:
+            here = range(at, at + spec.cut[part][1] - spec.cut[part][0])
+            at = here.stop
+            units = [parts.units[k] for k in here]
+            modules = {id(m) for unit in units for m in unit.modules()}
+            if not self._passes:  # what is outside all units goes with the first part
+                modules |= {id(m) for m in parts.model.modules()} - inside
+            self._passes[part] = PartPass(
+                part,
+                spec,
+                units,
+                self._call,
+                loss,
+                LaneAccumulator(layout, parts.model, here),
+                BufferGuard(parts.model, modules),
+                self.seeder,
+                lambda: autocast(config.precision, device),
+                probing,
+            )
         self._sums = StageSums([p.accumulator for p in self._passes.values()], config.lanes)
         self._scaler = scaler
-        self._loss_of = loss
-        self._probing = probing
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
 
@@ -92,38 +111,19 @@ class StageLanes:
 
     # ---- passes of a model that is split
 
-    def forward(
-        self,
-        step: int,
-        part: int,
-        lane: int,
-        inputs: Bundle | None = None,
-        *,
-        batch: Any = None,
-        share: float = 1.0,
-        count: int = 0,
-        use: int = 0,
-        keep: bool = True,
-    ) -> Bundle | None:
+    def forward(self, step: int, part: int, number: int, lane: Lane, count: int = 0, use: int = 0) -> Bundle | None:
         """A lane's forward pass through one part: what goes to the next part, None at the last one.
 
-        inputs: from the part before, None at the first one. batch: needed at the first and at the last part; there
-        `share` is how full the micro-batch is, `count` and `use` as in `LaneReport`. keep: False if `recompute` comes
-        before `backward`. Several lanes may be between the two. A lane without samples does not come here.
+        count, use: at the last part, as in `LaneReport`. Several lanes may be between this and `backward`. A lane
+        without samples does not come here.
 
         Raises: TaskError if the task does what cannot be split.
         """
         check(step == self._step, f"step {step} has not begun")
-        check(self._loss_of is not None, "a model that is split needs its task's loss")
-
-        def measure(raw: Any) -> Scaled:
-            return measured(raw[0], raw[1], share) if isinstance(raw, tuple) else measured(raw, None, share)
-
-        given = Lane(inputs, self._loss_of, batch, measure, keep, self._probing())  # type: ignore[arg-type]
-        result = self._passes[part].forward(step, lane, given)
+        result = self._passes[part].forward(step, number, lane)
         if isinstance(result, Bundle):
             return result
-        self._reports[lane] = LaneReport(lane, result[1], result[2], count, use)
+        self._reports[number] = LaneReport(number, *result, count, use)
         return None
 
     def recompute(self, step: int, part: int, lane: int) -> None:
@@ -144,7 +144,7 @@ class StageLanes:
         called with what is returned before that, since somebody waits for it.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self._passes[part].backward(lane, back, self._scaler.scale if self._scaler.enabled else 1.0, give)
+        return self._passes[part].backward(lane, back, self._scaler.scale, give)
 
     def drop(self) -> None:
         """Forget lanes between their passes (a generation has ended); what has been added stays."""
@@ -156,16 +156,8 @@ class StageLanes:
 
         metrics: `Task.metrics`. The model must be in eval mode.
         """
-        passes, call = self._passes[part], self._call
-        check(call is not None, "a model that is not split is evaluated by calling it")
         with torch.no_grad():
-            if passes.is_last:
-                tree = None if inputs is None else inputs.tree()
-                return call.result(metrics, batch, lambda: passes.through(tree))  # type: ignore[union-attr]
-            if passes.is_first:
-                args, kwargs = call.arguments(metrics, batch)  # type: ignore[union-attr]
-                return passes.bundled(passes.start(*args, **kwargs))
-            return passes.bundled(passes.through(inputs.tree()))  # type: ignore[union-attr]
+            return self._passes[part].evaluate(inputs, metrics, batch)
 
     # ---- what the step gets
 
@@ -211,42 +203,6 @@ class StageLanes:
         self.discard()
         for part in self._passes.values():
             part.guard.abandon()
-
-
-def _passes(
-    parts: Parts,
-    config: Config,
-    device: torch.device,
-    spec: StageSpec,
-    layout: GradientLayout,
-    call: ModelCall | None,
-    seeder: UnitSeeder,
-) -> dict[int, PartPass]:
-    """One per part, by number. Buffers outside all units go with the first one."""
-    model = parts.model
-    passes: dict[int, PartPass] = {}
-    at = 0
-    inside = {id(m) for unit in parts.units for m in unit.modules()}
-    outside = {id(m) for m in model.modules()} - inside
-    for part in spec.parts:
-        first, last = spec.cut[part]
-        here = range(at, at + last - first)
-        units = [parts.units[k] for k in here]
-        modules = {id(m) for unit in units for m in unit.modules()} | (outside if at == 0 else set())
-        passes[part] = PartPass(
-            part,
-            spec.n_parts,
-            units,
-            last - 1,
-            call,
-            LaneAccumulator(layout, model, here),
-            BufferGuard(model, modules),
-            seeder,
-            lambda: autocast(config.precision, device),
-            f"stage {spec.stage}",
-        )
-        at = here.stop
-    return passes
 
 
 def _no_buffer(node: Node) -> torch.Tensor:

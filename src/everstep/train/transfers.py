@@ -24,8 +24,7 @@ from everstep.train.executor import Unusable
 from everstep.train.heal import Donor, Offer, ReceivedOffer
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.replica import StageReplica
-from everstep.train.restoring import Restorer
-from everstep.train.saving import LOOP, PAST, LoopState
+from everstep.train.saving import LOOP, PAST, LoopState, Restorer
 from everstep.train.taking import Taker
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.saving import LoopState, PartSaver
@@ -26,7 +25,6 @@ class Updates:
     def __init__(
         self,
         view: WorkerView,
-        transport: StagedTransport,
         donor: Donor,
         keeper: SnapshotKeeper,
         saver: PartSaver,
@@ -34,7 +32,6 @@ class Updates:
     ) -> None:
         self.outcome: StepOutcome | None = None
         self._view = view
-        self._transport = transport
         self._donor = donor
         self._keeper = keeper
         self._saver = saver
@@ -73,8 +70,8 @@ class Updates:
         offers = {k: stages[k].lanes.presence(number, lanes[k]) for k in lanes}
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
-        reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}
-        received = exchange_ties(me, plan, number, stages, reduced, self._transport)
+        reduced = {k: view.transport.reduce(k, number, offered) for k, offered in offers.items()}
+        received = exchange_ties(me, plan, number, stages, reduced, view.transport)
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
         self._gradients[number] = {**self._gradients.get(number, {}), **found}
         self._generations[number] = plan.generation
@@ -154,7 +151,7 @@ class Updates:
     def decided(self, effect: do.Decided) -> None:
         """A decision was taken."""
         if effect.key.seq == 0:
-            self._transport.channel.forget(effect.key.step)
+            self._view.transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
             self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
 

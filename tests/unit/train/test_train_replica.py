@@ -75,8 +75,7 @@ def test_a_lane_on_trial_leaves_nothing_behind() -> None:
     worker.lanes.begin(1, (0, 1), memory)
     worker.loop.enter(1, 0)
     worker.loop.backward(worker.parts.model(DATA[0]).square().mean(), None, 1.0)
-    worker.loop.digest()
-    worker.loop.abandon()
+    worker.loop.again()
     compute(worker, (0, 1))
     assert torch.equal(expected.sums[Node(0, 2)], memory.sums[Node(0, 2)])
 

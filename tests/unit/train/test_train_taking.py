@@ -22,8 +22,7 @@ from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.peer import PeerConnection, PeerServer
 from everstep.train import taking
 from everstep.train.blocks import Held
-from everstep.train.cutter import Cutter
-from everstep.train.executor import Unusable
+from everstep.train.executor import Cutter, Unusable
 from everstep.train.heal import Donor, FollowedStep, Offer, ReceivedOffer, StageGradient, next_item
 from everstep.train.taking import Taker
 

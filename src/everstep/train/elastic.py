@@ -1,11 +1,13 @@
-"""Which samples make up a lane when the batch follows the number of workers (`batch: per_worker`).
+"""What follows the number of workers with `batch: per_worker`: the batch, and the learning rate. This voids exactness.
 
-The lanes stay; each takes more or fewer samples. The number of workers that counts for a step is that of the step
-before, as its agree records show it, so that all workers know it; position and batch are part of the healed state.
+By default nothing does: the global batch is constant. With it the lanes stay, and each takes more or fewer samples.
+The number of workers that counts for a step is that of the step before, as its agree records show it, so that all
+workers know it; position, batch and learning rate are part of the healed state.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from everstep.order.cursor import LaneSamples, SampleOrder
@@ -78,3 +80,41 @@ class ElasticOrder:
 
 
 AnyOrder = SampleOrder | ElasticOrder
+
+
+class LrPolicy:
+    """The factor on the scheduled learning rate.
+
+    rule: 'none' (1), 'linear' (batch ratio) or 'sqrt'. The factor moves linearly from its old to its new value over
+    `warmup_steps` updates after a change.
+    Source: linear rule and gradual warm-up, Goyal et al. (2017), sections 2.1 and 2.2; square root, Krizhevsky (2014).
+    """
+
+    def __init__(self, rule: str, base_workers: int, warmup_steps: int) -> None:
+        self.rule = rule
+        self.base_workers = base_workers
+        self.warmup_steps = warmup_steps
+        self.workers = base_workers
+        self.begin = 1.0
+        self.target = 1.0
+        self.since = 0
+
+    def advance(self, workers: int) -> float:
+        """One update made with this many workers; returns the factor for it."""
+        if workers != self.workers:
+            along = min(1.0, self.since / self.warmup_steps) if self.warmup_steps > 0 else 1.0
+            self.begin += (self.target - self.begin) * along
+            ratio = workers / self.base_workers
+            self.target = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.rule]
+            self.workers, self.since = workers, 0
+        self.since += 1
+        if self.since > self.warmup_steps:
+            return self.target
+        return self.begin + (self.target - self.begin) * self.since / self.warmup_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"workers": self.workers, "begin": self.begin, "target": self.target, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.workers, self.since = int(state["workers"]), int(state["since"])
+        self.begin, self.target = float(state["begin"]), float(state["target"])
