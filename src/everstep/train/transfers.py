@@ -17,15 +17,13 @@ from everstep.checkpoint.checkpointer import Restored
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude, stages_in
 from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
-from everstep.train.blocks import BlocksDamaged, Gathering, Held, Layers, Readable, StageState
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, Offer, ReceivedOffer
+from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.replica import StageReplica
 from everstep.train.saving import LOOP, PAST, LoopState, Restorer
-from everstep.train.taking import Taker
+from everstep.train.taking import BlocksDamaged, Followed, Gathering, Taker
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
@@ -52,7 +50,8 @@ class Transfers:
         self._restorer = restorer
         self._loop = loop
         self._taker = Taker(view, self._own)
-        self._feeds: list[_Feed] = []
+        self._feeds: list[Followed] = []
+        self._offers: list[ReceivedOffer] = []
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -245,16 +244,13 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        asked = []
         for donors, wanted in operation.groups:
-            asked.append(self._taker.ask(operation.generation, donors, wanted))
-            self._feeds.append(_Feed(asked[-1].connection, wanted))
-        for feed, one in zip(self._feeds, asked, strict=True):
-            try:
-                feed.take(self._taker.offered(one))
-            except (EverstepError, OSError) as error:
-                raise CollectiveAborted(str(error)) from error
-        return tuple(feed.offered.position for feed in self._feeds)
+            self._feeds.append(self._taker.ask(operation.generation, donors, wanted))
+        try:
+            self._offers = [self._taker.offered(feed) for feed in self._feeds]
+        except (EverstepError, OSError) as error:
+            raise CollectiveAborted(str(error)) from error
+        return tuple(offer.position for offer in self._offers)
 
     def watch(self, operation: do.Watch) -> list[do.Seen]:
         """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
@@ -277,10 +273,10 @@ class Transfers:
 
     def adopt(self, operation: do.Adopt) -> do.Copied:
         """Load what was offered; whoever gave an older state than the others feeds it up to theirs."""
-        newest = next(feed.offered for feed in self._feeds if feed.offered.position == operation.position)
-        for feed in sorted(self._feeds, key=lambda f: f.offered.position):
-            self._load(feed.offered)
-            feed.loaded()
+        newest = next(offer for offer in self._offers if offer.position == operation.position)
+        self._offers.sort(key=lambda offer: offer.position)
+        while self._offers:
+            self._load(self._offers.pop(0))
         self._arrive(newest)
         for feed, outcomes in zip(self._feeds, operation.passed, strict=True):
             for outcome in outcomes:
@@ -302,31 +298,7 @@ class Transfers:
         """Follow nobody any more."""
         for feed in self._feeds:
             self._view.cutter.close(feed.connection)
-        self._feeds = []
-
-
-class _Feed:
-    """One donor that is followed, for some stages: what it gave first, and the steps that have not been applied."""
-
-    def __init__(self, connection: PeerConnection, stages: Sequence[int]) -> None:
-        self.connection = connection
-        self.stages = tuple(stages)
-        self.steps: list[heal.FollowedStep] = []
-        self._offer: ReceivedOffer | None = None
-
-    def take(self, offer: ReceivedOffer) -> None:
-        """What it begins with."""
-        self._offer = offer
-
-    def loaded(self) -> None:
-        """What it began with is in place here."""
-        self._offer = None
-
-    @property
-    def offered(self) -> ReceivedOffer:
-        """Raises: InvariantViolation before it came."""
-        check(self._offer is not None, "nothing was offered yet")
-        return self._offer  # type: ignore[return-value]
+        self._feeds, self._offers = [], []
 
 
 @contextlib.contextmanager
