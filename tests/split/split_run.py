@@ -10,21 +10,22 @@ import torch
 from everstep import Task
 from everstep.base.config import Config, load_config
 from everstep.base.ports import Node, Piece, Reduced
-from everstep.data.fetch import Recipe, fetch
+from everstep.data.loader import Recipe, fetch
 from everstep.exact.layout import GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.exact.ties import tied_out
 from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import ModelCut
 from everstep.placement.schedules import Op, schedule
 from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
 from everstep.protocol.step_types import Record
-from everstep.train.assembly import sample_order
+from everstep.train.elastic import sample_order
 from everstep.train.part_pass import Lane
 from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
-from everstep.train.stage import build_stages
+from everstep.train.stage import cut_out
 from everstep.zoo.text import TransformerText
 
 CPU = torch.device("cpu")
@@ -103,7 +104,9 @@ class SplitRun:
         self.task, self.config, self.stages, self.pools, self.wire = task, config, stages, pools, wire
         make = maker(task, config)
         self.workers: list[dict[int, StageReplica]] = [
-            build_stages(make, cut, stages, range(stages), config=config, device=CPU, loss=task.loss)
+            {0: StageReplica(make(), config, CPU)}
+            if len(cut) == 1
+            else {k: self.stage(make(), cut, k) for k in range(stages)}
             for _ in range(pools)
         ]
         self.parts = len(cut)
@@ -113,6 +116,10 @@ class SplitRun:
         self.schedule = lambda n: schedule(kind, stages, n, self.parts // stages, recompute)
         self.losses: list[float] = []
         self.held: list[int] = []
+
+    def stage(self, whole: Parts, cut: ModelCut, stage: int) -> StageReplica:
+        parts, spec = cut_out(whole, cut, self.stages, stage)
+        return StageReplica(parts, self.config, CPU, spec, self.task.loss)
 
     def lane_batch(self, step: int, lane: int) -> tuple[Any, int]:
         """A fresh batch, and how many samples it has."""
@@ -143,7 +150,8 @@ class SplitRun:
             )
             for k in range(self.stages)
         ]
-        out = [self.workers[0][k].tied_out(pool[k][0]) for k in range(self.stages)]
+        held = self.workers[0]
+        out = [tied_out(held[k].spec.ties, held[k].layout, pool[k][0]) for k in range(self.stages)]
         received = [{p: t for j, o in enumerate(out) if j != k for p, t in o.items()} for k in range(self.stages)]
         records = {
             w: Record(
@@ -165,7 +173,7 @@ class SplitRun:
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():
                 stage.apply(outcome, pool[k][w], 0, received[k])
-                stage.discard()
+                stage.lanes.discard()
 
     def unsplit(self, step: int, replica: StageReplica, lanes: Sequence[int]) -> None:
         for lane in lanes:
@@ -240,7 +248,7 @@ class SplitRun:
     def manifests(self, worker: int = 0) -> list[dict[str, Any]]:
         found = []
         for stage in self.workers[worker].values():
-            stage.settle_buffers()
+            stage.lanes.settle_buffers()
             found.append(stage.state.manifest())
         return found
 

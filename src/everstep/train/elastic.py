@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from everstep.base.config import Config
+from everstep.base.errors import ConfigError
 from everstep.order.cursor import LaneSamples, SampleOrder
 from everstep.order.permutation import index_at
 
@@ -80,6 +82,28 @@ class ElasticOrder:
 
 
 AnyOrder = SampleOrder | ElasticOrder
+
+
+def sample_order(config: Config, dataset: Any) -> AnyOrder:
+    """Which samples make up a lane, as the config's `batch` says.
+
+    Raises: ConfigError if the dataset has no length, or is smaller than a global batch."""
+    try:
+        size = len(dataset)
+    except TypeError:
+        kind = type(dataset).__name__
+        raise ConfigError(f"the dataset must be map-style, with __len__ and __getitem__; got {kind}") from None
+    order = SampleOrder(config.seed, size, config.lanes, config.micro_batch, config.steps, config.epochs)
+    if config.batch == "per_worker":
+        if config.loader.workers:
+            raise ConfigError(
+                f"batch: per_worker changes what a lane holds as it goes, so it needs loader.workers=0, "
+                f"got {config.loader.workers}"
+            )
+        return ElasticOrder(
+            config.seed, size, config.lanes, config.micro_batch, config.workers, config.steps, config.epochs
+        )
+    return order
 
 
 class LrPolicy:

@@ -368,8 +368,8 @@ def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, A
     return {**header, "parts": parts} if parts else header
 
 
-def send_blocks(connection: PeerConnection, snapshot: Readable) -> None:
-    """All blocks of a snapshot, in order."""
+def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
+    """All blocks of a snapshot or a state, in order."""
     for index in range(snapshot.n_blocks):
         connection.send_bytes([snapshot.read_block(index)])
 

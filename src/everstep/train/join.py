@@ -21,11 +21,11 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.runtime.private import close_run_dir, write_privately
-from everstep.train.assembly import assemble, prepare_torch
+from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
-from everstep.train.parts import Parts
+from everstep.train.parts import Parts, refuse_unsupported
+from everstep.train.precision import prepare_torch
 from everstep.train.run import Run
-from everstep.train.unsupported import refuse_unsupported
 
 _launched: LaunchedLink | None = None
 _called = False

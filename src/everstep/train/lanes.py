@@ -15,8 +15,7 @@ from everstep.base.errors import CollectiveAborted
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.data.batch import to_device
-from everstep.data.fetch import Recipe
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, Recipe
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.order.ledger import use_digest
 from everstep.placement import routes
@@ -65,7 +64,7 @@ class Lanes:
         view, plan = self._view, operation.plan
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
-        view.transport.open(plan, view.stages.layouts(seats))
+        view.transport.open(plan, {stage: view.stages[stage].layout for stage in seats})
         held = [stage for stage in seats if stage in view.driver.machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()

@@ -13,6 +13,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +39,37 @@ Deliver = Callable[[wire.AnyMessage], None]
 Hello = Callable[[], wire.AnyMessage]
 
 
+@dataclass
 class WorkerLink:
     """One worker's ties to its job; those of one that has no peers, as far as they are here.
 
-    `run_dir` None: nothing is written. `task`: as job.json names it, or "". `job`: the facts in job.json; none where
-    there is no such file. `flip`: a scripted fault, for whoever has the state: one bit of it changes. `fault_now`:
-    faults that are asked for while the job runs.
+    `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a scripted fault, for whoever has
+    the state: one bit of it changes. `fault_now`: faults that are asked for while the job runs.
     """
 
-    def __init__(
-        self,
-        me: WorkerKey,
-        task: str,
-        host: str,
-        config: Config,
-        run_dir: Path | None,
-        row: Row,
-        token: bytes,
-        log: WorkerLog,
-    ) -> None:
-        self.me = me
-        self.task = task
-        self.host = host
-        self.config = config
-        self.run_dir = run_dir
-        self.row = row
-        self.token = token
-        self.log = log
-        self.job = _job_facts(run_dir)
-        self.faults: Faults = lambda step, phase, plan: None
-        self.fault_now: FaultNow = lambda text, number, step, phase, plan: None
-        self.flip: Callable[[], None] = lambda: None
+    me: WorkerKey
+    task: str
+    host: str
+    config: Config
+    run_dir: Path | None
+    row: Row
+    token: bytes
+    log: WorkerLog
+    faults: Faults = lambda step, phase, plan: None
+    fault_now: FaultNow = lambda text, number, step, phase, plan: None
+    flip: Callable[[], None] = lambda: None
+
+    @cached_property
+    def job(self) -> dict[str, Any]:
+        """The facts in job.json; none where there is no such file."""
+        path = None if self.run_dir is None else self.run_dir / JOB_FILE
+        if path is None or not path.exists():
+            return {}
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
+            return {}
 
     def use_row(self, row: Row) -> None:
         """What this worker writes of its progress goes through this row from here on."""
@@ -98,17 +100,6 @@ class WorkerLink:
         """Leave."""
 
 
-def _job_facts(run_dir: Path | None) -> dict[str, Any]:
-    path = None if run_dir is None else run_dir / JOB_FILE
-    if path is None or not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
-        return {}
-
-
 class LaunchedLink(WorkerLink):
     """A worker that an agent started, as the head of its cell."""
 
@@ -116,8 +107,7 @@ class LaunchedLink(WorkerLink):
         row = Board.attach(context.board_fd).row(context.board_row)
         log = set_up_worker_log(2, context.worker_id, context.incarnation)
         token, run_dir = context.token_bytes(), context.run_path
-        super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log)
-        self.faults = faults
+        super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None

@@ -7,7 +7,7 @@ arguments are ignored, and the last part's output is returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,10 @@ class ModelCall:
         self._before = model.__dict__.get("forward")
         model.forward = self._forward  # type: ignore[method-assign]
 
-    def release(self) -> None:
+    def __enter__(self) -> ModelCall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """The model's own forward pass is in its place again."""
         if self._before is not None:
             self._model.forward = self._before  # type: ignore[method-assign]
@@ -98,10 +101,10 @@ _TWICE = "the loss called the model twice; with stages it must call it exactly o
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists and tuples."""
+    """Every tensor in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, dict):
+    elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from tensors_in(value)
     elif isinstance(tree, list | tuple):

@@ -19,9 +19,9 @@ from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import named_digest
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
-from everstep.train.calling import where
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
 from everstep.train.parts import StageSpec
+from everstep.train.task import where
 
 Scaled = tuple[Tensor, float, float]
 """(what backward starts from, loss as a sum in units of the weight, weight)."""

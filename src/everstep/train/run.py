@@ -11,6 +11,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class Run:
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
-        self._guard: LoopGuard | None = None
+        self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
             self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
@@ -152,26 +153,23 @@ class Run:
         session = self._session
         try:
             self._join()
-            if self._guard is not None:
-                self._guard.begin()
-            while True:
-                if session.executor.arrived():
-                    self._stopped = False
-                    if session.view.step > session.transfers.past:
-                        yield Step(session, session.view.step, done=True)
-                elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, self._begin_step())
-                    yield step
-                    self._refuse_undone(step)
-                else:
-                    with contextlib.suppress(StateJumped):
-                        session.profiling.end()
-                        session.view.link.row.set(step=session.view.step, phase="finish")
-                        session.executor.ask(EndAsked())
-                        return
+            with self._guard:
+                while True:
+                    if session.executor.arrived():
+                        self._stopped = False
+                        if session.view.step > session.transfers.past:
+                            yield Step(session, session.view.step, done=True)
+                    elif not self._stopped and session.view.step < self.total_steps:
+                        step = Step(session, self._begin_step())
+                        yield step
+                        self._refuse_undone(step)
+                    else:
+                        with contextlib.suppress(StateJumped):
+                            session.profiling.end()
+                            session.view.link.row.set(step=session.view.step, phase="finish")
+                            session.executor.ask(EndAsked())
+                            return
         finally:
-            if self._guard is not None:
-                self._guard.end()
             session.close()
 
     def _join(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ class LoopState:
         self._step = -1
 
 
-def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | None) -> SavingRules:
+def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
     """What this worker's driver goes by. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
@@ -107,7 +107,7 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | Non
     def epoch_ends(number: int) -> bool:
         return epoch_of is not None and number < order.total_steps and epoch_of(number + 1) != epoch_of(number)
 
-    on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled and whole is not None
+    on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
     return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
 
 
@@ -115,7 +115,7 @@ class PartSaver:
     """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
 
     def __init__(
-        self, view: WorkerView, whole: Whole | None, loop: LoopState, job: str, note: Callable[[object], None]
+        self, view: WorkerView, whole: Whole, loop: LoopState, job: str, note: Callable[[object], None]
     ) -> None:
         """job: names this job, and no other one of the same kind. note: has the driver know something; from any
         thread."""
@@ -128,7 +128,7 @@ class PartSaver:
         self._leaders: dict[int, Member] = {}
         self._prepared = False
         link = view.link
-        if self._saving.on and link.run_dir is not None and whole is not None:
+        if self._saving.on and link.run_dir is not None:
             self.checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._saving.rule,
@@ -173,10 +173,10 @@ class PartSaver:
             if view.is_main:
                 self._note(SaveEnded(number, True, effect.due.reason, self.where(number)))
             return
-        parts = {NAMES: self._whole.names} if self._whole is not None else {}
+        parts = {NAMES: self._whole.names}
         if effect.boundary:
             for replica in view.stages.values():
-                replica.settle_buffers()
+                replica.lanes.settle_buffers()
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
         self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
@@ -222,12 +222,9 @@ class PartSaver:
         main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
-        connection = peer_connect(main.address, self._view.link.token, {"kind": "part"})
-        try:
+        with closing(peer_connect(main.address, self._view.link.token, {"kind": "part"})) as connection:
             connection.send_bytes([data])
             connection.recv_json()
-        finally:
-            connection.close()
 
     def take_report(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """In a handler thread: a part of another worker."""
@@ -280,14 +277,13 @@ class PartSaver:
         return SaveAsked(metrics, stored)
 
 
+@dataclass
 class LastCheckpoint:
     """The checkpoint before a worker's part in a job ends, be it that a plan asks for it, or that all steps are done:
     nobody goes on before it is durable, or its time is over."""
 
-    def __init__(self, view: WorkerView, saver: PartSaver) -> None:
-        self._view = view
-        self._saver = saver
-        self._grace_s = view.config.checkpoint.grace_s
+    _view: WorkerView
+    _saver: PartSaver
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -302,7 +298,7 @@ class LastCheckpoint:
 
     def linger(self, operation: do.Linger) -> None:
         """Until the generation is over, or for as long as the checkpoint before might have taken."""
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + self._view.config.checkpoint.grace_s
         while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
             self._view.tick()
             time.sleep(0.005)
@@ -313,11 +309,12 @@ class LastCheckpoint:
 
     def _take(self, operation: do.SaveLast | do.Finish, *, uploads: bool) -> None:
         """Once those that began before are on disk, as nobody writes parts of two at a time."""
-        now_s, generation = time.monotonic(), operation.generation
-        self._wait(generation, now_s + self._grace_s / 2, uploads=False)
+        generation, now_s = operation.generation, time.monotonic()
+        grace_s = self._view.config.checkpoint.grace_s
+        self._wait(generation, now_s + grace_s / 2, uploads=False)
         if operation.save is not None:
             self._saver.save(operation.save)
-        self._wait(generation, now_s + self._grace_s, uploads=uploads)
+        self._wait(generation, now_s + grace_s, uploads=uploads)
 
     def _wait(self, generation: int, deadline: float, *, uploads: bool) -> None:
         """Until what began is durable; not longer than the generation."""
@@ -328,14 +325,16 @@ class LastCheckpoint:
             view.tick()
 
 
+@dataclass
 class Restorer:
-    """One worker's reading of checkpoints: which it can go on from here, and what one says."""
+    """One worker's reading of checkpoints: which it can go on from here, and what one says.
 
-    def __init__(self, view: WorkerView, checkpointer: Checkpointer | None) -> None:
-        """checkpointer: None where none are taken."""
-        self._view = view
-        self._checkpointer = checkpointer
-        self._refused: set[int] = set()
+    checkpointer: None where none are taken.
+    """
+
+    _view: WorkerView
+    _checkpointer: Checkpointer | None
+    _refused: set[int] = field(default_factory=set)
 
     def restorable(self, limit: int | None) -> tuple[int, ...]:
         """The newest steps, up to the limit if there is one, that can be read from disk here.

@@ -25,10 +25,9 @@ from everstep.train.heal import Donor
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.lanes import Lanes
 from everstep.train.link import WorkerLink
-from everstep.train.membership import GenerationTies
+from everstep.train.membership import GenerationTies, Rendezvous
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
-from everstep.train.rendezvous import Rendezvous
 from everstep.train.saving import LastCheckpoint, LoopState, PartSaver, Restorer, Whole, saving_of
 from everstep.train.transfers import Transfers
 from everstep.train.updates import Updates
@@ -46,13 +45,13 @@ class Session:
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         order: AnyOrder,
-        whole: Whole | None = None,
+        whole: Whole,
         rewindable: bool = False,
     ) -> None:
         """stages: what is trained here. order: which samples make up a lane; dataset, collate: how to get them.
         rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
         config, begins_after = link.config, int(link.job.get("begins_after", 0))
-        saving = saving_of(link, stages.split, order, whole)
+        saving = saving_of(link, stages.split, order)
         driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after, saving)
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
@@ -37,28 +38,20 @@ LEAST_BYTES = 64 << 20
 _SLICE_S = 0.005
 
 
+@dataclass
 class Donation:
     """A conversation with one donor, begun when it is needed. follows: the donor feeds this worker on the same
     connection, so it is for others to close."""
 
-    def __init__(
-        self,
-        view: WorkerView,
-        generation: int,
-        member: Member,
-        stages: Sequence[int],
-        request: Mapping[str, Any],
-        follows: bool = False,
-    ) -> None:
-        self.member = member
-        self.stages = stages
-        self._view = view
-        self._generation = generation
-        self._request = {**request, "stages": list(stages)}
-        self._follows = follows
-        self._position: Sequence[int] | None = None
-        self._connection: PeerConnection | None = None
-        self._header: dict[str, Any] | None = None
+    _view: WorkerView
+    _generation: int
+    member: Member
+    stages: Sequence[int]
+    _request: Mapping[str, Any]
+    _follows: bool = False
+    _position: Sequence[int] | None = None
+    _connection: PeerConnection | None = None
+    _header: dict[str, Any] | None = None
 
     def expect(self, position: Sequence[int]) -> None:
         """Where the donor has to be; else it is let go."""
@@ -67,7 +60,8 @@ class Donation:
     def connect(self) -> PeerConnection:
         """Make the request. Raises: EverstepError or OSError."""
         if self._connection is None:
-            self._connection = peer_connect(self.member.address, self._view.link.token, self._request)
+            request = {**self._request, "stages": list(self.stages)}
+            self._connection = peer_connect(self.member.address, self._view.link.token, request)
             self._view.cutter.guard(self._connection, self._generation)
         return self._connection
 
@@ -257,12 +251,12 @@ class Gathering:
         return Extents.numbered(of, damaged + empty)
 
 
+@dataclass(frozen=True)
 class Taker:
     """One worker's copying. own: what is here of a stage at a step, as it is."""
 
-    def __init__(self, view: WorkerView, own: Callable[[int, int], Sequence[Held]]) -> None:
-        self._view = view
-        self._own = own
+    _view: WorkerView
+    _own: Callable[[int, int], Sequence[Held]]
 
     # ---- when a generation settles
 
@@ -333,7 +327,7 @@ class Taker:
 
     # ---- following
 
-    def ask(self, generation: int, donors: Sequence[Member], stages: Sequence[int]) -> Followed:
+    def ask(self, generation: int, donors: Sequence[Member], stages: Sequence[int]) -> FollowedDonor:
         """Ask the first one that can be reached to be followed, and others for blocks, where that is worth it.
 
         Raises: CollectiveAborted if nobody can be reached.
@@ -343,7 +337,7 @@ class Taker:
         request = {"kind": "heal", "worker": str(view.link.me)}
         failed = []
         for n, member in enumerate(donors):
-            main = Donation(view, generation, member, stages, {**request, "ranges": "first"}, follows=True)
+            main = Donation(view, generation, member, stages, {**request, "ranges": "first"}, True)
             try:
                 connection = main.connect()
             except (EverstepError, OSError) as error:
@@ -351,10 +345,10 @@ class Taker:
                 continue
             more = {**request, "ranges": "more"}
             others = [Donation(view, generation, other, stages, more) for other in donors[n + 1 : n + several]]
-            return Followed(connection, tuple(stages), main, [other for other in others if other.reached()], [])
+            return FollowedDonor(connection, tuple(stages), main, [other for other in others if other.reached()], [])
         raise CollectiveAborted("no donor could be reached: " + "; ".join(failed))
 
-    def offered(self, followed: Followed) -> ReceivedOffer:
+    def offered(self, followed: FollowedDonor) -> ReceivedOffer:
         """What the one who is followed offers, with all its blocks.
 
         Raises: EverstepError or OSError if it goes away.
@@ -374,7 +368,7 @@ class Taker:
         return heal.offered(header, states)
 
 
-class Followed(NamedTuple):
+class FollowedDonor(NamedTuple):
     """Who is followed in some stages, and who else has been asked for blocks of what it offers. steps: those that have
     come and are not applied yet."""
 

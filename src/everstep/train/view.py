@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from everstep.base.config import Config
 from everstep.base.errors import check
 from everstep.base.plan import Plan
-from everstep.exact.layout import GradientLayout
 from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.driver import Driver
 from everstep.train.elastic import AnyOrder
@@ -43,7 +42,9 @@ class Stages(Mapping[int, StageReplica]):
             check(False, f"stage {stage} of an unsplit job is there from the start")
             return replica
 
-        stages = Stages(1, never, replica.expected_bytes())
+        tensors = [*replica.parts.model.buffers(), *replica.parts.model.parameters()]
+        filled = 2 * sum(p.nbytes for p in replica.parts.model.parameters())  # of the optimizer, by its first update
+        stages = Stages(1, never, sum(t.nbytes for t in tensors) + filled)
         stages._held[0] = replica
         return stages
 
@@ -87,10 +88,6 @@ class Stages(Mapping[int, StageReplica]):
         """Let go of all others."""
         wanted = set(stages)
         self._held = {stage: replica for stage, replica in self._held.items() if stage in wanted}
-
-    def layouts(self, stages: Iterable[int]) -> dict[int, GradientLayout]:
-        """Of these stages."""
-        return {stage: self._held[stage].layout for stage in stages}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch import nn
 
 from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
-from everstep.data.fetch import Recipe, fetch
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, Recipe, fetch
 from everstep.exact.seeding import sample_seed, seed_all
 from everstep.order.cursor import SampleOrder
 

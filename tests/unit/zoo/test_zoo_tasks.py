@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
-from everstep.data.fetch import Recipe
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, Recipe
 from everstep.exact.layout import GradientLayout, untie
 from everstep.exact.seeding import UnitSeeder, seed_all
 from everstep.order.cursor import SampleOrder
