@@ -23,9 +23,8 @@ from everstep.protocol.driver.records import AgreePayload, conclude, encode_payl
 from everstep.protocol.step_types import Record
 from everstep.train.elastic import sample_order
 from everstep.train.part_pass import Lane
-from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
-from everstep.train.stage import cut_out
+from everstep.train.stage import Parts, cut_out
 from everstep.zoo.text import TransformerText
 
 CPU = torch.device("cpu")

@@ -23,9 +23,9 @@ from everstep.cli.run import canonical
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.elastic import ElasticOrder, sample_order
-from everstep.train.parts import Parts
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
+from everstep.train.stage import Parts
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 

@@ -79,9 +79,6 @@ def _sample(recipe: Recipe, epoch: int, index: int) -> Any:
 def _one_thread() -> Iterator[None]:
     """Bits of larger operations depend on the number of threads, and loader processes have one."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -90,10 +90,6 @@ Tokenizer = ByteTokenizer | BytePairs
 def _tokenizers() -> Any:
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError:
         raise ConfigError("BPE needs the package tokenizers: pip install 'everstep[text]', or use bytes") from None
     return tokenizers

@@ -17,13 +17,12 @@ from everstep.placement.cuts import units_of
 from everstep.train.composition import check_units
 from everstep.train.elastic import AnyOrder, ElasticOrder, sample_order
 from everstep.train.link import WorkerLink
-from everstep.train.parts import Parts, refuse_unsupported
 from everstep.train.precision import prepare_torch
 from everstep.train.replica import StageReplica
 from everstep.train.run import Run
 from everstep.train.saving import Whole
 from everstep.train.session import Session
-from everstep.train.stage import build_model, chosen_cut, cut_out
+from everstep.train.stage import Parts, build_model, chosen_cut, cut_out, refuse_unsupported
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
 from everstep.train.view import Stages

@@ -28,9 +28,8 @@ from everstep.exact.trees import bundle
 from everstep.placement.cuts import ModelCut
 from everstep.train.elastic import sample_order
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
-from everstep.train.parts import Parts
 from everstep.train.precision import autocast, prepare_torch
-from everstep.train.stage import chosen_cut, refuse_hidden_ties
+from everstep.train.stage import Parts, chosen_cut, refuse_hidden_ties
 from everstep.train.task import Task
 
 
@@ -161,9 +160,7 @@ def _time_units(
         parcel = bundle(out, lambda k=k: f"the output of unit {k}")  # type: ignore[misc]
         _backward(parcel.tensors)
         seconds.append(_now(device) - begin)
-        wanted = parcel.wants_gradient
-        entered = iter(EntryHolder([t.detach() for t, w in zip(parcel.tensors, wanted, strict=True) if w]).enter())
-        x = parcel.tree([next(entered) if w else t for t, w in zip(parcel.tensors, wanted, strict=True)])
+        _, x = EntryHolder.enter(parcel, [t.detach() for t in parcel.tensors])
     return seconds
 
 

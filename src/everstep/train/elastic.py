@@ -8,6 +8,7 @@ workers know it; position, batch and learning rate are part of the healed state.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.config import Config
@@ -16,33 +17,27 @@ from everstep.order.cursor import LaneSamples, SampleOrder
 from everstep.order.permutation import index_at
 
 
+@dataclass(eq=False)
 class ElasticOrder:
     """Like `order.SampleOrder`, with a micro-batch that changes between steps.
 
     `base_workers` use `base_micro_batch` samples per lane; other numbers in proportion, at least 1.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        dataset_size: int,
-        lanes: int,
-        base_micro_batch: int,
-        base_workers: int,
-        steps: int | None,
-        epochs: int | None,
-    ) -> None:
-        self.seed = seed
-        self.dataset_size = dataset_size
-        self.lanes = lanes
-        self.base_micro_batch = base_micro_batch
-        self.base_workers = base_workers
-        self.steps = steps
-        self.end = None if epochs is None else epochs * dataset_size
-        self.micro_batch = base_micro_batch
-        self.workers = base_workers
-        self.position = 0
-        self.step = 0
+    seed: int
+    dataset_size: int
+    lanes: int
+    base_micro_batch: int
+    base_workers: int
+    steps: int | None
+    epochs: int | None
+    position: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = None if self.epochs is None else self.epochs * self.dataset_size
+        self.micro_batch = self.base_micro_batch
+        self.workers = self.base_workers
 
     @property
     def global_batch(self) -> int:
@@ -106,6 +101,7 @@ def sample_order(config: Config, dataset: Any) -> AnyOrder:
     return order
 
 
+@dataclass(eq=False)
 class LrPolicy:
     """The factor on the scheduled learning rate.
 
@@ -114,14 +110,15 @@ class LrPolicy:
     Source: linear rule and gradual warm-up, Goyal et al. (2017), sections 2.1 and 2.2; square root, Krizhevsky (2014).
     """
 
-    def __init__(self, rule: str, base_workers: int, warmup_steps: int) -> None:
-        self.rule = rule
-        self.base_workers = base_workers
-        self.warmup_steps = warmup_steps
-        self.workers = base_workers
-        self.begin = 1.0
-        self.target = 1.0
-        self.since = 0
+    rule: str
+    base_workers: int
+    warmup_steps: int
+    begin: float = 1.0
+    target: float = 1.0
+    since: int = 0
+
+    def __post_init__(self) -> None:
+        self.workers = self.base_workers
 
     def advance(self, workers: int) -> float:
         """One update made with this many workers; returns the factor for it."""

@@ -23,9 +23,9 @@ from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.runtime.private import close_run_dir, write_privately
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
-from everstep.train.parts import Parts, refuse_unsupported
 from everstep.train.precision import prepare_torch
 from everstep.train.run import Run
+from everstep.train.stage import Parts, refuse_unsupported
 
 _launched: LaunchedLink | None = None
 _called = False

@@ -9,6 +9,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.errors import DeterminismError
@@ -22,32 +23,21 @@ from everstep.train.view import WorkerView
 
 _LATE = 4
 _FOREVER = 1 << 62
-Serve = Callable[[PeerConnection, dict[str, Any]], None]
 
 
+@dataclass(eq=False)
 class GenerationTies:
-    """Between the control connection and the driver."""
+    """Between the control connection and the driver.
 
-    def __init__(
-        self,
-        view: WorkerView,
-        executor: Executor,
-        rendezvous: Rendezvous,
-        serve: Serve,
-    ) -> None:
-        """serve: answers a peer's request, in a thread of its own."""
-        link = view.link
-        self._view = view
-        self._executor = executor
-        self._rendezvous = rendezvous
-        self._serve = serve
-        self._member = Member(link.me.worker_id, link.me.incarnation, link.host)
-        self._late: tuple[wire.AnyMessage, ...] = ()
-        self._aside: dict[type, Callable[[Any], None]] = {}
+    serve: answers a peer's request, in a thread of its own. profile: told in the control thread what is to be recorded.
+    """
 
-    def on(self, kind: type[wire.AnyMessage], act: Callable[[Any], None]) -> None:
-        """Messages of this kind are for somebody beside the driver, too; called in the control thread."""
-        self._aside[kind] = act
+    _view: WorkerView
+    _executor: Executor
+    _rendezvous: Rendezvous
+    _serve: Callable[[PeerConnection, dict[str, Any]], None]
+    _profile: Callable[[wire.ProfileNow], None]
+    _late: tuple[wire.AnyMessage, ...] = ()
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -66,9 +56,9 @@ class GenerationTies:
         link.on_flip(lambda: self._view.stages.any.flip_bit())
         segment = self._view.transport.segment
         head = me.worker_id, me.incarnation, link.host, os.getpid(), address, segment
-        self._member = Member(*head, limbs=link.limbs())
+        member = Member(*head, limbs=link.limbs())
         link.row.set(phase="idle")
-        link.connect(self._hello, self._deliver, self._reconnected)
+        link.connect(lambda: self._hello(member), self._deliver, self._reconnected)
 
     def gather(self, data: bytes) -> Mapping[int, bytes]:
         """All members' data, the same at every member. Once the job has ended everybody is alone."""
@@ -98,10 +88,10 @@ class GenerationTies:
         finally:
             self._view.link.row.sent("heal", connection.sent_bytes)
 
-    def _hello(self) -> wire.AnyMessage:
+    def _hello(self, member: Member) -> wire.AnyMessage:
         standing = self._view.driver.standing
         expected = self._view.stages.expected_bytes
-        return wire.WorkerHello(member=self._member, step=standing.step, plan=standing.plan, state_bytes=expected)
+        return wire.WorkerHello(member=member, step=standing.step, plan=standing.plan, state_bytes=expected)
 
     def _reconnected(self) -> None:
         """What was handed to a connection that then broke may be lost: say it again."""
@@ -116,8 +106,8 @@ class GenerationTies:
             pulse = link.row.read()
             plan = self._view.driver.standing.plan
             link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, plan)
-        elif type(message) in self._aside:
-            self._aside[type(message)](message)
+        elif isinstance(message, wire.ProfileNow):
+            self._profile(message)
         self._rendezvous.observe(message)
         self._executor.deliver(message)
 

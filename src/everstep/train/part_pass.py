@@ -7,7 +7,7 @@ recomputation, only what went in. The first lane of all is computed twice, to se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from everstep.exact.digest import named_digest
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
-from everstep.train.parts import StageSpec
+from everstep.train.stage import StageSpec
 from everstep.train.task import where
 
 Scaled = tuple[Tensor, float, float]
@@ -80,38 +80,35 @@ class LaneProbe:
             raise DeterminismError(f"{self._what} and gave different {what}: {NOT_DETERMINISTIC}")
 
 
+@dataclass(eq=False)
 class PartPass:
-    """One part of the model, in one worker."""
+    """One part of the model, in one worker.
 
-    def __init__(
-        self,
-        part: int,
-        spec: StageSpec,
-        units: Sequence[nn.Module],
-        call: ModelCall | None,
-        loss: Loss | None,
-        accumulator: LaneAccumulator,
-        guard: BufferGuard,
-        seeder: UnitSeeder,
-        autocast: Callable[[], Any],
-        probing: Callable[[], bool],
-    ) -> None:
-        """units: the part's own, in order. call, loss: None where nothing is split. seeder: of the whole stage.
-        probing: whether it has still to be seen that a lane gives the same bits twice."""
-        self.part = part
-        self.is_first, self.is_last = part == 0, part == spec.n_parts - 1
-        self.units = tuple(units)
-        self.accumulator = accumulator
-        self.guard = guard
-        self._spec = spec
-        self._call: ModelCall = call  # type: ignore[assignment]
-        self._loss: Loss = loss  # type: ignore[assignment]
-        self._seeder = seeder
-        self._autocast = autocast
-        self._probing = probing
-        self._probed = False
-        self._flights: dict[int, Lane] = {}
-        self._writes_inputs: bool | None = None
+    units: the part's own, in order. call, loss: not used where nothing is split. seeder: of the whole stage. probing:
+    whether it has still to be seen that a lane gives the same bits twice.
+    """
+
+    part: int
+    _spec: StageSpec
+    units: tuple[nn.Module, ...]
+    _call: ModelCall
+    _loss: Loss
+    accumulator: LaneAccumulator
+    guard: BufferGuard
+    _seeder: UnitSeeder
+    _autocast: Callable[[], Any]
+    _probing: Callable[[], bool]
+    _probed: bool = False
+    _flights: dict[int, Lane] = field(default_factory=dict)
+    _writes_inputs: bool | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.part == self._spec.n_parts - 1
 
     def begin_step(self, step: int) -> None:
         """A step begins: nothing of another one is in flight."""
@@ -246,12 +243,10 @@ class PartPass:
     def _enter(self, lane: Lane) -> tuple[EntryHolder, Any, list[Tensor]]:
         """Where the graph begins, the inputs there, and the tensors to watch for changes."""
         inputs = _there(lane.inputs)
-        tensors, wanted = list(inputs.tensors), inputs.wants_gradient
+        tensors = inputs.tensors
         if not lane.keep and self._writes_inputs is not False:
             tensors = [faithful_clone(t) for t in tensors]
-        entry = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
-        entered = iter(entry.enter())
-        return entry, inputs.tree([next(entered) if w else t for t, w in zip(tensors, wanted, strict=True)]), tensors
+        return *EntryHolder.enter(inputs, tensors), tensors
 
     def _note_writes(self, wrote: bool, lane: Lane) -> None:
         """With recomputation, what goes in must still be there afterwards."""

@@ -36,30 +36,32 @@ _BLOCK_BYTES = 1 << 16
 class Publisher:
     """Holds the outcomes of decided steps until they are released, then writes them.
 
-    `run_dir` None: nothing is written (a job without a directory).
+    `run_dir` None: what is written goes nowhere (a job without a directory).
     """
 
     def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
-        self.run_dir = run_dir
-        self.events: EventLog | None = None
         self._pending: dict[int, _Held] = {}
         self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
-        self._ledger: LedgerFile | None = None
         self._told_waiting = self._told_given_up = False
         self._leading = False
+        self._released = 0
         self._reported_through = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
+        self._events_path = rows = Path(os.devnull)
         if run_dir is not None:
-            (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
-            self.events = EventLog(
-                run_dir / EVENTS_FILE, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
-            )
-            self._ledger = LedgerFile(run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl")
+            self._events_path = run_dir / EVENTS_FILE
+            rows = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
+            rows.parent.mkdir(parents=True, exist_ok=True)
+        self._events = EventLog(self._events_path, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
+        self._ledger = LedgerFile(rows)
 
     def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        """A step has been committed, reduced in this generation; `extra` goes into its event."""
-        self._pending[outcome.step] = (outcome, generation, extra)
+        """A step has been committed, reduced in this generation; `extra` goes into its event.
+
+        Nothing if it was released before."""
+        if outcome.step > self._released:
+            self._pending[outcome.step] = (outcome, generation, extra)
 
     def committed(self, step: int, unix_ns: int) -> None:
         """When the first worker committed the step."""
@@ -68,10 +70,10 @@ class Publisher:
 
     def release(self, step: int, leads: bool) -> None:
         """Write everything up to this step. The leader tells the world, also of what the one before left."""
+        self._released = max(self._released, step)
         for number in sorted(n for n in self._pending if n <= step):
             held = self._untold[number] = self._pending.pop(number)
-            if self._ledger is not None:
-                self._ledger.append(_row(*held[:2]))
+            self._ledger.append(_row(*held[:2]))
         self._write_ledger()
         if leads:
             if not self._leading:
@@ -83,8 +85,8 @@ class Publisher:
         self._leading = leads
 
     def _report_untold(self) -> None:
-        if not self._leading and self.run_dir is not None:
-            self._reported_through = last_committed_step(self.run_dir / EVENTS_FILE)
+        if not self._leading:
+            self._reported_through = last_committed_step(self._events_path)
         for number in sorted(self._untold):
             if number > self._reported_through:
                 self._report(*self._untold[number])
@@ -107,21 +109,19 @@ class Publisher:
 
     def _repeat_reports(self) -> None:
         """A new leader: what the one before has not told. It may have told some of it."""
-        if self.run_dir is None or not self._reports:
-            return
-        told = told_lately(self.run_dir / EVENTS_FILE)
+        told = told_lately(self._events_path) if self._reports else set()
         for (kind, step), fields in self._reports.items():
             if (kind, step) not in told:
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
         """An event of this worker's. Returns whether it was written."""
-        return self.events is not None and self.events.write(kind, **fields)
+        return self._events.write(kind, **fields)
 
     def close(self) -> None:
         """This worker leaves: rows that still wait for a full disk are given a last while."""
-        missing = self._ledger.close() if self._ledger is not None else 0
-        if self._ledger is not None and missing:
+        missing = self._ledger.close()
+        if missing:
             reason = (
                 f"leaving without having written {missing} rows of the ledger: {self._ledger.error}; unless another "
                 "worker has written them they are missing: `everstep ledger` says which"
@@ -132,8 +132,6 @@ class Publisher:
     def _write_ledger(self) -> None:
         """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
         ledger = self._ledger
-        if ledger is None:
-            return
         if ledger.flush():
             self._told_waiting = False
         elif not self._told_waiting:
@@ -144,9 +142,7 @@ class Publisher:
             self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
     def _report(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        if self.events is None:
-            return
-        self.events.write(
+        self._events.write(
             "step_committed",
             time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),
             generation=generation,

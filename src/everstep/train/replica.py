@@ -30,11 +30,10 @@ from everstep.exact.ties import TiePlace, stage_terms
 from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
-from everstep.train.loop_lane import LoopLane
 from everstep.train.model_call import Loss
-from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast
-from everstep.train.stage_lanes import StageLanes
+from everstep.train.stage import Parts, StageSpec
+from everstep.train.stage_lanes import LoopLane, StageLanes
 
 log = logging.getLogger(__name__)
 

@@ -114,11 +114,8 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
 class PartSaver:
     """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
 
-    def __init__(
-        self, view: WorkerView, whole: Whole, loop: LoopState, job: str, note: Callable[[object], None]
-    ) -> None:
-        """job: names this job, and no other one of the same kind. note: has the driver know something; from any
-        thread."""
+    def __init__(self, view: WorkerView, whole: Whole, loop: LoopState, note: Callable[[object], None]) -> None:
+        """note: has the driver know something; from any thread."""
         self.checkpointer: Checkpointer | None = None
         self._view = view
         self._whole = whole
@@ -129,6 +126,8 @@ class PartSaver:
         self._prepared = False
         link = view.link
         if self._saving.on and link.run_dir is not None:
+            created = link.job.get("created_unix_ns")  # names this job, and no other one of the same kind
+            job = "" if created is None else f"{int(created):x}"
             self.checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._saving.rule,

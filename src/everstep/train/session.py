@@ -14,7 +14,6 @@ import torch
 from everstep.parallel.kinds.table import KINDS
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
-from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
@@ -65,8 +64,7 @@ class Session:
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)
         executor = Executor(driver, view.cutter, view.tick)
         loop = LoopState(stages)
-        name = f"{int(link.job['created_unix_ns']):x}" if "created_unix_ns" in link.job else ""
-        saver = PartSaver(view, whole, loop, name, executor.note)
+        saver = PartSaver(view, whole, loop, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
         keeper, finisher = SnapshotKeeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
@@ -74,9 +72,8 @@ class Session:
         updates = Updates(view, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
         lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done)
-        membership = GenerationTies(view, executor, rendezvous, donor.handle)
+        membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
-        membership.on(wire.ProfileNow, profiling.ask)
 
         def finish(operation: do.Finish) -> bool:
             """Nobody leaves before all have committed the last step and the leader has written final/."""

@@ -37,7 +37,6 @@ class Updates:
     outcome: StepOutcome | None = None
     _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
     """By step: in which generation, and by stage."""
-    _released: int = 0
     _entered: int = 0
     _began_ns: int = 0
     _told_ns: int = 0
@@ -113,7 +112,7 @@ class Updates:
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.arrive(outcome, number)
         self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
-        self.hold(outcome, generation, extra)
+        view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, StageGradient]) -> None:
@@ -136,11 +135,6 @@ class Updates:
         self._loop.remember(number)
         self._view.link.log.at(number)
 
-    def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        """What is to be told of a step, later, unless it was."""
-        if outcome.step > self._released:
-            self._view.publisher.hold(outcome, generation, extra)
-
     def forget(self) -> None:
         """The state has jumped: what was reduced for other steps is of no use."""
         self._reduced = {}
@@ -159,7 +153,6 @@ class Updates:
         view, number = self._view, effect.step
         machine = view.driver.machine
         leads = view.is_main and machine.settled  # before that, the leader of before may still tell
-        self._released = max(self._released, number)
         key, records = machine.position, machine.records  # of the decision that proves it
         if records:
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))

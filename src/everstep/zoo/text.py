@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
 from everstep.data.text import ByteTokenizer, Chosen, Tokenizer, Windows, byte_pairs, read_text, standard_library
-from everstep.zoo.recipe import ReadyTask, decay_groups, total_steps, warmup_cosine
+from everstep.zoo.recipe import ReadyTask, classification_metrics, decay_groups, total_steps, warmup_cosine
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 _TEST_EVERY = 20
@@ -99,12 +99,4 @@ class TransformerText(ReadyTask):
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """loss per token, in nats, and the share of tokens predicted right."""
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        logits = model(inputs).float().flatten(0, 1)
-        total = functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-        right = (logits.argmax(1) == targets.flatten()).sum()
-        count = float(targets.numel())
-        return {
-            "loss": torch.tensor([total.item(), count], dtype=torch.float64),
-            "accuracy": torch.tensor([right.item(), count], dtype=torch.float64),
-        }
+        return classification_metrics(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

@@ -24,9 +24,8 @@ from everstep.checkpoint.verify import verify_store
 from everstep.exact.digest import named_digest
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import merge, model_digest, same_state, state_digest
-from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
-from everstep.train.stage import cut_out
+from everstep.train.stage import Parts, cut_out
 from everstep.train.trainer import EarlyStop
 from format1_checkpoints import KEPT, task_of, unpack
 

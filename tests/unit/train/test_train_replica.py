@@ -9,8 +9,8 @@ from torch import nn
 from everstep.base.config import load_config
 from everstep.base.errors import InvariantViolation, TaskError
 from everstep.base.ports import Node
-from everstep.train.parts import Parts, StageSpec
 from everstep.train.replica import StageReplica
+from everstep.train.stage import Parts, StageSpec
 
 DATA = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
 
