@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from everstep.base.errors import CheckpointCorrupt, EverstepError, check
 from everstep.base.extents import WHOLE, Coded, Extents
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
+from everstep.checkpoint.vault import Kept
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.image import Image, Scatter, sealed
 from everstep.exact.numbering import sizes_of
@@ -41,23 +42,6 @@ _SERVE_TIMEOUT_S = 60.0
 
 
 # ---- states by block
-
-
-class Readable(Protocol):
-    """A snapshot, whoever made it."""
-
-    @property
-    def n_blocks(self) -> int: ...
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-
-    def manifest(self) -> dict[str, Any]: ...
-
-    def read_block(self, index: int) -> memoryview: ...
-
-
-Held = tuple[Readable, Extents]
-"""A snapshot, and what is there of it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +65,13 @@ class Layers:
             if any(lo <= index < hi for lo, hi in there.spans((("", readable.n_blocks),))):
                 return readable.read_block(index)
         raise CheckpointCorrupt(f"block {index} is in none of {len(self.layers)} snapshots")
+
+
+Readable = Kept | Layers
+"""A snapshot, whoever made it."""
+
+Held = tuple[Readable, Extents]
+"""A snapshot, and what is there of it."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +180,10 @@ class Donor:
         """asked: called, in a handler thread, when somebody wants to follow. doubt: likewise, for a stage and a step,
         when blocks came damaged to somebody."""
         self._told_asked = asked
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._asked: list[Feed] = []
         self._feeds: list[Feed] = []
         self._settled: dict[int, Offer] = {}
-        self._settled_changed = threading.Condition(self._lock)
         self._others = dict(others or {})
         self._doubt = doubt
 
@@ -248,9 +238,9 @@ class Donor:
 
     def shelve(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
-        with self._settled_changed:
+        with self._lock:
             self._settled = {generation: offer}
-            self._settled_changed.notify_all()
+            self._lock.notify_all()
 
     def unshelve(self) -> None:
         """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
@@ -280,8 +270,8 @@ class Donor:
 
     def _serve_settled(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         generation, stages = int(request["generation"]), request["stages"]
-        with self._settled_changed:
-            self._settled_changed.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
+        with self._lock:
+            self._lock.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
             offer = self._settled.get(generation)
         if offer is not None and set(stages) <= set(offer.snapshots):
             self._serve_ranges(connection, offer, request)

@@ -45,6 +45,9 @@ class Snapshot:
     def read_block(self, index: int) -> memoryview:
         return memoryview(b"abcd")
 
+    def release(self) -> None:
+        raise AssertionError("what is on offer is not the donor's to give back")
+
 
 class End:
     """One end of a connection; what is sent waits for `open`."""

@@ -50,6 +50,9 @@ class Shown:
         other = self._before(index)
         return self._snapshot.read_block(index) if other is None else memoryview(other)
 
+    def release(self) -> None:
+        self._snapshot.release()
+
 
 class Peer:
     """A worker that gives its state: a donor behind a real server. `asked`: set when somebody wants to follow."""
