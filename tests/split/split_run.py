@@ -10,20 +10,21 @@ import torch
 from everstep import Task
 from everstep.base.config import Config, load_config
 from everstep.base.ports import Node, Piece, Reduced
-from everstep.data.fetch import Recipe, fetch
+from everstep.data.loader import Recipe, fetch
 from everstep.exact.layout import GradientLayout
 from everstep.exact.reduce import NodePart, finish, merge_presence
 from everstep.exact.seeding import build_seed, seed_all
+from everstep.exact.ties import tied_out
 from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import ModelCut
 from everstep.placement.schedules import Op, schedule
 from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
 from everstep.protocol.step_types import Record
-from everstep.train.assembly import sample_order
-from everstep.train.parts import Parts
+from everstep.train.elastic import sample_order
+from everstep.train.part_pass import Lane
 from everstep.train.replica import StageReplica
-from everstep.train.stage import build_stages
+from everstep.train.stage import Parts, cut_out
 from everstep.zoo.text import TransformerText
 
 CPU = torch.device("cpu")
@@ -102,7 +103,9 @@ class SplitRun:
         self.task, self.config, self.stages, self.pools, self.wire = task, config, stages, pools, wire
         make = maker(task, config)
         self.workers: list[dict[int, StageReplica]] = [
-            build_stages(make, cut, stages, range(stages), config=config, device=CPU, loss=task.loss)
+            {0: StageReplica(make(), config, CPU)}
+            if len(cut) == 1
+            else {k: self.stage(make(), cut, k) for k in range(stages)}
             for _ in range(pools)
         ]
         self.parts = len(cut)
@@ -112,6 +115,10 @@ class SplitRun:
         self.schedule = lambda n: schedule(kind, stages, n, self.parts // stages, recompute)
         self.losses: list[float] = []
         self.held: list[int] = []
+
+    def stage(self, whole: Parts, cut: ModelCut, stage: int) -> StageReplica:
+        parts, spec = cut_out(whole, cut, self.stages, stage)
+        return StageReplica(parts, self.config, CPU, spec, self.task.loss)
 
     def lane_batch(self, step: int, lane: int) -> tuple[Any, int]:
         """A fresh batch, and how many samples it has."""
@@ -142,7 +149,8 @@ class SplitRun:
             )
             for k in range(self.stages)
         ]
-        out = [self.workers[0][k].tied_out(pool[k][0]) for k in range(self.stages)]
+        held = self.workers[0]
+        out = [tied_out(held[k].spec.ties, held[k].layout, pool[k][0]) for k in range(self.stages)]
         received = [{p: t for j, o in enumerate(out) if j != k for p, t in o.items()} for k in range(self.stages)]
         records = {
             w: Record(
@@ -164,7 +172,7 @@ class SplitRun:
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():
                 stage.apply(outcome, pool[k][w], 0, received[k])
-                stage.discard()
+                stage.lanes.discard()
 
     def unsplit(self, step: int, replica: StageReplica, lanes: Sequence[int]) -> None:
         for lane in lanes:
@@ -224,16 +232,8 @@ class SplitRun:
                 mail["grad", part - 1, lane] = self.sent(back)
         else:
             batch, count = self.lane_batch(step, lane) if part in (0, self.parts - 1) else (None, 1)
-            out = stage.lanes.forward(
-                step,
-                part,
-                lane,
-                mail.pop(("act", part, lane), None),
-                batch=batch,
-                share=count / self.config.micro_batch,
-                count=count,
-                keep=keep,
-            )
+            passing = Lane(mail.pop(("act", part, lane), None), batch, count / self.config.micro_batch, keep)
+            out = stage.lanes.forward(step, part, lane, passing, count)
             if out is not None:
                 mail["act", part + 1, lane] = self.sent(out)
 
@@ -247,7 +247,7 @@ class SplitRun:
     def manifests(self, worker: int = 0) -> list[dict[str, Any]]:
         found = []
         for stage in self.workers[worker].values():
-            stage.settle_buffers()
+            stage.lanes.settle_buffers()
             found.append(stage.state.manifest())
         return found
 

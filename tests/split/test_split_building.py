@@ -17,9 +17,7 @@ from everstep.exact.image import FOREIGN
 from everstep.exact.state import ModelState
 from everstep.exact.topology import merge, merge_with_sources, select, state_digest
 from everstep.train.composition import check_units, measure_costs
-from everstep.train.meta_init import build_by_module
-from everstep.train.parts import Parts
-from everstep.train.stage import build_model, cut_out
+from everstep.train.stage import Parts, build_by_module, build_model, cut_out
 from everstep.zoo.digits import MLPDigits, ResNet18Digits
 
 SMALL = {"limit_bytes": 60_000, "context": 16, "layers": 4, "width": 32, "heads": 2}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from split_run import CPU, config_of, maker, run_split
 
-from everstep.data.fetch import Recipe, fetch
-from everstep.train.assembly import sample_order
+from everstep.data.loader import Recipe, fetch
 from everstep.train.composition import check_units
+from everstep.train.elastic import sample_order
 
 pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -22,13 +22,12 @@ from everstep.cli.job import Request, effective_config, read_config_file
 from everstep.cli.run import canonical
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
-from everstep.train.assembly import prepare_torch, sample_order
-from everstep.train.calling import calling
-from everstep.train.elastic_order import ElasticOrder
-from everstep.train.parts import Parts
-from everstep.train.replica import StageReplica, make_replica
-from everstep.train.task import Task
-from everstep.train.trainer import make_early_stop
+from everstep.train.elastic import ElasticOrder, sample_order
+from everstep.train.precision import prepare_torch
+from everstep.train.replica import StageReplica
+from everstep.train.stage import Parts
+from everstep.train.task import Task, calling
+from everstep.train.trainer import EarlyStop
 
 
 def import_weights(
@@ -87,11 +86,11 @@ def initial_replica(task: Task, config: Config) -> StageReplica:
     task.config = config
     model = calling(task, "build_model").to(device)
     units = calling(task, "units", model)
-    extras: dict[str, Any] = {"everstep.early_stop": make_early_stop(config)}
+    extras: dict[str, Any] = {"everstep.early_stop": EarlyStop(config.early_stop)}
     dataset = calling(task, "build_dataset", "train") if config.batch == "per_worker" else None
     optimizer = calling(task, "build_optimizer", list(model.parameters()))
     scheduler = calling(task, "build_scheduler", optimizer)
     order = sample_order(config, dataset) if dataset is not None else None
     if isinstance(order, ElasticOrder):
         extras["everstep.order"] = order
-    return make_replica(Parts(model, optimizer, scheduler, units, extras), config, device)
+    return StageReplica(Parts(model, optimizer, scheduler, units, extras), config, device)

@@ -57,9 +57,9 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     """
     import torch
 
-    from everstep.train.assembly import prepare_torch
-    from everstep.train.calling import calling
     from everstep.train.evaluation import evaluate
+    from everstep.train.precision import prepare_torch
+    from everstep.train.task import calling
 
     spec = parse_task(text)
     if spec.kind == "script":
@@ -114,6 +114,6 @@ def _load(model: nn.Module, weights: Path) -> None:
 
 
 def _to(batch: Any, device: Any) -> Any:
-    from everstep.data.loader import to_device
+    from everstep.data.batch import to_device
 
     return to_device(batch, device)

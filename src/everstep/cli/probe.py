@@ -117,8 +117,8 @@ def _missing_device(config: Config) -> str:
 
 def _look_at_split(task: Task, probe: Probe) -> Probe:
     """Whether the task can be split; a model that no process is to hold is not run, only cut."""
-    from everstep.train.cut import chosen_cut
-    from everstep.train.split_probe import look_at_split
+    from everstep.train.composition import look_at_split
+    from everstep.train.stage import chosen_cut
 
     try:
         if task.config.meta_init:
@@ -137,7 +137,7 @@ def _look_at_split(task: Task, probe: Probe) -> Probe:
 
 def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
     """The probe, with the model's units and where it is cut."""
-    from everstep.train.cut import chosen_cut, parameter_counts
+    from everstep.train.stage import chosen_cut, parameter_counts
 
     try:
         model = _build(task)
@@ -171,7 +171,7 @@ def _build(task: Task) -> Any:
 
 def _check_parts(task: Task) -> None:
     """Raises: ConfigError if its model, optimizer or scheduler is of a kind that no job can have."""
-    from everstep.train.unsupported import refuse_unsupported
+    from everstep.train.stage import refuse_unsupported
 
     model = _build(task)
     optimizer = task.build_optimizer(list(model.parameters()))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
@@ -117,10 +117,7 @@ class _Unpacker(pickle.Unpickler):
 def _view(
     memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Tensor:
-    count = 1
-    for length in shape:
-        count *= length
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).as_strided(shape, stride)
 
 
 def pack(tree: Any) -> tuple[int, int, int]:
@@ -134,7 +131,7 @@ def pack(tree: Any) -> tuple[int, int, int]:
     text = body.getbuffer()
     start = packer.size_bytes
     size = start + len(text)
-    descriptor = _anonymous_file()
+    descriptor = os.memfd_create("everstep-batch")
     os.ftruncate(descriptor, size)
     memory = mmap.mmap(descriptor, size)
     for offset, tensor in packer.tensors:
@@ -150,10 +147,3 @@ def unpack(descriptor: int, size: int, start: int) -> Any:
     finally:
         os.close(descriptor)
     return _Unpacker(io.BytesIO(memory[start:size]), memory).load()
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("everstep-batch")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import os
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.data import Dataset, Subset
 
 from everstep.base.errors import ConfigError
 
+_CACHE_FORMAT = "1"
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
-
-
-class Tokenizer(Protocol):
-    """Text to token numbers and back; `vocabulary` is how many different ones there are."""
-
-    vocabulary: int
-
-    def encode(self, data: bytes) -> torch.Tensor:
-        """(tokens,) int64."""
-        ...
-
-    def decode(self, tokens: Iterable[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -79,7 +75,7 @@ class BytePairs:
 
     def encode(self, data: bytes) -> torch.Tensor:
         """(tokens,) int64. Bytes that are no UTF-8 become replacement characters."""
-        encoded = self._bpe.encode_batch_fast(list(_lines(data)))
+        encoded = self._bpe.encode_batch_fast(_lines(data))
         return torch.tensor([number for line in encoded for number in line.ids], dtype=torch.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -87,26 +83,25 @@ class BytePairs:
         return str(self._bpe.decode(list(tokens)))
 
 
+Tokenizer = ByteTokenizer | BytePairs
+"""Text to token numbers and back; `vocabulary` is how many different ones there are."""
+
+
 def _tokenizers() -> Any:
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError:
         raise ConfigError("BPE needs the package tokenizers: pip install 'everstep[text]', or use bytes") from None
     return tokenizers
 
 
-def _lines(data: bytes) -> Iterator[str]:
-    yield from data.decode("utf-8", errors="replace").splitlines(keepends=True)
+def _lines(data: bytes) -> list[str]:
+    return data.decode("utf-8", errors="replace").splitlines(keepends=True)
 
 
 def standard_library(limit_bytes: int = 4_000_000) -> bytes:
     """The first `limit_bytes` of the Python standard library's sources, without tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return _joined(root, (".py",), limit_bytes)
+    return _joined(Path(sysconfig.get_path("stdlib")), (".py",), limit_bytes)
 
 
 def read_text(path: str, limit_bytes: int = 0) -> bytes:
@@ -116,10 +111,7 @@ def read_text(path: str, limit_bytes: int = 0) -> bytes:
     """
     where = Path(path)
     try:
-        if where.is_dir():
-            data = _joined(where, (), limit_bytes)
-        else:
-            data = where.read_bytes()
+        data = _joined(where, (), limit_bytes) if where.is_dir() else where.read_bytes()
     except OSError as error:
         raise ConfigError(f"expected a text file or a folder of them, got {path}: {error.strerror}") from None
     data = data[:limit_bytes] if limit_bytes else data
@@ -129,15 +121,12 @@ def read_text(path: str, limit_bytes: int = 0) -> bytes:
 
 
 def _joined(root: Path, endings: tuple[str, ...], limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+    data = bytearray()
     for path in _files(root, endings):
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if limit_bytes and size >= limit_bytes:
-            break
-    data = b"".join(parts)
-    return data[:limit_bytes] if limit_bytes else data
+        data += path.read_bytes()
+        if limit_bytes and len(data) >= limit_bytes:
+            return bytes(data[:limit_bytes])
+    return bytes(data)
 
 
 def _files(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
@@ -178,15 +167,79 @@ class Windows(Dataset[torch.Tensor]):
         return self.tokens[start : start + self.length + 1]
 
 
-class Chosen(Dataset[torch.Tensor]):
+class Chosen(Subset[torch.Tensor]):
     """Some of a dataset's items: every `every`-th (from 0) if `kept`, all the others if not."""
 
     def __init__(self, windows: Windows, every: int, kept: bool) -> None:
-        self._windows = windows
-        self._indices = [i for i in range(len(windows)) if (i % every == 0) == kept]
+        super().__init__(windows, [i for i in range(len(windows)) if (i % every == 0) == kept])
 
-    def __len__(self) -> int:
-        return len(self._indices)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._windows[self._indices[index]]
+# ---- byte-pair tokens on disk, so that only a job's first worker pays for the training of the tokenizer
+
+
+def cache_folder() -> Path:
+    """Where the files lie: `everstep` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everstep"
+
+
+def byte_pairs(data: bytes, vocabulary: int, folder: Path | None = None) -> tuple[torch.Tensor, BytePairs]:
+    """(tokens of `data` (n,) int64, the tokenizer), from the cache if they are there, otherwise made and put there.
+
+    A cached file is used only for the very same text and settings, and only if its tokens have the hash written with
+    them; so it changes the time and nothing else. One that cannot be read or written is done without.
+
+    Raises: ConfigError, as `BytePairs`.
+    """
+    folder = cache_folder() if folder is None else folder
+    file = folder / f"bpe-{_key(data, vocabulary)}.safetensors"
+    found = _read(file)
+    if found is not None:
+        return found
+    tokenizer = BytePairs.trained(data, vocabulary)
+    tokens = tokenizer.encode(data)
+    with contextlib.suppress(OSError):
+        _write(file, tokens, tokenizer)
+    return tokens, tokenizer
+
+
+def _key(data: bytes, vocabulary: int) -> str:
+    try:
+        version = importlib.metadata.version("tokenizers")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    digest = hashlib.blake2b(f"{_CACHE_FORMAT} {version} {vocabulary} ".encode(), digest_size=12)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def _hash(tokens: torch.Tensor, model: str) -> str:
+    digest = hashlib.blake2b(model.encode(), digest_size=16)
+    digest.update(tokens.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> tuple[torch.Tensor, BytePairs] | None:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            model = stored.metadata()["tokenizer"]
+            tokens = stored.get_tensor("tokens")
+            if stored.metadata()["hash"] != _hash(tokens, model):
+                return None
+        return tokens.to(torch.int64), BytePairs(model)
+    except Exception:  # absent, torn, of another format, or tokenizers is missing: make it anew, and say so there
+        return None
+
+
+def _write(file: Path, tokens: torch.Tensor, tokenizer: BytePairs) -> None:
+    """By rename, because several workers may do it at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    short = tokens.to(torch.int32)
+    model = tokenizer.to_json()
+    handle, temporary = tempfile.mkstemp(dir=file.parent)
+    os.close(handle)
+    try:
+        save_file({"tokens": short}, temporary, {"tokenizer": model, "hash": _hash(short, model)})
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise

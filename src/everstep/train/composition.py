@@ -1,12 +1,17 @@
-"""Looking at a whole model before it is cut: do its units make it up, and how long does each of them take?"""
+"""Looking at a whole model before it is cut: do its units make it up, and how long does each of them take?
+
+Before the job starts, too (`look_at_split`), though the workers find the same when they cut the model: a job that
+cannot work never starts, and the time of each unit is measured in one place only, for no two measurements are alike and
+all workers must cut alike.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,13 +19,69 @@ from torch import Tensor, nn
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, InvariantViolation, TaskError
+from everstep.data.batch import to_device
+from everstep.data.loader import Recipe, fetch
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import tensor_digest
-from everstep.exact.seeding import UnitSeeder, preserve_rng
+from everstep.exact.seeding import UnitSeeder, build_seed, preserve_rng, seed_all
 from everstep.exact.trees import bundle
-from everstep.train.model_call import EntryHolder, Loss, ModelCall
-from everstep.train.parts import Parts
-from everstep.train.precision import autocast
+from everstep.placement.cuts import ModelCut
+from everstep.train.elastic import sample_order
+from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
+from everstep.train.precision import autocast, prepare_torch
+from everstep.train.stage import Parts, chosen_cut, refuse_hidden_ties
+from everstep.train.task import Task
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """cut: of the units, one run per part. unit_ms: of one lane, forward and backward; empty if not asked for."""
+
+    cut: ModelCut
+    unit_ms: tuple[float, ...] = ()
+
+
+def look_at_split(task: Task) -> SplitFacts | None:
+    """See that the task can be split as its config wants; with `cut: measured`, how long its units take.
+
+    Runs one lane of the first step, forward, in this process. None if the task's own code raises: its workers meet
+    that too, and say where.
+
+    Raises: ConfigError, one line, if it cannot be split.
+    """
+    config: Config = task.config
+    device = prepare_torch(config)
+    try:
+        seed_all(build_seed(config.seed))
+        model = task.build_model().to(device)
+        units = task.units(model)
+        dataset = task.build_dataset("train")
+        recipe = Recipe(dataset, sample_order(config, dataset), task.collate, config.seed)
+        batch = to_device(fetch(recipe, 1, 0)[0], device)
+    except Exception:
+        return None
+    whole = Parts(model, None, None, units)  # type: ignore[arg-type]  # nothing is trained here
+    try:
+        return _look(whole, task, batch, config, device)
+    except ConfigError:
+        raise
+    except EverstepError as error:  # what a task may do only in one piece
+        raise ConfigError(f"{error}; or use stages: 1") from None
+    except Exception:
+        return None
+
+
+def _look(whole: Parts, task: Task, batch: Any, config: Config, device: torch.device) -> SplitFacts:
+    unit_ms: tuple[float, ...] = ()
+    if config.cut == "measured":
+        check_units(whole, task.loss, batch, config, device)  # a model that does not work cannot be measured
+        unit_ms = tuple(1e3 * s for s in measure_costs(whole, task.loss, batch, config, device))
+    cut = chosen_cut(config, task, whole.model, unit_ms)
+    refuse_hidden_ties(whole, cut, config.stages)
+    output = check_units(whole, task.loss, batch, config, device, cut)
+    with ModelCall(whole.model) as call, autocast(config.precision, device):
+        call.result(task.loss, batch, lambda: output)  # as the last stage runs it, upon what the units gave
+    return SplitFacts(cut, unit_ms)
 
 
 def check_units(
@@ -34,7 +95,8 @@ def check_units(
 
     Raises: ConfigError if they are not. TaskError if the loss does what cannot be split; what the model itself raises.
     """
-    with preserve_rng(), _lane_of(whole, loss, batch) as (args, kwargs), _guarded(whole.model) as guard:
+    with preserve_rng(), _guarded(whole.model) as guard:
+        args, kwargs = _lane_of(whole, loss, batch)
 
         def outcome_of(forward: Callable[..., Any]) -> tuple[Any, list[tuple[str, str]], dict[str, str]]:
             guard.begin_lane()
@@ -71,7 +133,8 @@ def measure_costs(whole: Parts, loss: Loss, batch: Any, config: Config, device: 
 
     whole: before it is cut; it is left as it was. For choosing a cut, at one place: no two machines measure the same.
     """
-    with preserve_rng(), _lane_of(whole, loss, batch) as (args, kwargs), _guarded(whole.model) as guard:
+    with preserve_rng(), _guarded(whole.model) as guard:
+        args, kwargs = _lane_of(whole, loss, batch)
         runs = []
         for _ in range(3):
             guard.begin_lane()
@@ -92,19 +155,17 @@ def _time_units(
         with autocast(config.precision, device):
             out = unit(*args, **kwargs) if k == 0 else unit(x)
         if k == len(units) - 1:
-            roots = [t for t in _tensors(out) if t.requires_grad]
-            _backward(roots)
+            _backward(tensors_in(out))
             return [*seconds, _now(device) - begin]
         parcel = bundle(out, lambda k=k: f"the output of unit {k}")  # type: ignore[misc]
-        _backward([t for t in parcel.tensors if t.requires_grad])
+        _backward(parcel.tensors)
         seconds.append(_now(device) - begin)
-        wanted = parcel.wants_gradient
-        entered = iter(EntryHolder([t.detach() for t, w in zip(parcel.tensors, wanted, strict=True) if w]).enter())
-        x = parcel.tree([next(entered) if w else t for t, w in zip(parcel.tensors, wanted, strict=True)])
+        _, x = EntryHolder.enter(parcel, [t.detach() for t in parcel.tensors])
     return seconds
 
 
-def _backward(roots: Sequence[Tensor]) -> None:
+def _backward(tensors: Iterable[Tensor]) -> None:
+    roots = [t for t in tensors if t.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
@@ -130,7 +191,7 @@ class _Chain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = None
         for k, unit in enumerate(self._units):
-            before_it = {t.grad_fn for t in _tensors(x) if t.grad_fn is not None}
+            before_it = {t.grad_fn for t in tensors_in(x) if t.grad_fn is not None}
             came_in = _shapes(x if k else (args, kwargs))
             try:
                 x = unit(x) if k else unit(*args, **kwargs)
@@ -161,19 +222,14 @@ class _Chain:
 
 def _shapes(tree: Any) -> str:
     """What a tree of tensors looks like, in short: float32 [4, 8], int64 [4]."""
-    found = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in _tensors(tree)]
+    found = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors_in(tree)]
     return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "") or type(tree).__name__
 
 
-@contextmanager
-def _lane_of(whole: Parts, loss: Loss, batch: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _lane_of(whole: Parts, loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the loss calls the model with."""
-    call = ModelCall(whole.model)
-    try:
-        arguments = call.arguments(loss, batch)
-    finally:
-        call.release()
-    yield arguments
+    with ModelCall(whole.model) as call:
+        return call.arguments(loss, batch)
 
 
 @contextmanager
@@ -199,7 +255,7 @@ def _refuse_outside(whole: Parts, after: Mapping[str, str]) -> None:
 def _leaves_behind(tree: Any, stop: set[Any]) -> list[Tensor]:
     """The leaves that a unit's output depends on, without what came in (`stop`: where that was made)."""
     seen = set(stop)
-    waiting = [t.grad_fn for t in _tensors(tree) if t.grad_fn is not None and t.grad_fn not in seen]
+    waiting = [t.grad_fn for t in tensors_in(tree) if t.grad_fn is not None and t.grad_fn not in seen]
     found: list[Tensor] = []
     while waiting:
         node = waiting.pop()
@@ -243,14 +299,3 @@ def _facts(tree: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _facts(getattr(tree, field.name), f"{path}.{field.name}")
     else:
         yield path, repr(tree)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)

@@ -85,10 +85,9 @@ class LeaderConsole(io.TextIOBase):
         lines, self._line = self._line[:end], self._line[end:]
         if leads:
             with contextlib.suppress(OSError):  # a full disk does not stop training
-                fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                try:
-                    os.write(fd, lines.encode(errors="replace"))
-                    if os.fstat(fd).st_size > self._most_bytes:
+                with open(
+                    self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)
+                ) as file:
+                    file.write(lines.encode(errors="replace"))
+                    if file.tell() > self._most_bytes:
                         os.replace(self._path, older(self._path))
-                finally:
-                    os.close(fd)

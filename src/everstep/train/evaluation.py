@@ -6,7 +6,7 @@ seed, and the results are folded in chunk order. What a dead worker leaves undon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from everstep.base.plan import Plan
 from everstep.base.ports import Hop
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.trees import Bundle, from_wire, to_wire
-from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.operations import Evaluate
 from everstep.train.view import WorkerView
 
@@ -79,16 +78,16 @@ class Waves:
     def __init__(
         self,
         view: WorkerView,
-        transport: StagedTransport,
         metrics: Callable[[Any, Any], Mapping[str, Any]],
         chunks: int,
         load: Callable[[int], Any],
     ) -> None:
-        self._view, self._transport, self._metrics = view, transport, metrics
-        self._chunks, self._load = chunks, load
+        self._view, self._metrics, self._chunks, self._load = view, metrics, chunks, load
+        self._parts = view.stages.count * view.config.chunks
         self._generations: set[int] = set()
         self._known = _Results()
         self._mine: _Results = {}
+        self._local: dict[Hop, Bundle] = {}
 
     def run(self, gather: Callable[[bytes], Mapping[int, bytes]], wave: Callable[[], object]) -> dict[str, float]:
         """All chunks, whatever happens to the members; as `evaluate`. wave: has `pass_on` carried out, if it can be.
@@ -111,85 +110,56 @@ class Waves:
         return [i for i in range(self._chunks) if i not in self._known][:_WAVE]
 
     def pass_on(self, operation: Evaluate) -> None:
-        """One wave. Raises: CollectiveAborted."""
-        plan = operation.plan
+        """One wave: all passes of its chunks that are this worker's. Raises: CollectiveAborted."""
+        view, plan = self._view, operation.plan
         if self._generations != {plan.generation}:
             return
         number = operation.number - _BEFORE_ALL_STEPS
-        self._transport.channel.forget(number - 1)  # all have received what the wave before sent
-        _Wave(self._view, self._transport, plan, number, self._metrics, self._load).run(self._missing(), self._mine)
-
-
-class _Wave:
-    """Some chunks on their way through the pools of one plan."""
-
-    def __init__(
-        self,
-        view: WorkerView,
-        transport: StagedTransport,
-        plan: Plan,
-        number: int,
-        metrics: Callable[[Any, Any], Mapping[str, Any]],
-        load: Callable[[int], Any],
-    ) -> None:
-        self._view, self._transport, self._plan, self._number = view, transport, plan, number
-        self._metrics, self._load = metrics, load
-        self._me = view.me
-        self._parts = plan.stages * view.config.chunks
-        self._pools = [[s.worker_id for s in plan.pool(k) if s.lanes] for k in range(plan.stages)]
-        self._local: dict[tuple[int, int], Bundle] = {}
-
-    def run(self, indices: Sequence[int], results: _Results) -> None:
-        """All passes of these chunks that are this worker's; what comes out at the last part goes to `results`."""
-        view = self._view
+        view.transport.channel.forget(number - 1)  # all have received what the wave before sent
+        self._local = {}
         models = [replica.parts.model for replica in view.stages.values()]
         modes = [model.training for model in models]
         for replica in view.stages.values():
-            replica.settle_buffers()
+            replica.lanes.settle_buffers()
             replica.parts.model.eval()
         try:
-            for place, index in enumerate(indices):
+            for place, index in enumerate(self._missing()):
                 for part in range(self._parts):
-                    if self._holder(part, place) == self._me:
-                        if view.cutter.over(self._plan.generation):
+                    if self._holder(plan, part, place) == view.me:
+                        if view.cutter.over(plan.generation):
                             return
-                        self._pass(part, place, index, results)
+                        self._pass(plan, Hop(number, "eval", part, place), index)
         finally:
             for model, mode in zip(models, modes, strict=True):
                 model.train(mode)
 
-    def _holder(self, part: int, place: int) -> int:
-        pool = self._pools[part % self._plan.stages]
+    def _holder(self, plan: Plan, part: int, place: int) -> int:
+        pool = [seat.worker_id for seat in plan.pool(part % plan.stages) if seat.lanes]
         return pool[place % len(pool)]
 
-    def _pass(self, part: int, place: int, index: int, results: _Results) -> None:
-        view = self._view
-        inputs = self._take(part, place) if part else None
+    def _pass(self, plan: Plan, hop: Hop, index: int) -> None:
+        """One chunk through one part; what comes out at the last one is its result."""
+        view, part, place = self._view, hop.part, hop.lane
+        inputs = self._take(plan, hop) if part else None
         last = part == self._parts - 1
         seed_all(derive(view.config.seed, _CHUNK_SEED, index))
         batch = self._load(index) if part == 0 or last else None
         view.tick()
-        found = view.stages[part % self._plan.stages].lanes.evaluate(part, inputs, self._metrics, batch)
+        found = view.stages[part % plan.stages].lanes.evaluate(part, inputs, self._metrics, batch)
         if last:
-            results[index] = _pairs(found)
+            self._mine[index] = _pairs(found)
+            return
+        hop, to = hop._replace(part=part + 1), self._holder(plan, part + 1, place)
+        if to == view.me:
+            self._local[hop] = found
         else:
-            self._give(part + 1, place, found)
+            view.transport.channel.send(to, hop, *to_wire(found))
 
-    def _hop(self, part: int, place: int) -> Hop:
-        return Hop(self._number, "eval", part, place)
-
-    def _take(self, part: int, place: int) -> Bundle:
-        source = self._holder(part - 1, place)
-        if source == self._me:
-            return self._local.pop((part, place))
-        return from_wire(*self._transport.channel.recv(source, self._hop(part, place)))
-
-    def _give(self, part: int, place: int, what: Bundle) -> None:
-        to = self._holder(part, place)
-        if to == self._me:
-            self._local[part, place] = what
-        else:
-            self._transport.channel.send(to, self._hop(part, place), *to_wire(what))
+    def _take(self, plan: Plan, hop: Hop) -> Bundle:
+        source = self._holder(plan, hop.part - 1, hop.lane)
+        if source == self._view.me:
+            return self._local.pop(hop)
+        return from_wire(*self._view.transport.channel.recv(source, hop))
 
 
 def _pairs(results: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

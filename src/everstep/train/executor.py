@@ -5,10 +5,12 @@ Other threads only put things into its inbox, and cut the transfers of generatio
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from everstep.base.cause import Why
@@ -17,7 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
 from everstep.protocol.step_types import LaneDone
-from everstep.train.cutter import Cutter
+from everstep.runtime.peer import PeerConnection
 
 _WAIT_S = 0.02
 _ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.Released)
@@ -36,6 +38,57 @@ class Unusable(EverstepError):
         self.torn = torn
 
 
+class Cutter:
+    """Ends what an operation waits for once its generation is over. Thread-safe.
+
+    Two threads meet here: the training thread waits on transports and connections, the control thread hears that it
+    need not.
+    """
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        """abort: of the transport, for this generation and older ones."""
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._newest = -1
+        self._open: dict[PeerConnection, int] = {}
+
+    def cut(self, generation: int) -> None:
+        """This generation is over, and all before it: free whoever waits in one of them."""
+        with self._lock:
+            self._newest = max(self._newest, generation)
+            over = [connection for connection, of in self._open.items() if of <= generation]
+        for connection in over:
+            connection.abort()
+        self._abort(generation)
+
+    def over(self, generation: int) -> bool:
+        """Whether nothing more is to be done for this generation."""
+        return generation <= self._newest
+
+    @contextlib.contextmanager
+    def guarded(self, connection: PeerConnection, generation: int) -> Iterator[PeerConnection]:
+        """While inside, the connection ends with the generation; afterwards it is closed."""
+        self.guard(connection, generation)
+        try:
+            yield connection
+        finally:
+            self.close(connection)
+
+    def guard(self, connection: PeerConnection, generation: int) -> None:
+        """The connection ends with the generation, or by `close`."""
+        with self._lock:
+            self._open[connection] = generation
+            over = self.over(generation)
+        if over:
+            connection.abort()
+
+    def close(self, connection: PeerConnection) -> None:
+        """The conversation is over."""
+        with self._lock:
+            self._open.pop(connection, None)
+        connection.close()
+
+
 Handlers = Mapping[type, Callable[[Any], Any]]
 
 
@@ -50,7 +103,7 @@ class Executor:
         self._driver = driver
         self._cutter = cutter
         self._tick = tick
-        self._handlers: dict[type, Callable[[Any], Any]] = {}
+        self._handlers: dict[type, list[Callable[[Any], Any]]] = {}
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._effects: deque[do.Effect] = deque()
         self._handed: do.Compute | None = None
@@ -59,9 +112,8 @@ class Executor:
     def install(self, handlers: Handlers) -> None:
         """Who does what. Effects may be for several."""
         for kind, act in handlers.items():
-            before = self._handlers.get(kind)
-            shared = before is not None and not issubclass(kind, do.Operation)
-            self._handlers[kind] = _both(before, act) if shared else act  # type: ignore[arg-type]
+            others = [] if issubclass(kind, do.Operation) else self._handlers.get(kind, [])
+            self._handlers[kind] = [*others, act]
 
     # ---- from any thread
 
@@ -94,7 +146,7 @@ class Executor:
         Raises: WentBack, Evicted, JobFailed, StateTainted: what ends what the application was doing.
         """
         while self._handed is not None or self._effects:  # what it was doing was left in the middle
-            self._leave()
+            self._give_back(left=True)
             self._carry_out()
         self._handle(event)
         return self._until_answered()
@@ -107,20 +159,23 @@ class Executor:
 
     def computed(self) -> do.Answer | do.Compute:
         """What was handed out has been computed, or was left as its generation is over. Returns and raises as `ask`."""
-        operation, self._handed = self._handed, None
-        if operation is not None:
-            over = self._cutter.over(operation.generation)
-            self._handle(do.Aborted(operation.op) if over else do.Done(operation.op))
+        self._give_back(left=False)
         return self._until_answered()
 
-    def _leave(self) -> None:
+    def _give_back(self, left: bool) -> None:
         operation, self._handed = self._handed, None
         if operation is not None:
-            self._handle(do.Aborted(operation.op))
+            left = left or self._cutter.over(operation.generation)
+            self._handle(do.Aborted(operation.op) if left else do.Done(operation.op))
 
     def _until_answered(self) -> do.Answer | do.Compute:
         while (answer := self._carry_out()) is None:
-            self._await_news()
+            self._tick()
+            try:
+                event = self._inbox.get(timeout=_WAIT_S)
+            except queue.Empty:
+                event = do.TimePassed()
+            self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
         return answer
 
     def _carry_out(self) -> do.Answer | do.Compute | None:
@@ -142,13 +197,15 @@ class Executor:
             if isinstance(effect, do.Operation):
                 self._operate(effect)
             else:
-                self._handlers[type(effect)](effect)
+                for act in self._handlers[type(effect)]:
+                    act(effect)
         return None
 
     def _operate(self, operation: do.Operation) -> None:
         event: object = do.Aborted(operation.op)
         try:
-            event = do.Done(operation.op, self._handlers[type(operation)](operation))
+            (act,) = self._handlers[type(operation)]
+            event = do.Done(operation.op, act(operation))
         except CollectiveAborted as fault:
             event = do.Aborted(operation.op, tuple(fault.accused), Why(fault.cause, str(fault)))
         except Unusable as found:
@@ -161,20 +218,3 @@ class Executor:
         while self.news:
             self._effects.extend(self._driver.handle(time.monotonic_ns(), self._inbox.get()))
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
-
-    def _await_news(self) -> None:
-        """Whatever comes next, or a moment later nothing."""
-        self._tick()
-        try:
-            event = self._inbox.get(timeout=_WAIT_S)
-        except queue.Empty:
-            event = do.TimePassed()
-        self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
-
-
-def _both(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def act(effect: Any) -> None:
-        first(effect)
-        second(effect)
-
-    return act

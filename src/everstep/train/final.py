@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +33,24 @@ log = logging.getLogger(__name__)
 _MODEL = "model/"
 
 
-def write_final(run_dir: Path, model: nn.Module, state: ModelState, step: int) -> dict[str, object]:
-    """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it."""
-    return write_tensors(run_dir, model_tensors(model), state.model_digest(), state.state_digest(step), step)
+def write_final(run_dir: Path, tensors: Mapping[str, Tensor], model_digest: str, state_digest: str, step: int) -> None:
+    """Write final/model.safetensors and, last, final/digest.json. Atomic, and the same bytes whoever does it.
 
-
-def write_tensors(
-    run_dir: Path, tensors: Mapping[str, Tensor], model_digest: str, state_digest: str, step: int
-) -> dict[str, object]:
-    """The same, of tensors by their names in the whole model's state_dict."""
+    tensors: by their names in the whole model's state_dict.
+    """
     final = run_dir / "final"
     final.mkdir(parents=True, exist_ok=True)
-    weights = final / "model.safetensors"
-    partial = final / f".model-{os.getpid()}.partial"
-    save_file(dict(tensors), partial)
-    _sync(partial)
-    os.replace(partial, weights)
-    digest: dict[str, object] = {
-        "version": DIGEST_VERSION,
-        "step": step,
-        "model": model_digest,
-        "state": state_digest,
-    }
-    partial = final / f".digest-{os.getpid()}.partial"
-    partial.write_text(json.dumps(digest, indent=2) + "\n")
-    _sync(partial)
-    os.replace(partial, final / "digest.json")
-    return digest
+    digest = {"version": DIGEST_VERSION, "step": step, "model": model_digest, "state": state_digest}
+    _put(final / "model.safetensors", lambda path: save_file(dict(tensors), path))
+    _put(final / "digest.json", lambda path: path.write_text(json.dumps(digest, indent=2) + "\n"))
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".{path.stem}-{os.getpid()}.partial")
+    write(partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -84,8 +75,8 @@ class Finisher:
         if run_dir is None or not self._view.is_main:
             return False
         if not self._view.stages.split:
-            replica = self._view.stages.only
-            write_final(run_dir, replica.parts.model, replica.state, number)
+            model, state = self._view.stages.only.parts.model, self._view.stages.only.state
+            write_final(run_dir, model_tensors(model), state.model_digest(), state.state_digest(number), number)
             return True
         parts = self._collect(plan, number)
         if parts is None:
@@ -93,8 +84,7 @@ class Finisher:
         merged = topology.merge([manifest for manifest, _ in parts])
         tensors = {name: t for _, found in parts for name, t in found.items()}
         ordered = {name: tensors[name] for name in sorted(tensors)}
-        model, state = topology.model_digest(merged), topology.state_digest(merged, number)
-        write_tensors(run_dir, ordered, model, state, number)
+        write_final(run_dir, ordered, topology.model_digest(merged), topology.state_digest(merged, number), number)
         return True
 
     def _collect(self, plan: Plan, number: int) -> list[tuple[dict[str, Any], dict[str, Tensor]]] | None:
@@ -129,7 +119,7 @@ class Finisher:
         key = (stage, number)
         if key not in self._manifests:
             replica = self._view.stages[stage]
-            replica.settle_buffers()
+            replica.lanes.settle_buffers()
             self._manifests = {k: m for k, m in self._manifests.items() if k[1] == number}
             self._manifests[key] = replica.state.manifest()
         return self._manifests[key]
@@ -143,8 +133,7 @@ class Finisher:
         replica = view.stages[stage]
         manifest = self._manifest(stage, number)
         connection.send_json({"manifest": manifest, "names": names_of(replica.parts.model, replica.state)})
-        for index in range(len(manifest["blocks"])):
-            connection.send_bytes([replica.state.read_block(index)])
+        heal.send_blocks(connection, replica.state)
 
 
 def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
@@ -176,11 +165,3 @@ def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: list
             flat = torch.frombuffer(data, dtype=dtype) if entry.nbytes else torch.empty(0, dtype=dtype)
             found[entry.name] = flat.view(entry.shape)
     return {name: found[entry].clone() for name, entry in names.items()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

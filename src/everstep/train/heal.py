@@ -21,23 +21,98 @@ from typing import Any
 import msgspec
 import torch
 
-from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError, check
+from everstep.base.errors import CheckpointCorrupt, EverstepError, check
 from everstep.base.extents import WHOLE, Coded, Extents
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
-from everstep.exact.digest import bytes_of
-from everstep.exact.image import Image
+from everstep.checkpoint.vault import Kept
+from everstep.exact.digest import bytes_of, digest_bytes
+from everstep.exact.image import Image, Scatter, sealed
+from everstep.exact.numbering import sizes_of
 from everstep.exact.state import ModelState
 from everstep.exact.ties import TiePlace
 from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.blocks import Readable, StageState, serve_blocks
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
+
+
+# ---- states by block
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One state, of which several snapshots have a part each: the first one that has a block gives it."""
+
+    layers: Sequence[Held]
+
+    @property
+    def n_blocks(self) -> int:
+        return self.layers[0][0].n_blocks
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return all(readable.wait(timeout_s) for readable, _ in self.layers)
+
+    def manifest(self) -> dict[str, Any]:
+        return self.layers[0][0].manifest()
+
+    def read_block(self, index: int) -> memoryview:
+        for readable, there in self.layers:
+            if any(lo <= index < hi for lo, hi in there.spans((("", readable.n_blocks),))):
+                return readable.read_block(index)
+        raise CheckpointCorrupt(f"block {index} is in none of {len(self.layers)} snapshots")
+
+
+Readable = Kept | Layers
+"""A snapshot, whoever made it."""
+
+Held = tuple[Readable, Extents]
+"""A snapshot, and what is there of it."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """One stage's state as it arrived, each block checked then."""
+
+    manifest: dict[str, Any]
+    blocks: list[memoryview]
+
+    def load_into(self, state: ModelState) -> None:
+        """Raises: CheckpointCorrupt if it does not fit."""
+        state.load_with(self.manifest, self._fill)
+
+    def _fill(self, scatter: Scatter) -> None:
+        for index, data in enumerate(self.blocks):
+            at = 0
+            for view in scatter.views(index):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
+
+
+def joint_manifest(told: Sequence[tuple[dict[str, Any], Extents]], own: Iterable[Held]) -> dict[str, Any]:
+    """The manifest of a state that nobody has all of: each block's digest is of who has it.
+
+    told: manifests and what their makers have; what they lack may be anything, and their manifests say so. own: here.
+    """
+    first = told[0][0]
+    digests: list[str | None] = [None] * len(first["blocks"])
+    for manifest, there in told:
+        if manifest["entries"] == first["entries"]:
+            for lo, hi in there.spans(sizes_of(manifest)):
+                digests[lo:hi] = [a or b for a, b in zip(digests[lo:hi], manifest["blocks"][lo:hi], strict=True)]
+    for readable, there in own:
+        for lo, hi in there.spans((("", readable.n_blocks),)):
+            for n in range(lo, min(hi, len(digests))):
+                digests[n] = digests[n] or digest_bytes(readable.read_block(n))
+    body = {key: value for key, value in first.items() if key != "digest"}
+    return sealed({**body, "blocks": [a or b for a, b in zip(digests, first["blocks"], strict=True)]})
+
+
+# ---- the donor
 
 
 @dataclass(frozen=True)
@@ -105,11 +180,10 @@ class Donor:
         """asked: called, in a handler thread, when somebody wants to follow. doubt: likewise, for a stage and a step,
         when blocks came damaged to somebody."""
         self._told_asked = asked
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._asked: list[Feed] = []
         self._feeds: list[Feed] = []
         self._settled: dict[int, Offer] = {}
-        self._settled_changed = threading.Condition(self._lock)
         self._others = dict(others or {})
         self._doubt = doubt
 
@@ -164,9 +238,9 @@ class Donor:
 
     def shelve(self, generation: int, offer: Offer) -> None:
         """While settling: members of this generation may fetch this."""
-        with self._settled_changed:
+        with self._lock:
             self._settled = {generation: offer}
-            self._settled_changed.notify_all()
+            self._lock.notify_all()
 
     def unshelve(self) -> None:
         """A decision was taken since, or the generation has ended: whoever had to fetch the state has it."""
@@ -195,26 +269,22 @@ class Donor:
             self._others[kind](connection, request)
 
     def _serve_settled(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        generation, stages = int(request["generation"]), request.get("stages", [0])
-        with self._settled_changed:
-            self._settled_changed.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
+        generation, stages = int(request["generation"]), request["stages"]
+        with self._lock:
+            self._lock.wait_for(lambda: generation in self._settled, timeout=_SERVE_TIMEOUT_S)
             offer = self._settled.get(generation)
-        if offer is None or not set(stages) <= set(offer.snapshots):
-            return
-        if request.get("ranges"):
+        if offer is not None and set(stages) <= set(offer.snapshots):
             self._serve_ranges(connection, offer, request)
-        elif not set(stages) & set(offer.parts):
-            send_offer(connection, offer, stages)
 
     def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
-        """What is asked for, block by block."""
-        connection.send_json(_header(offer, request.get("stages", [0]), request["ranges"] == "first"))
+        """Manifests and records first, then the blocks that are asked for."""
+        connection.send_json(_header(offer, request["stages"], request["ranges"] == "first"))
         step = offer.position.step
         serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))
 
     def _serve_heal(self, connection: PeerConnection, request: dict[str, Any]) -> None:
-        stages, ranges = tuple(request.get("stages", [0])), request.get("ranges")
-        feed = Feed(stages, follows=ranges != "more")
+        stages = tuple(request["stages"])
+        feed = Feed(stages, follows=request["ranges"] == "first")
         with self._lock:
             self._asked.append(feed)
         self._told_asked()
@@ -223,10 +293,7 @@ class Donor:
                 return
             if not set(stages) <= set(feed.offer.snapshots):
                 return
-            if ranges:
-                self._serve_ranges(connection, feed.offer, request)
-            else:
-                send_offer(connection, feed.offer, stages)
+            self._serve_ranges(connection, feed.offer, request)
             feed.sent()
             if feed.follows:
                 self._stream(connection, feed)
@@ -252,11 +319,29 @@ class Donor:
 # ---- states on the wire
 
 
-def send_offer(connection: PeerConnection, offer: Offer, stages: Sequence[int]) -> None:
-    """Manifests and records first, then the blocks in order, stage after stage."""
-    connection.send_json(_header(offer, stages, manifests=True))
-    for k in stages:
-        send_blocks(connection, offer.snapshots[k])
+def serve_blocks(
+    connection: PeerConnection,
+    snapshots: Mapping[int, Readable],
+    parts: Mapping[int, Extents],
+    doubt: Callable[[int], None],
+) -> None:
+    """Blocks of these stages as they are asked for, until the other side has enough or goes.
+
+    parts: of the stages that are not whole. doubt: called when blocks of a stage came damaged.
+
+    Raises: CollectiveAborted when the other side has gone.
+    """
+    while not (request := connection.recv_json()).get("enough"):
+        stage = int(request["stage"])
+        snapshot = snapshots[stage]
+        there = parts.get(stage, WHOLE).spans((("", snapshot.n_blocks),))
+        if request.get("damaged"):
+            doubt(stage)
+            continue
+        numbers = [n for lo, hi in request["blocks"] for n in range(max(lo, 0), min(hi, snapshot.n_blocks))]
+        for n in numbers:
+            held = any(lo <= n < hi for lo, hi in there)
+            connection.send_bytes([snapshot.read_block(n)] if held else [])
 
 
 def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, Any]:
@@ -273,8 +358,8 @@ def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, A
     return {**header, "parts": parts} if parts else header
 
 
-def send_blocks(connection: PeerConnection, snapshot: Readable) -> None:
-    """All blocks of a snapshot, in order."""
+def send_blocks(connection: PeerConnection, snapshot: Readable | ModelState) -> None:
+    """All blocks of a snapshot or a state, in order."""
     for index in range(snapshot.n_blocks):
         connection.send_bytes([snapshot.read_block(index)])
 
@@ -301,17 +386,6 @@ def receive_blocks(
         blocks.append(block)
         tick()
     return blocks
-
-
-def receive_offer(connection: PeerConnection, stages: Sequence[int], tick: Callable[[], None]) -> ReceivedOffer:
-    """What was asked for. Raises: EverstepError or OSError if the donor goes away."""
-    header = connection.recv_json()
-    check(len(header["manifests"]) == len(stages), f"asked for stages {stages}, got {len(header['manifests'])}")
-    states = {
-        k: StageState(manifest, receive_blocks(connection, manifest, tick))
-        for k, manifest in zip(stages, header["manifests"], strict=True)
-    }
-    return offered(header, states)
 
 
 def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
@@ -392,9 +466,11 @@ def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any
 
 def pack_state(state: ModelState) -> bytes:
     """A small state (of the user's loop, say) in one piece."""
-    manifest = state.manifest()
-    blocks = [bytes(state.read_block(i)) for i in range(state.n_blocks)]
-    return msgspec.msgpack.encode((json.dumps(manifest), blocks))
+    return _packed(state.manifest(), state)
+
+
+def _packed(manifest: Mapping[str, Any], of: ModelState | Image) -> bytes:
+    return msgspec.msgpack.encode((json.dumps(manifest), [bytes(of.read_block(i)) for i in range(of.n_blocks)]))
 
 
 class StateCopy:
@@ -421,9 +497,7 @@ class StateCopy:
         if self._image is None:
             return b""
         image = self._image()
-        return msgspec.msgpack.encode(
-            (json.dumps(image.manifest), [bytes(image.read_block(i)) for i in range(image.n_blocks)])
-        )
+        return _packed(image.manifest, image)
 
 
 def unpack_state(state: ModelState, data: bytes) -> None:
@@ -452,16 +526,3 @@ def connect_first(donors: Iterable[Member], token: bytes, request: dict[str, Any
         except (EverstepError, OSError) as error:
             reasons.append(f"{donor.key} at {donor.address}: {error}")
     raise CheckpointCorrupt("no donor could be reached: " + "; ".join(reasons))
-
-
-def by_donors(sources: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    """The stages to ask for, by whom to ask: one connection each."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for stage, donors in sorted(sources.items()):
-        groups.setdefault(tuple(donors), []).append(stage)
-    return groups
-
-
-def unreachable(error: BaseException, donors: Sequence[int]) -> CollectiveAborted:
-    """A copy that failed, as a transfer that was left."""
-    return CollectiveAborted(f"the state could not be copied: {error}", donors[:1])

@@ -21,11 +21,11 @@ from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.runtime.private import close_run_dir, write_privately
-from everstep.train.assembly import assemble, prepare_torch
+from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
-from everstep.train.parts import Parts
+from everstep.train.precision import prepare_torch
 from everstep.train.run import Run
-from everstep.train.unsupported import refuse_unsupported
+from everstep.train.stage import Parts, refuse_unsupported
 
 _launched: LaunchedLink | None = None
 _called = False
@@ -143,7 +143,7 @@ def _merge(link: LaunchedLink, given: Mapping[str, Any]) -> Config:
             f"the script joins with lanes={given['lanes']}, the job was started with lanes={link.config.lanes}; "
             f"start it with --set lanes={given['lanes']}"
         )
-    own = {k: v for k, v in given.items() if v is not None and k not in link.explicit}
+    own = {k: v for k, v in given.items() if v is not None and k not in link.job.get("explicit", ())}
     merged = load_config([("job.json", job), ("join", own)])
     if merged.steps is None and merged.epochs is None:
         merged = load_config([("job.json", to_dict(merged)), ("join", {"epochs": 1})])

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CheckpointCorrupt, EverstepError
-from everstep.base.extents import Extents
+from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member
-from everstep.checkpoint.vault import Kept, MemoryCopy, Vault
+from everstep.checkpoint.vault import MemoryCopy, Vault
 from everstep.exact.digest import digest_bytes
 from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
@@ -22,6 +23,7 @@ from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory
 from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Record
 from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.train.heal import Held, receive_blocks, send_blocks
 from everstep.train.view import WorkerView
 
 log = logging.getLogger(__name__)
@@ -93,15 +95,12 @@ class SnapshotKeeper:
         """Steps after this one are done again."""
         self._vault.forget(effect.after)
 
-    def at(self, step: int) -> Mapping[int, Kept]:
-        """All that is kept whole here of a step, by stage."""
-        found = {k: self._vault.get(k, s) for k, s in self._vault.kept() if s == step}
-        return {k: snapshot for k, snapshot in found.items() if snapshot is not None}
-
-    def parts_at(self, step: int) -> dict[int, tuple[Kept, Extents]]:
-        """What is kept in part, by stage, and the blocks that are there."""
-        found = {k: self._vault.part(k, s) for k, s in self._vault.parts() if s == step}
-        return {k: part for k, part in found.items() if part is not None}
+    def held(self, step: int) -> dict[int, Held]:
+        """All that is kept here of a step, by stage, and the blocks that are there."""
+        parts = {k: self._vault.part(k, s) for k, s in self._vault.parts() if s == step}
+        whole = {k: self._vault.get(k, s) for k, s in self._vault.kept() if s == step}
+        found = {k: part for k, part in parts.items() if part is not None}
+        return {**found, **{k: (snapshot, WHOLE) for k, snapshot in whole.items() if snapshot is not None}}
 
     def check(self, stage: int, step: int) -> None:
         """From any thread: let blocks of a snapshot that are not what they were count no more, and say so."""
@@ -135,26 +134,17 @@ class SnapshotKeeper:
         self._note(HandedOver(number, done))
 
     def _hand_over(self, to: Member, stage: int, number: int, snapshot: Snapshot, records: bytes) -> None:
-        manifest = snapshot.manifest()
         request = {"kind": "keep", "stage": stage, "step": number, "records": records.hex()}
-        connection = peer_connect(to.address, self._view.link.token, request)
-        try:
-            connection.send_json(manifest)
-            for index in range(snapshot.n_blocks):
-                connection.send_bytes([snapshot.read_block(index)])
+        with closing(peer_connect(to.address, self._view.link.token, request)) as connection:
+            connection.send_json(snapshot.manifest())
+            send_blocks(connection, snapshot)
             connection.recv_json()
-        finally:
-            connection.close()
 
     def take(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """In a handler thread: keep another pool's stage."""
         stage, number = int(request["stage"]), int(request["step"])
         manifest = connection.recv_json()
-        blocks = []
-        for _ in manifest["blocks"]:
-            block = memoryview(bytearray(int(manifest["block_bytes"])))
-            connection.recv_into(block)
-            blocks.append(block)
+        blocks = receive_blocks(connection, manifest, lambda: None)
         try:
             copy = MemoryCopy(manifest, blocks)
         except CheckpointCorrupt as error:

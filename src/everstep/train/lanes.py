@@ -1,60 +1,53 @@
-"""The lanes of a step on this worker: what is wanted, where batches come from, and the pipeline of a split model.
+"""The lanes of a step on this worker: what is wanted, where batches come from, and the passes of a split model.
 
 Apart from updates because nothing here changes the state: what is computed is kept by the stages until a step is over.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from everstep.base.errors import CollectiveAborted
 from everstep.base.plan import Plan
-from everstep.base.ports import Node
-from everstep.data.loader import LaneLoader, to_device
+from everstep.base.ports import Hop
+from everstep.data.batch import to_device
+from everstep.data.loader import LaneLoader, Recipe
+from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.order.ledger import use_digest
-from everstep.parallel.staged import StagedTransport
+from everstep.placement import routes
+from everstep.placement.schedules import PipeOp
 from everstep.protocol.driver.operations import Compute, Open, Opened
-from everstep.train.pipeline import Pipeline
-from everstep.train.restoring import Restorer
+from everstep.train.part_pass import Lane
+from everstep.train.saving import Restorer
 from everstep.train.view import WorkerView
 
-OnLaneDone = Callable[[int, int, int], None]
-"""Told step, stage and lane of what is done."""
+_AHEAD = 8
+"""How many passes ahead of the present one the channel is told what will be wanted."""
+_SLICE_S = 0.01
 
 
 class Lanes:
-    """One worker's lanes. `done` is told of each, at each stage."""
+    """One worker's lanes. `done` is told step, stage and lane of each, at each stage."""
 
     def __init__(
         self,
         view: WorkerView,
-        transport: StagedTransport,
         restorer: Restorer,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         device: torch.device,
-        done: OnLaneDone,
+        done: Callable[[int, int, int], None],
     ) -> None:
-        config = view.config
         self.device = device
-        self._view = view
-        self._transport = transport
-        self._restorer = restorer
         self.done = done
+        self._view = view
+        self._restorer = restorer
         self._samples = 0
-        self._loader = LaneLoader(
-            dataset,
-            view.order,
-            seed=config.seed,
-            collate=collate,
-            workers=config.loader.workers,
-            prefetch=config.loader.prefetch,
-            pin_memory=config.loader.pin_memory,
-            preserve_generators=False,  # entering a lane seeds them all
-        )
-        self._pipeline = Pipeline(view.me, config, self, lambda: view.order.micro_batch)
+        self._loader = LaneLoader(Recipe(dataset, view.order, collate, view.config.seed), view.config.loader)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver; lanes of a model that is whole are computed by the user's loop."""
@@ -71,7 +64,7 @@ class Lanes:
         view, plan = self._view, operation.plan
         seats = plan.stages_of(view.me)
         view.stages.want(seats)
-        self._transport.open(plan, view.stages.layouts(seats))
+        view.transport.open(plan, {stage: view.stages[stage].layout for stage in seats})
         held = [stage for stage in seats if stage in view.driver.machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()
@@ -83,83 +76,175 @@ class Lanes:
         Raises: CollectiveAborted.
         """
         view, plan, number = self._view, operation.plan, operation.step
-        seats = plan.stages_of(view.me)
         ends: set[int] = set()
-        for stage in seats:
+        for stage in plan.stages_of(view.me):
             self.begin(number, plan, stage)
             if stage in (0, plan.stages - 1):
                 ends.update(plan.lanes_of(view.me, stage))
         if ends:
             self.schedule(number, sorted(ends))
-        full = [lane for lane in operation.lanes if not self._empty(number, plan, lane)]
-        self._pipeline.run(plan, number, full, view.stages, self._transport.channel)
+        Passes(self, view, operation, [lane for lane in operation.lanes if not self._empty(number, plan, lane)]).run()
 
     def _empty(self, number: int, plan: Plan, lane: int) -> bool:
         """Whether the lane has no samples; then it is through at once, at all stages."""
-        samples = self.samples(number, lane)
-        if samples:
+        if self.samples(number, lane):
             return False
-        me, stages = self._view.me, self._view.stages
-        for stage in plan.stages_of(me):
-            if lane in plan.lanes_of(me, stage):
-                if lane in stages[stage].lanes.missing:
-                    stages[stage].lanes.add_empty(lane, use_digest(samples))
-                self.done(number, stage, lane)
+        for stage in plan.stages_of(self._view.me):
+            if lane in plan.lanes_of(self._view.me, stage):
+                self.pass_empty(number, stage, lane)
         return True
+
+    # ---- what is done here, of whichever lanes
 
     def begin(self, number: int, plan: Plan, stage: int) -> tuple[int, ...]:
         """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
-        lanes.begin(number, mine, lambda node: self._node(stage, number, node))
-        lacking = lanes.lacking(mine)
-        if not lacking:
-            return ()
+        lanes.begin(number, mine, lambda node: self._view.transport.node(stage, number, node))
         missing = lanes.missing
-        return tuple(lane for lane in lacking if lane in missing)
-
-    def _node(self, stage: int, number: int, node: Node) -> torch.Tensor:
-        return self._transport.node(stage, number, node)
-
-    # ---- what is done here, of whichever lanes
+        return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 
     def schedule(self, number: int, lanes: Sequence[int]) -> None:
         """Have these loaded, soon."""
         self._loader.schedule(number, lanes)
+
+    def batch(self, number: int, lane: int) -> tuple[Any, Any]:
+        """A lane's batch on the device, and its samples (none: the lane is empty)."""
+        batch, samples = self._loader.batch(number, lane)
+        return to_device(batch, self.device), samples
+
+    def samples(self, number: int, lane: int) -> Any:
+        """Which samples a lane has, without loading them."""
+        return self._view.order.samples(number, lane).samples
+
+    def pass_empty(self, number: int, stage: int, lane: int) -> None:
+        """A lane without samples is through with a stage."""
+        lanes = self._view.stages[stage].lanes
+        if lane in lanes.missing:
+            lanes.add_empty(lane, use_digest(()))
+        self.done(number, stage, lane)
 
     def count(self, samples: int) -> None:
         """So many more were trained on."""
         self._samples += samples
         self._view.link.row.set(samples=self._samples)
 
-    def tick(self) -> None:
-        self._view.tick()
 
-    def receiving(self) -> None:
-        """Waits for what another part hands over."""
+class Passes:
+    """The passes of a step's lanes through this worker, in the order of its list, in one generation.
+
+    Whatever it is given it computes the same, and it may be stopped between any two passes. What is computed is kept
+    by the stages; what is on its way belongs to the generation.
+    """
+
+    def __init__(self, lanes: Lanes, view: WorkerView, operation: Compute, full: Sequence[int]) -> None:
+        """full: the lanes to be computed, the same at every member, none of them empty."""
+        config, plan = view.config, operation.plan
+        self._lanes, self._view, self._plan, self._step = lanes, view, plan, operation.step
+        self._channel = view.transport.channel
+        self._parts = plan.stages * config.chunks
+        self._ops = routes.ops(
+            plan, view.me, full, kind=config.schedule, chunks=config.chunks, recompute=config.recompute
+        )
+        self._wait_s = config.emulate_compute_ms / 1e3 / max(1, config.chunks)
+        self._batches: dict[int, tuple[Any, Sequence[Any]]] = {}
+        self._local: dict[Hop, Bundle] = {}
+
+    def run(self) -> None:
+        """Raises: CollectiveAborted if the generation ends, or a worker that something was expected from is dead."""
+        for replica in self._view.stages.values():
+            replica.lanes.drop()
+        self._expect(self._ops[:_AHEAD])
+        for k, op in enumerate(self._ops):
+            if self._view.cutter.over(self._plan.generation):
+                raise CollectiveAborted("a newer plan has come")
+            self._expect(self._ops[k + _AHEAD : k + _AHEAD + 1])
+            backward_follows = self._ops[k + 1 : k + 2] == (op._replace(kind="backward"),)
+            self._perform(op, keep=not self._view.config.recompute or backward_follows)
+
+    # ---- one pass
+
+    def _perform(self, op: PipeOp, *, keep: bool) -> None:
+        stage = self._view.stages[op.stage].lanes
+        ends = op.kind == "forward" and op.part in (0, self._parts - 1) and not self._wait_s
+        batch, samples = self._batch(op) if ends else (None, ())  # loaded before waiting for the part before
+        inputs = self._take(op)
+        if op.kind != "recompute":
+            self._view.phase(op.kind, self._step, self._plan)
+        if self._wait_s:
+            self._emulate(op)
+        elif op.kind == "forward":
+            lane = Lane(inputs, batch, len(samples) / self._view.order.micro_batch, keep)
+            result = stage.forward(self._step, op.part, op.lane, lane, len(samples), use_digest(samples))
+            if result is not None:
+                self._give(op, result)
+        elif op.kind == "recompute":
+            stage.recompute(self._step, op.part, op.lane)
+        else:
+            stage.backward(self._step, op.part, op.lane, inputs, lambda found: self._give(op, found))
+        if op.kind == "backward" and op.part == op.stage:  # the first of the stage's parts is the last to be done
+            if self._view.stages[op.stage].spec.is_last:
+                self._lanes.count(len(self._lanes.samples(self._step, op.lane)))
+            self._lanes.done(self._step, op.stage, op.lane)
+
+    def _emulate(self, op: PipeOp) -> None:
+        """Waiting in place of computing; gradients are absent."""
+        end = time.monotonic() + self._wait_s * (2 if op.kind == "backward" else 1)
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE_S))
+            self._view.tick()
+        if (op.kind == "forward" and op.part + 1 < self._parts) or (op.kind == "backward" and op.part):
+            self._give(op, Bundle([], b""))
+        if op.kind == "backward" and op.part == op.stage:
+            samples = self._lanes.samples(self._step, op.lane)
+            self._view.stages[op.stage].lanes.add_idle(op.lane, len(samples), use_digest(samples))
+
+    def _batch(self, op: PipeOp) -> tuple[Any, Sequence[Any]]:
+        """Loaded once where this worker has both ends of the lane's way."""
+        found = self._batches.pop(op.lane, None)
+        if found is None:
+            self._view.phase("load", self._step, self._plan)
+            found = self._lanes.batch(self._step, op.lane)
+            if op.part == 0 and routes.holder(self._plan, self._parts - 1, op.lane) == self._view.me:
+                self._batches[op.lane] = found
+        return found
+
+    # ---- what goes from part to part
+
+    def _awaited(self, op: PipeOp) -> tuple[int, Hop] | None:
+        """Who has what a pass needs of another part, and what that is; None if it needs nothing."""
+        if op.kind == "forward" and op.part:
+            source, hop = op.part - 1, Hop(self._step, "act", op.part, op.lane)
+        elif op.kind == "backward" and op.part + 1 < self._parts:
+            source, hop = op.part + 1, Hop(self._step, "grad", op.part, op.lane)
+        else:
+            return None
+        return routes.holder(self._plan, source, op.lane), hop
+
+    def _expect(self, ops: Sequence[PipeOp]) -> None:
+        """Tell the channel what these passes will receive."""
+        for op in ops:
+            awaited = self._awaited(op)
+            if awaited is not None and awaited[0] != self._view.me:
+                self._channel.expect(*awaited)
+
+    def _take(self, op: PipeOp) -> Bundle | None:
+        awaited = self._awaited(op)
+        if awaited is None:
+            return None
+        source, hop = awaited
+        if source == self._view.me:
+            return self._local.pop(hop)
         self._view.link.row.set(phase="transfer")
+        return from_wire(*self._channel.recv(source, hop))
 
-    def sent(self, operation: str, n_bytes: int) -> None:
-        """So many bytes were given to other workers."""
-        self._view.link.row.sent(operation, n_bytes)
-
-    def phase(self, name: str, number: int, plan: Plan) -> None:
-        self._view.phase(name, number, plan)
-
-    def over(self, generation: int) -> bool:
-        """Whether nothing is to be computed for this generation any more."""
-        return self._view.cutter.over(generation)
-
-    def batch(self, number: int, lane: int) -> tuple[Any, Any]:
-        """A lane's batch on the device, and its samples."""
-        batch, samples = self._loader.batch(number, lane)
-        return to_device(batch, self.device), samples
-
-    def samples(self, number: int, lane: int) -> Any:
-        """Which samples a lane has."""
-        return self._view.order.samples(number, lane).samples
-
-    def lane_done(self, number: int, stage: int, lane: int) -> None:
-        """A stage is through with a lane."""
-        if self._view.stages[stage].spec.is_last:
-            self.count(len(self.samples(number, lane)))
-        self.done(number, stage, lane)
+    def _give(self, op: PipeOp, what: Bundle) -> None:
+        """What a forward pass made to the part behind, what a backward pass made to the one before."""
+        part = op.part + 1 if op.kind == "forward" else op.part - 1
+        hop = Hop(self._step, "act" if op.kind == "forward" else "grad", part, op.lane)
+        to = routes.holder(self._plan, part, op.lane)
+        if to == self._view.me:
+            self._local[hop] = what
+        else:
+            tensors, meta = to_wire(what)
+            self._view.link.row.sent("transfer", sum(t.nbytes for t in tensors) + len(meta))
+            self._channel.send(to, hop, tensors, meta)

@@ -6,14 +6,17 @@ Apart so that the session is the same in both cases.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.config import Config
@@ -27,6 +30,8 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
 from everstep.runtime.peer import PeerConnection, PeerServer
 
+log = logging.getLogger(__name__)
+
 _LAST_WORDS_S = 5.0
 Faults = Callable[[int, str, Plan], None]
 FaultNow = Callable[[str, int, int, str, Plan | None], None]
@@ -34,18 +39,12 @@ Deliver = Callable[[wire.AnyMessage], None]
 Hello = Callable[[], wire.AnyMessage]
 
 
-def no_faults(step: int, phase: str, plan: Plan) -> None:
-    """The scripted faults of a job that has none."""
+@dataclass
+class WorkerLink:
+    """One worker's ties to its job; those of one that has no peers, as far as they are here.
 
-
-def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
-    """Faults that are asked for while the job runs, where nobody can inject any."""
-
-
-class WorkerLink(Protocol):
-    """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a
-    scripted fault, for whoever has the state: one bit of it changes. `split_checked`: that the task can be split was
-    seen before the start.
+    `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a scripted fault, for whoever has
+    the state: one bit of it changes. `fault_now`: faults that are asked for while the job runs.
     """
 
     me: WorkerKey
@@ -54,94 +53,69 @@ class WorkerLink(Protocol):
     config: Config
     run_dir: Path | None
     row: Row
-    faults: Faults
-    fault_now: FaultNow
     token: bytes
     log: WorkerLog
-    flip: Callable[[], None]
+    faults: Faults = lambda step, phase, plan: None
+    fault_now: FaultNow = lambda text, number, step, phase, plan: None
+    flip: Callable[[], None] = lambda: None
 
-    @property
-    def split_checked(self) -> bool: ...
+    @cached_property
+    def job(self) -> dict[str, Any]:
+        """The facts in job.json; none where there is no such file."""
+        path = None if self.run_dir is None else self.run_dir / JOB_FILE
+        if path is None or not path.exists():
+            return {}
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
+            return {}
 
     def use_row(self, row: Row) -> None:
         """What this worker writes of its progress goes through this row from here on."""
-        ...
+        self.row = row
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         """Whoever has the state says how a bit of it is flipped."""
-        ...
+        self.flip = flip
 
     def limbs(self) -> tuple[Rank, ...]:
         """The other processes of this worker; waits until they have introduced themselves."""
-        ...
+        return ()
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
-        ...
+        return ""
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread.
 
         connected: called after each hello, from that thread too.
         """
-        ...
 
     def tell(self, message: wire.AnyMessage) -> None:
         """Send to the coordinator; never blocks."""
-        ...
 
     def close(self) -> None:
         """Leave."""
-        ...
 
 
-def _job_facts(context: WorkerContext) -> dict[str, Any]:
-    """What job.json says, beside the config; nothing if there is none."""
-    try:
-        facts = json.loads((context.run_path / JOB_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-class LaunchedLink:
+class LaunchedLink(WorkerLink):
     """A worker that an agent started, as the head of its cell."""
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
-        self.me = context.key
-        self.task = context.task
-        self.host = context.host
-        self.config = config
-        self.run_dir: Path | None = context.run_path
-        self.row = Board.attach(context.board_fd).row(context.board_row)
-        self.faults = faults
-        self.fault_now: FaultNow = no_fault_now
-        self.log = set_up_worker_log(2, context.worker_id, context.incarnation)
-        self.token = context.token_bytes()
-        self.flip: Callable[[], None] = lambda: None
+        row = Board.attach(context.board_fd).row(context.board_row)
+        log = set_up_worker_log(2, context.worker_id, context.incarnation)
+        token, run_dir = context.token_bytes(), context.run_path
+        super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None
         self._peers: PeerServer | None = None
 
-    @property
-    def explicit(self) -> frozenset[str]:
-        """Keys of the config that the user has set: a script's own values give way to them."""
-        return frozenset(_job_facts(self._context).get("explicit", ()))
-
-    @property
-    def split_checked(self) -> bool:
-        return bool(_job_facts(self._context).get("split_checked"))
-
     def fill_up(self, config: Config) -> None:
         """A script has said what the job's config left open: this is all of it."""
         self.config = config
-
-    def use_row(self, row: Row) -> None:
-        self.row = row
-
-    def on_flip(self, flip: Callable[[], None]) -> None:
-        self.flip = flip
 
     def limbs(self) -> tuple[Rank, ...]:
         return self.cell.meet()
@@ -205,41 +179,19 @@ class LaunchedLink:
         self.cell.close()
 
 
-class LoneLink:
+class LoneLink(WorkerLink):
     """A job of one worker, without agent or coordinator: it plans for itself."""
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
-        self.me = WorkerKey(0, 0)
-        self.task = "" if run_dir is None else Path(sys.argv[0]).name or "python"
-        self.host = socket.gethostname()
-        self.config = config
-        self.run_dir = run_dir
-        self.row = Board.create(1).row(0)
-        self.faults: Faults = no_faults
-        self.fault_now: FaultNow = no_fault_now
-        self.log = WorkerLog(0, 0)
-        self.token = secrets.token_bytes(16)
-        self.flip: Callable[[], None] = lambda: None
-        self.split_checked = False
+        task = "" if run_dir is None else Path(sys.argv[0]).name or "python"
+        row, token = Board.create(1).row(0), secrets.token_bytes(16)
+        super().__init__(WorkerKey(0, 0), task, socket.gethostname(), config, run_dir, row, token, WorkerLog(0, 0))
         self._deliver: Deliver | None = None
-
-    def use_row(self, row: Row) -> None:
-        self.row = row
-
-    def on_flip(self, flip: Callable[[], None]) -> None:
-        self.flip = flip
-
-    def limbs(self) -> tuple[Rank, ...]:
-        return ()
-
-    def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
-        return ""
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._deliver = deliver
         member = Member(0, 0, self.host, os.getpid())
-        lanes = tuple(range(self.config.lanes))
-        seat, why = Seat(0, 0, "active", lanes), "a job of one worker"
+        seat, why = Seat(0, 0, "active", tuple(range(self.config.lanes))), "a job of one worker"
         plan = Plan(1, why, (member,), (seat,), self.config.lanes, cause=Cause.STARTED)
         deliver(wire.PlanNow(plan=plan))
 

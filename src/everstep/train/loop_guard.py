@@ -36,7 +36,7 @@ def refused(what: str) -> TaskError:
 
 
 class LoopGuard:
-    """Of one model and its optimizer. Nothing is guarded before `begin` and after `end`."""
+    """Of one model and its optimizer, while the loop runs."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, updating: Callable[[], bool]) -> None:
         """updating: whether the optimizer is being stepped for the loop."""
@@ -45,7 +45,7 @@ class LoopGuard:
         self._updating = updating
         self._undo = contextlib.ExitStack()
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """The loop begins."""
         hook = self._optimizer.register_step_pre_hook(self._before_step)
         self._undo.callback(hook.remove)
@@ -65,7 +65,7 @@ class LoopGuard:
                 self._replace(vars(clip_grad), name, _refusing("gradient clipping"))
         self._replace(vars(torch.nn.utils), "clip_grad_value_", _refusing("gradient clipping"))
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """The loop is over."""
         self._undo.close()
 

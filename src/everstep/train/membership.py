@@ -5,50 +5,39 @@ Apart from what it trains: nothing here touches a tensor.
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.errors import DeterminismError
 from everstep.base.plan import Member
-from everstep.parallel.staged import StagedTransport
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
-from everstep.train.rendezvous import Rendezvous
 from everstep.train.view import WorkerView
 
 _LATE = 4
-Serve = Callable[[PeerConnection, dict[str, Any]], None]
+_FOREVER = 1 << 62
 
 
+@dataclass(eq=False)
 class GenerationTies:
-    """Between the control connection and the driver."""
+    """Between the control connection and the driver.
 
-    def __init__(
-        self,
-        view: WorkerView,
-        executor: Executor,
-        transport: StagedTransport,
-        rendezvous: Rendezvous,
-        serve: Serve,
-    ) -> None:
-        """serve: answers a peer's request, in a thread of its own."""
-        link = view.link
-        self._view = view
-        self._executor = executor
-        self._transport = transport
-        self._rendezvous = rendezvous
-        self._serve = serve
-        self._member = Member(link.me.worker_id, link.me.incarnation, link.host)
-        self._late: tuple[wire.AnyMessage, ...] = ()
-        self._aside: dict[type, Callable[[Any], None]] = {}
+    serve: answers a peer's request, in a thread of its own. profile: told in the control thread what is to be recorded.
+    """
 
-    def on(self, kind: type[wire.AnyMessage], act: Callable[[Any], None]) -> None:
-        """Messages of this kind are for somebody beside the driver, too; called in the control thread."""
-        self._aside[kind] = act
+    _view: WorkerView
+    _executor: Executor
+    _rendezvous: Rendezvous
+    _serve: Callable[[PeerConnection, dict[str, Any]], None]
+    _profile: Callable[[wire.ProfileNow], None]
+    _late: tuple[wire.AnyMessage, ...] = ()
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -65,11 +54,11 @@ class GenerationTies:
         link, me = self._view.link, self._view.link.me
         address = link.serve_peers(self._serve_peer)
         link.on_flip(lambda: self._view.stages.any.flip_bit())
-        segment = self._transport.segment
+        segment = self._view.transport.segment
         head = me.worker_id, me.incarnation, link.host, os.getpid(), address, segment
-        self._member = Member(*head, limbs=link.limbs())
+        member = Member(*head, limbs=link.limbs())
         link.row.set(phase="idle")
-        link.connect(self._hello, self._deliver, self._reconnected)
+        link.connect(lambda: self._hello(member), self._deliver, self._reconnected)
 
     def gather(self, data: bytes) -> Mapping[int, bytes]:
         """All members' data, the same at every member. Once the job has ended everybody is alone."""
@@ -99,10 +88,10 @@ class GenerationTies:
         finally:
             self._view.link.row.sent("heal", connection.sent_bytes)
 
-    def _hello(self) -> wire.AnyMessage:
+    def _hello(self, member: Member) -> wire.AnyMessage:
         standing = self._view.driver.standing
         return wire.WorkerHello(
-            member=self._member,
+            member=member,
             step=standing.step,
             plan=standing.plan,
             stages=standing.stages,
@@ -122,8 +111,8 @@ class GenerationTies:
             pulse = link.row.read()
             plan = self._view.driver.standing.plan
             link.fault_now(message.fault, message.number, pulse.step + 1, pulse.phase, plan)
-        elif type(message) in self._aside:
-            self._aside[type(message)](message)
+        elif isinstance(message, wire.ProfileNow):
+            self._profile(message)
         self._rendezvous.observe(message)
         self._executor.deliver(message)
 
@@ -135,7 +124,7 @@ class GenerationTies:
             self._view.phase("settle", self._view.step, plan)
         elif tag.seq == 0:
             self._view.phase("agree", tag.step, plan)
-        return self._transport.exchange(tag, operation.payload)
+        return self._view.transport.exchange(tag, operation.payload)
 
     def _entered(self, effect: do.EnteredPlan) -> None:
         """All have settled. Raises: DeterminismError if the job would begin with something else than it was to."""
@@ -151,3 +140,75 @@ class GenerationTies:
                 f"nothing is left of the checkpoint of step {begins_after} that this job began with, or of "
                 "later ones: start it anew with --resume-from, in another directory"
             )
+
+
+class Rendezvous:
+    """The store with which a gloo or NCCL group finds together: kept by the coordinator, per generation.
+
+    Sets and gets keys through control messages; keys begin with "generation<g>/". Two threads meet here: the training
+    thread waits for keys, the control thread brings them, or the news that the generation is over, which frees whoever
+    waits.
+    """
+
+    def __init__(self, tell: Callable[[wire.AnyMessage], None]) -> None:
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._newest = 0
+        self._requests = itertools.count(1)
+        self._asked: dict[int, wire.StoreGet] = {}
+        self._answers: dict[int, list[bytes] | None] = {}
+        self._set: dict[str, wire.StoreSet] = {}
+
+    # ---- training thread
+
+    def set_key(self, key: str, value: bytes) -> None:
+        """Returns at once."""
+        message = wire.StoreSet(generation=_generation(key), key=key, value=value)
+        with self._changed:
+            self._set = {k: m for k, m in self._set.items() if m.generation >= message.generation}
+            self._set[key] = message
+        self._tell(message)
+
+    def get_keys(self, keys: list[str]) -> list[bytes] | None:
+        """Blocks until all are set; None once a newer plan has come."""
+        generation = _generation(keys[0])
+        request = next(self._requests)
+        message = wire.StoreGet(request=request, generation=generation, keys=keys)
+        with self._changed:
+            self._asked[request] = message
+        self._tell(message)
+        with self._changed:
+            self._changed.wait_for(lambda: request in self._answers or self._newest > generation)
+            self._asked.pop(request, None)
+            return self._answers.pop(request, None)
+
+    def over(self) -> bool:
+        """Whether the job has ended for this worker; a superseded generation is noticed key by key."""
+        return self._newest == _FOREVER
+
+    # ---- control thread
+
+    def observe(self, message: wire.AnyMessage) -> None:
+        """See everything that comes from the coordinator."""
+        with self._changed:
+            if isinstance(message, wire.StoreValues):
+                if message.request in self._asked:
+                    self._answers[message.request] = message.values
+            elif isinstance(message, wire.PlanNow):
+                self._newest = max(self._newest, message.plan.generation)
+            elif isinstance(message, wire.JobEnded | wire.Dismissed):
+                self._newest = _FOREVER
+            else:
+                return
+            self._changed.notify_all()
+
+    def repeat(self) -> None:
+        """After a reconnect: a coordinator that was restarted has an empty store."""
+        with self._changed:
+            again: list[wire.AnyMessage] = [*self._set.values(), *self._asked.values()]
+        for message in again:
+            self._tell(message)
+
+
+def _generation(key: str) -> int:
+    return int(key.partition("/")[0].removeprefix("generation"))

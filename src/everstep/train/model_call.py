@@ -7,13 +7,14 @@ arguments are ignored, and the last part's output is returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from everstep.base.errors import EverstepError, TaskError, check
+from everstep.exact.trees import Bundle
 
 Loss = Callable[[nn.Module, Any], Any]
 """`Task.loss` or `Task.metrics`: (model, batch) -> its result."""
@@ -33,7 +34,10 @@ class ModelCall:
         self._before = model.__dict__.get("forward")
         model.forward = self._forward  # type: ignore[method-assign]
 
-    def release(self) -> None:
+    def __enter__(self) -> ModelCall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """The model's own forward pass is in its place again."""
         if self._before is not None:
             self._model.forward = self._before  # type: ignore[method-assign]
@@ -98,10 +102,10 @@ _TWICE = "the loss called the model twice; with stages it must call it exactly o
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists and tuples."""
+    """Every tensor in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, dict):
+    elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from tensors_in(value)
     elif isinstance(tree, list | tuple):
@@ -138,8 +142,12 @@ class EntryHolder:
         """The gradients have come."""
         self.found = found
 
-    def enter(self) -> list[Tensor]:
-        """The tensors as inputs of a graph."""
-        if not self.tensors:
-            return []
-        return list(GraphEntry.apply(torch.zeros((), requires_grad=True), self))  # type: ignore[no-untyped-call]
+    @staticmethod
+    def enter(parcel: Bundle, tensors: Sequence[Tensor]) -> tuple[EntryHolder, Any]:
+        """A graph begins with these in the places of a bundle's tensors; returns also the tree that goes in."""
+        wanted = parcel.wants_gradient
+        holder = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
+        inputs: Iterator[Tensor] = iter(())
+        if holder.tensors:
+            inputs = iter(GraphEntry.apply(torch.zeros((), requires_grad=True), holder))  # type: ignore[no-untyped-call]
+        return holder, parcel.tree([next(inputs) if w else t for t, w in zip(tensors, wanted, strict=True)])

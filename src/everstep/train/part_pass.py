@@ -1,106 +1,114 @@
 """Forward and backward passes of one part of the model, with several lanes in flight.
 
 Between the passes a lane keeps its graph, its buffers (`BufferGuard`) and its place in the seeding; or, with
-recomputation, only what went in.
+recomputation, only what went in. The first lane of all is computed twice, to see that it gives the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everstep.base.errors import EverstepError, InvariantViolation, TaskError, check
+from everstep.base.errors import DeterminismError, EverstepError, InvariantViolation, TaskError, check
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
+from everstep.exact.digest import named_digest
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
-from everstep.train.calling import where
-from everstep.train.lane_probe import LaneProbe, copied
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
+from everstep.train.stage import StageSpec
+from everstep.train.task import where
 
 Scaled = tuple[Tensor, float, float]
 """(what backward starts from, loss as a sum in units of the weight, weight)."""
 
+NOT_DETERMINISTIC = (
+    "the model or the loss uses an operation or a random source that is not deterministic (one seeded by time or by "
+    "os.urandom, say); use torch's, numpy's or random's global generators"
+)
 
-@dataclass
+
+@dataclass(frozen=True)
 class Lane:
-    """What a part needs for one lane's forward pass. inputs: of the part before, None at the first one.
+    """A lane in one part, from its forward to its backward pass. inputs: of the part before, None at the first one.
 
-    loss, batch: used at the first and at the last part. measure: makes what `loss` returned comparable. keep: hold the
-    graph; else only what goes in, and `recompute` comes before `backward`. probe: compute the first lane twice, the
-    second time in its backward pass.
+    batch: used at the first and at the last part; `share` is how full it is. keep: hold the graph; else only what goes
+    in, and `recompute` comes before `backward`. probe: it is computed twice, the second time in its backward pass.
+    The rest is what its forward pass made: the graph begins at `entry` (None: with nothing that wants a gradient), and
+    ends with the outputs for the next part, or with the loss.
     """
 
     inputs: Bundle | None
-    loss: Loss
     batch: Any
-    measure: Callable[[Any], Scaled]
+    share: float = 1.0
     keep: bool = True
-    probe: bool = False
-
-
-@dataclass
-class _Flight:
-    """A lane between its forward and its backward pass."""
-
-    lane: Lane
-    outputs: Bundle | None = None
-    entry: EntryHolder | None = None
-    scaled: Scaled | None = None
     probe: LaneProbe | None = None
-
-    def on_trial(self, probe: LaneProbe) -> None:
-        """It is computed twice."""
-        self.probe = probe
-
-    def enter(self, entry: EntryHolder | None) -> None:
-        """Its graph begins here; None: with nothing that wants a gradient."""
-        self.entry = entry
-
-    def end(self, outputs: Bundle | None = None, scaled: Scaled | None = None) -> None:
-        """Its graph ends with what goes to the next part, or with the loss."""
-        self.outputs, self.scaled = outputs, scaled
-
-    def forget(self) -> None:
-        """Without its graph: it will be computed again."""
-        self.outputs = self.entry = self.scaled = None
+    entry: EntryHolder | None = None
+    outputs: Bundle | None = None
+    scaled: Scaled | None = None
 
 
+class LaneProbe:
+    """What the first of the two computations gave. where: the stage, for the error. inputs: of the lane; copied, for
+    the first computation may change them."""
+
+    def __init__(self, where: str, step: int, lane: int, inputs: Bundle | None) -> None:
+        self._what = f"lane {lane} of step {step} was computed twice in {where}"
+        self.step = step
+        self.inputs = None if inputs is None else _copied(inputs)
+        self._seen: dict[str, str] = {}
+
+    def forward(self, units: Sequence[nn.Module], lane: Lane) -> None:
+        """A forward pass is over. Raises: DeterminismError if the second one has given something else."""
+        named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
+        named += [(f"output {k}", t) for k, t in enumerate(lane.outputs.tensors if lane.outputs is not None else ())]
+        loss = "" if lane.scaled is None else f"{lane.scaled[1].hex()} {lane.scaled[2].hex()}"
+        self._compare("outputs or buffers", f"{named_digest(named)} {loss}")
+
+    def backward(self, units: Sequence[nn.Module], lane: Lane) -> None:
+        """A backward pass is over. Raises: as `forward`."""
+        parameters = [(f"grad {k} {n}", p.grad) for k, unit in enumerate(units) for n, p in unit.named_parameters()]
+        inputs = [(f"input {k}", t) for k, t in enumerate(lane.entry.found if lane.entry is not None else ())]
+        self._compare("gradients", named_digest([(n, t) for n, t in (*parameters, *inputs) if t is not None]))
+
+    def _compare(self, what: str, digest: str) -> None:
+        if self._seen.setdefault(what, digest) != digest:
+            raise DeterminismError(f"{self._what} and gave different {what}: {NOT_DETERMINISTIC}")
+
+
+@dataclass(eq=False)
 class PartPass:
-    """One part of the model, in one worker."""
+    """One part of the model, in one worker.
 
-    def __init__(
-        self,
-        part: int,
-        n_parts: int,
-        units: Sequence[nn.Module],
-        last_unit: int,
-        call: ModelCall | None,
-        accumulator: LaneAccumulator,
-        guard: BufferGuard,
-        seeder: UnitSeeder,
-        autocast: Callable[[], Any],
-        where: str = "this part",
-    ) -> None:
-        """units: the part's own, in order; last_unit: the last one's number. seeder: of the whole stage. where: the
-        stage, for errors."""
-        self.part = part
-        self.is_first, self.is_last = part == 0, part == n_parts - 1
-        self.units = tuple(units)
-        self.last_unit = last_unit
-        self.accumulator = accumulator
-        self.guard = guard
-        self._call: ModelCall = call  # type: ignore[assignment]  # None where nothing is split
-        self._seeder = seeder
-        self._autocast = autocast
-        self._where = where
-        self._probed = False
-        self._flights: dict[int, _Flight] = {}
-        self._writes_inputs: bool | None = None
+    units: the part's own, in order. call, loss: not used where nothing is split. seeder: of the whole stage. probing:
+    whether it has still to be seen that a lane gives the same bits twice.
+    """
+
+    part: int
+    _spec: StageSpec
+    units: tuple[nn.Module, ...]
+    _call: ModelCall
+    _loss: Loss
+    accumulator: LaneAccumulator
+    guard: BufferGuard
+    _seeder: UnitSeeder
+    _autocast: Callable[[], Any]
+    _probing: Callable[[], bool]
+    _probed: bool = False
+    _flights: dict[int, Lane] = field(default_factory=dict)
+    _writes_inputs: bool | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.part == self._spec.n_parts - 1
 
     def begin_step(self, step: int) -> None:
         """A step begins: nothing of another one is in flight."""
@@ -115,37 +123,33 @@ class PartPass:
 
     # ---- passes
 
-    def forward(self, step: int, number: int, lane: Lane) -> Bundle | Scaled:
-        """The forward pass of lane `number`; its output, or at the last part the loss.
+    def forward(self, step: int, number: int, lane: Lane) -> Bundle | tuple[float, float]:
+        """The forward pass of lane `number`; its output, or at the last part its loss and its weight.
 
         Raises: TaskError if the task does what cannot be split.
         """
-        flight = _Flight(lane)
         self._flights.pop(number, None)
         fresh = self.accumulator.is_missing(number)
-        if lane.probe and fresh and not self._probed:
+        if fresh and not self._probed and self._probing():
             self._probed = True
-            flight.on_trial(LaneProbe(self._where, step, number, lane.inputs))
-        self._pass(step, number, flight)
-        if flight.probe is not None:
-            flight.probe.forward(self.units, *_outcome(flight))
+            lane = replace(lane, probe=LaneProbe(f"stage {self._spec.stage}", step, number, lane.inputs))
+        lane = self._pass(step, number, lane)
+        if lane.probe is not None:
+            lane.probe.forward(self.units, lane)
         if fresh:
             self.accumulator.capture(number)
             self.guard.end_lane()
-        result: Bundle | Scaled
-        if flight.scaled is not None:
-            result = (flight.scaled[0].detach(), *flight.scaled[1:])
-        else:
-            result = _detached(flight.outputs)
-        self._flights[number] = flight
+        self._flights[number] = lane if lane.keep else replace(lane, entry=None, outputs=None, scaled=None)
         if not lane.keep:
-            flight.forget()
             self.guard.drop_lane(number)
-        return result
+        if lane.scaled is not None:
+            return lane.scaled[1:]
+        outputs = _there(lane.outputs)
+        return Bundle([t.detach() for t in outputs.tensors], outputs.meta)
 
     def recompute(self, step: int, number: int) -> None:
         """The forward pass once more, from what was kept: same seeds, same buffers, same bits."""
-        self._pass(step, number, self._flights[number])
+        self._flights[number] = self._pass(step, number, self._flights[number])
 
     def backward(
         self, number: int, back: Bundle | None, scale: float, give: Callable[[Bundle], None] | None = None
@@ -156,16 +160,20 @@ class PartPass:
         the lane's own gradients are added up. A lane that had been added before gives the same gradients, and is not
         counted again.
         """
-        flight = self._flights.pop(number)
+        lane = self._flights.pop(number)
         fresh = self.accumulator.is_missing(number)
-        if fresh and flight.probe is not None:
-            flight = self._try(flight.probe, number, flight, back, scale)
+        probe = lane.probe if fresh else None
+        if probe is not None:
+            lane = self._try(probe, number, lane, back, scale)
         if fresh:
             self.accumulator.enter(number)
-        self._backward_of(number, flight, back, scale)
-        if fresh and flight.probe is not None:
-            flight.probe.compare_backward(self.units, _found(flight))
-        result = None if flight.entry is None else gradients(_spread(flight))
+        self._run_backward(number, lane, back, scale)
+        if probe is not None:
+            probe.backward(self.units, lane)
+        result = None
+        if lane.entry is not None:
+            found = iter(lane.entry.found)
+            result = gradients([next(found) if wanted else None for wanted in _there(lane.inputs).wants_gradient])
         try:
             if result is not None and give is not None:
                 give(result)
@@ -176,76 +184,69 @@ class PartPass:
                 self.accumulator.dismiss()
         return result
 
-    def _try(self, probe: LaneProbe, number: int, flight: _Flight, back: Bundle | None, scale: float) -> _Flight:
+    def _try(self, probe: LaneProbe, number: int, lane: Lane, back: Bundle | None, scale: float) -> Lane:
         """The first backward pass of a lane that is computed twice, and its second forward pass; returns that."""
         self.accumulator.enter(number)
-        self._backward_of(number, flight, None if back is None else copied(back), scale)
-        probe.backward(self.units, _found(flight))
+        self._run_backward(number, lane, None if back is None else _copied(back), scale)
+        probe.backward(self.units, lane)
         self.accumulator.dismiss()
-        again = _Flight(replace(flight.lane, inputs=probe.inputs), probe=probe)
-        self._pass(probe.step, number, again)
-        probe.compare_forward(self.units, *_outcome(again))
+        again = self._pass(probe.step, number, replace(lane, inputs=probe.inputs))
+        probe.forward(self.units, again)
         return again
 
-    def _backward_of(self, number: int, flight: _Flight, back: Bundle | None, scale: float) -> None:
+    def _run_backward(self, number: int, lane: Lane, back: Bundle | None, scale: float) -> None:
         self.guard.resume_lane(number)
         self._seeder.resume(number, self.part)
         try:
-            self._run_backward(flight, back, scale)
+            if lane.scaled is not None:
+                loss = lane.scaled[0]
+                torch.autograd.backward(loss if scale == 1.0 else loss * scale)
+                return
+            found = open_gradients(_there(back))
+            pairs = zip(_there(lane.outputs).tensors, found, strict=True)
+            roots = [(t, g) for t, g in pairs if g is not None]
+            if roots:
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         finally:
             self._seeder.end_lane()
 
-    def _run_backward(self, flight: _Flight, back: Bundle | None, scale: float) -> None:
-        if flight.scaled is not None:
-            loss = flight.scaled[0]
-            torch.autograd.backward(loss if scale == 1.0 else loss * scale)
-            return
-        check(back is not None and flight.outputs is not None, "a part before the last one needs gradients")
-        found = open_gradients(back)  # type: ignore[arg-type]
-        roots = [(t, g) for t, g in zip(flight.outputs.tensors, found, strict=True) if g is not None]  # type: ignore[union-attr]
-        if roots:
-            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-
-    def _pass(self, step: int, number: int, flight: _Flight) -> None:
+    def _pass(self, step: int, number: int, lane: Lane) -> Lane:
         self.guard.begin_lane_apart()
         self._seeder.begin_lane(step, number, self.part)
         try:
             with self._autocast():
-                self._run_forward(flight)
+                lane = self._run_forward(lane)
         finally:
             self._seeder.pause()
         self.guard.leave_lane(number)
+        return lane
 
-    def _run_forward(self, flight: _Flight) -> None:
-        lane = flight.lane
-        x, used = self._enter(flight)
-        before = [t._version for t in used]
-        if self.is_last:
-            raw = self._call.result(lane.loss, lane.batch, lambda: self.through(x))
-            flight.end(scaled=lane.measure(raw))
+    def _run_forward(self, lane: Lane) -> Lane:
+        entry: EntryHolder | None = None
+        args: tuple[Any, ...]
+        if self.is_first:
+            args, kwargs = self._call.arguments(self._loss, lane.batch)
+            watched = [t for t in tensors_in((args, kwargs)) if not t.is_inference()]
         else:
-            if self.is_first:
-                args, kwargs = self._call.arguments(lane.loss, lane.batch)
-                used = [t for t in tensors_in((args, kwargs)) if not t.is_inference()]
-                before = [t._version for t in used]
-            x = self.start(*args, **kwargs) if self.is_first else self.through(x)
-            flight.end(outputs=self.bundled(x))
-        self._note_writes(any(t._version != v for t, v in zip(used, before, strict=True)), lane)
+            entry, tree, watched = self._enter(lane)
+            args, kwargs = (tree,), {}
+        before = [t._version for t in watched]
+        if self.is_last:
+            raw = self._call.result(self._loss, lane.batch, lambda: self._through(*args))
+            loss, weight = (raw[0], raw[1]) if isinstance(raw, tuple) else (raw, None)
+            lane = replace(lane, entry=entry, scaled=measured(loss, weight, lane.share))
+        else:
+            lane = replace(lane, entry=entry, outputs=self._bundled(self._through(*args, **kwargs)))
+        self._note_writes(any(t._version != v for t, v in zip(watched, before, strict=True)), lane)
+        return lane
 
-    def _enter(self, flight: _Flight) -> tuple[Any, list[Tensor]]:
-        """The inputs as the beginning of a graph, and the tensors to watch for changes."""
-        lane = flight.lane
-        if lane.inputs is None:
-            flight.enter(None)
-            return None, []
-        tensors = list(lane.inputs.tensors)
+    def _enter(self, lane: Lane) -> tuple[EntryHolder, Any, list[Tensor]]:
+        """Where the graph begins, the inputs there, and the tensors to watch for changes."""
+        inputs = _there(lane.inputs)
+        tensors = inputs.tensors
         if not lane.keep and self._writes_inputs is not False:
             tensors = [faithful_clone(t) for t in tensors]
-        wanted = lane.inputs.wants_gradient
-        entry = EntryHolder([t for t, w in zip(tensors, wanted, strict=True) if w])
-        flight.enter(entry)
-        entered = iter(entry.enter())
-        return lane.inputs.tree([next(entered) if w else t for t, w in zip(tensors, wanted, strict=True)]), tensors
+        return *EntryHolder.enter(inputs, tensors), tensors
 
     def _note_writes(self, wrote: bool, lane: Lane) -> None:
         """With recomputation, what goes in must still be there afterwards."""
@@ -260,40 +261,38 @@ class PartPass:
 
     # ---- units
 
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        """The first part's output for the model's own arguments. Raises: TaskError naming the unit that raises."""
+    def _through(self, *args: Any, **kwargs: Any) -> Any:
+        """The part's output for that of the part before; at the first part, for the model's own arguments.
+
+        Raises: TaskError naming the unit that raises.
+        """
+        at = 0
         try:
             x = self.units[0](*args, **kwargs)
-        except (EverstepError, InvariantViolation):
-            raise
-        except Exception as error:
-            raise self._named(0, error) from error
-        return self._follow(x, 1)
-
-    def through(self, x: Any) -> Any:
-        """The part's output for that of the part before. Raises: TaskError naming the unit that raises."""
-        return self._follow(x, 0)
-
-    def _follow(self, x: Any, first: int) -> Any:
-        at = first
-        try:
-            for at in range(first, len(self.units)):
+            for at in range(1, len(self.units)):
                 x = self.units[at](x)
+            return x
         except (EverstepError, InvariantViolation):
             raise
         except Exception as error:
-            raise self._named(at, error) from error
-        return x
+            name = f"unit {self._spec.cut[self.part][0] + at} ({type(self.units[at]).__name__})"
+            told = f"{name} of stage {self._spec.stage} raised {type(error).__name__}: {error}{where(error)}"
+            raise TaskError(told) from error
 
-    def _named(self, at: int, error: Exception) -> TaskError:
-        """What a unit raised, with its name."""
-        number = self.last_unit - len(self.units) + 1 + at
-        name = f"unit {number} ({type(self.units[at]).__name__}) of {self._where}"
-        return TaskError(f"{name} raised {type(error).__name__}: {error}{where(error)}")
+    def evaluate(self, inputs: Bundle | None, metrics: Loss, batch: Any) -> Any:
+        """Without backward pass: what goes to the next part, at the last one what `metrics` gives."""
+        if self.is_first:
+            args, kwargs = self._call.arguments(metrics, batch)
+            return self._bundled(self._through(*args, **kwargs))
+        tree = _there(inputs).tree()
+        if self.is_last:
+            return self._call.result(metrics, batch, lambda: self._through(tree))
+        return self._bundled(self._through(tree))
 
-    def bundled(self, x: Any) -> Bundle:
+    def _bundled(self, x: Any) -> Bundle:
         """The part's output taken apart. Raises: TaskError naming the last unit if it cannot be handed on."""
-        return bundle(x, lambda: f"the output of unit {self.last_unit} ({type(self.units[-1]).__name__})")
+        last = self._spec.cut[self.part][1] - 1
+        return bundle(x, lambda: f"the output of unit {last} ({type(self.units[-1]).__name__})")
 
 
 def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
@@ -312,23 +311,13 @@ def measured(loss: Any, weight: float | Tensor | None, share: float) -> Scaled:
     return scaled, value, weighed
 
 
-def _detached(outputs: Bundle | None) -> Bundle:
-    check(outputs is not None, "a part before the last one has an output")
-    return Bundle([t.detach() for t in outputs.tensors], outputs.meta)  # type: ignore[union-attr]
+def _there(parcel: Bundle | None) -> Bundle:
+    check(parcel is not None, "only the first part gets nothing, and only the last one hands nothing on")
+    return parcel  # type: ignore[return-value]
 
 
-def _outcome(flight: _Flight) -> tuple[list[Tensor], str]:
-    """What a forward pass gave: the output's tensors; at the last part the loss as text."""
-    outputs = [] if flight.outputs is None else flight.outputs.tensors
-    return outputs, "" if flight.scaled is None else f"{flight.scaled[1].hex()} {flight.scaled[2].hex()}"
-
-
-def _found(flight: _Flight) -> list[Tensor | None]:
-    return [] if flight.entry is None else flight.entry.found
-
-
-def _spread(flight: _Flight) -> list[Tensor | None]:
-    """The gradients found, one for each tensor that came in."""
-    check(flight.lane.inputs is not None and flight.entry is not None, "only what came in has gradients")
-    found = iter(flight.entry.found)  # type: ignore[union-attr]
-    return [next(found) if wanted else None for wanted in flight.lane.inputs.wants_gradient]  # type: ignore[union-attr]
+def _copied(parcel: Bundle) -> Bundle:
+    """The same in memory of its own."""
+    wants = [t.requires_grad for t in parcel.tensors]
+    tensors = [faithful_clone(t).requires_grad_(w) for t, w in zip(parcel.tensors, wants, strict=True)]
+    return Bundle(tensors, parcel.meta)

@@ -1,4 +1,4 @@
-"""Autocast and loss scaling, such that the bits do not depend on placement.
+"""Devices, autocast and loss scaling, such that the bits do not depend on placement.
 
 Autocast's weight cache is off: with it, the gradients of shared weights depend on what ran before in the context.
 The loss scaler's state is part of the training state and advances in the update, from the records alone.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.base.config import Config, device_of
 from everstep.base.errors import ConfigError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,4 +73,19 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(
             f"device {name!r} was asked for, but the last CUDA device here is cuda:{last}; use one of them"
         )
+    return device
+
+
+def prepare_torch(config: Config, worker_id: int = 0, cell_rank: int = 0) -> torch.device:
+    """Threads and determinism of this process; returns the device of this rank of a worker.
+
+    Raises: ConfigError if it is not there.
+    """
+    torch.set_num_threads(config.threads)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    device = resolve_device(device_of(config, worker_id, cell_rank))
+    if device.index is not None:
+        torch.cuda.set_device(device)
     return device

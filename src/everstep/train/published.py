@@ -18,7 +18,6 @@ from everstep.observe.events import EventLog, last_committed_step, told_lately
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
 from everstep.runtime.address import EVENTS_FILE
-from everstep.train.ledger_file import LedgerFile
 
 log = logging.getLogger(__name__)
 
@@ -26,34 +25,43 @@ _Held = tuple[StepOutcome, int, dict[str, Any]]
 _REPORTS = 4  # the newest ones: of the last step or two
 _UNTOLD = 16  # a new leader tells what the old one may have left: a step or two
 
+MOST_WAITING_BYTES = 64 << 20
+"""Rows of 300,000 steps of 8 lanes, which is days of a full disk."""
+LAST_WAIT_S = 5.0
+"""How long the end waits for a disk that is full; less than what agents give workers to leave."""
+_RETRY_S = 0.1
+_BLOCK_BYTES = 1 << 16
+
 
 class Publisher:
     """Holds the outcomes of decided steps until they are released, then writes them.
 
-    `run_dir` None: nothing is written (a job without a directory).
+    `run_dir` None: what is written goes nowhere (a job without a directory).
     """
 
     def __init__(self, run_dir: Path | None, me: WorkerKey) -> None:
-        self.run_dir = run_dir
-        self.events: EventLog | None = None
         self._pending: dict[int, _Held] = {}
         self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
-        self._ledger: LedgerFile | None = None
         self._told_waiting = self._told_given_up = False
         self._leading = False
+        self._released = 0
         self._reported_through = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
+        self._events_path = rows = Path(os.devnull)
         if run_dir is not None:
-            (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
-            self.events = EventLog(
-                run_dir / EVENTS_FILE, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid()
-            )
-            self._ledger = LedgerFile(run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl")
+            self._events_path = run_dir / EVENTS_FILE
+            rows = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
+            rows.parent.mkdir(parents=True, exist_ok=True)
+        self._events = EventLog(self._events_path, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
+        self._ledger = LedgerFile(rows)
 
     def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        """A step has been committed, reduced in this generation; `extra` goes into its event."""
-        self._pending[outcome.step] = (outcome, generation, extra)
+        """A step has been committed, reduced in this generation; `extra` goes into its event.
+
+        Nothing if it was released before."""
+        if outcome.step > self._released:
+            self._pending[outcome.step] = (outcome, generation, extra)
 
     def committed(self, step: int, unix_ns: int) -> None:
         """When the first worker committed the step."""
@@ -62,10 +70,10 @@ class Publisher:
 
     def release(self, step: int, leads: bool) -> None:
         """Write everything up to this step. The leader tells the world, also of what the one before left."""
+        self._released = max(self._released, step)
         for number in sorted(n for n in self._pending if n <= step):
             held = self._untold[number] = self._pending.pop(number)
-            if self._ledger is not None:
-                self._ledger.append(_row(*held[:2]))
+            self._ledger.append(_row(*held[:2]))
         self._write_ledger()
         if leads:
             if not self._leading:
@@ -77,8 +85,8 @@ class Publisher:
         self._leading = leads
 
     def _report_untold(self) -> None:
-        if not self._leading and self.run_dir is not None:
-            self._reported_through = last_committed_step(self.run_dir / EVENTS_FILE)
+        if not self._leading:
+            self._reported_through = last_committed_step(self._events_path)
         for number in sorted(self._untold):
             if number > self._reported_through:
                 self._report(*self._untold[number])
@@ -101,21 +109,19 @@ class Publisher:
 
     def _repeat_reports(self) -> None:
         """A new leader: what the one before has not told. It may have told some of it."""
-        if self.run_dir is None or not self._reports:
-            return
-        told = told_lately(self.run_dir / EVENTS_FILE)
+        told = told_lately(self._events_path) if self._reports else set()
         for (kind, step), fields in self._reports.items():
             if (kind, step) not in told:
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
         """An event of this worker's. Returns whether it was written."""
-        return self.events is not None and self.events.write(kind, **fields)
+        return self._events.write(kind, **fields)
 
     def close(self) -> None:
         """This worker leaves: rows that still wait for a full disk are given a last while."""
-        missing = self._ledger.close() if self._ledger is not None else 0
-        if self._ledger is not None and missing:
+        missing = self._ledger.close()
+        if missing:
             reason = (
                 f"leaving without having written {missing} rows of the ledger: {self._ledger.error}; unless another "
                 "worker has written them they are missing: `everstep ledger` says which"
@@ -126,8 +132,6 @@ class Publisher:
     def _write_ledger(self) -> None:
         """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
         ledger = self._ledger
-        if ledger is None:
-            return
         if ledger.flush():
             self._told_waiting = False
         elif not self._told_waiting:
@@ -138,9 +142,7 @@ class Publisher:
             self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
     def _report(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        if self.events is None:
-            return
-        self.events.write(
+        self._events.write(
             "step_committed",
             time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),
             generation=generation,
@@ -154,3 +156,87 @@ class Publisher:
 def _row(outcome: StepOutcome, generation: int) -> bytes:
     uses = tuple(LaneUse(r.lane, outcome.workers[r.lane], r.count, r.use) for r in outcome.lanes)
     return encode_row(LedgerRow(outcome.step, generation, uses))
+
+
+class LedgerFile:
+    """Appends whole lines to a file that nobody else writes. Never raises for the file's sake.
+
+    A row is a proof, not a piece of news: unlike an event it may not be lost to a disk that is full for a while. So
+    rows wait in memory while the disk refuses them, and no half row stays. Others write the same rows into files of
+    their own, so only what nobody could write is missing.
+
+    `waiting`: rows that are not on disk yet; `given_up`: those that came when `most_bytes` were waiting already;
+    `error`: what the disk said last.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = MOST_WAITING_BYTES) -> None:
+        self.path = path
+        self.waiting = 0
+        self.given_up = 0
+        self.error = ""
+        self._most_bytes = most_bytes
+        self._lines = bytearray()
+        self._fd = -1
+
+    def append(self, row: bytes) -> None:
+        """A row, its line feed included; it is on disk once `flush` has said so."""
+        if len(self._lines) + len(row) > self._most_bytes:
+            self.given_up += 1
+            return
+        self._lines += row
+        self.waiting += 1
+
+    def flush(self) -> bool:
+        """Write what waits. Returns whether all of it is on disk; the rest waits for the next call."""
+        if not self._lines:
+            return True
+        try:
+            if self._fd < 0:
+                self._fd = _open_whole(self.path)
+            written = os.write(self._fd, self._lines)
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            self._forget()  # the file may have been replaced, or the mount come back: open anew next time
+            return False
+        whole = self._lines.rfind(b"\n", 0, written) + 1
+        self.waiting -= self._lines.count(b"\n", 0, whole)
+        del self._lines[:whole]
+        if self._lines:
+            self.error = "only a part of the rows fitted"
+            self._forget()  # opening it again cuts the half row off
+        return not self._lines
+
+    def close(self, wait_s: float = LAST_WAIT_S) -> int:
+        """Try for a while to write what waits, and give the descriptor back; returns how many rows are not on disk."""
+        end_s = time.monotonic() + wait_s
+        while not self.flush() and time.monotonic() < end_s:
+            time.sleep(_RETRY_S)
+        self._forget()
+        return self.waiting + self.given_up
+
+    def _forget(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _open_whole(path: Path) -> int:
+    """A descriptor to append with, after the half row is cut off that a full disk or an earlier life left at the end.
+
+    Raises: OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = end = os.fstat(fd).st_size
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            cut = os.pread(fd, end - begin, begin).rfind(b"\n") + 1
+            end = begin + cut
+            if cut:
+                break
+        if end < size:
+            os.ftruncate(fd, end)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -5,7 +5,10 @@ Apart because nothing here knows about peers: given the same lanes (`stage_lanes
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,24 +17,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.base.config import Config
-from everstep.base.errors import check
+from everstep.base.errors import ConfigError, DeterminismError, check
 from everstep.base.ports import Reduced
-from everstep.exact.digest import named_digest
+from everstep.exact.attributes import Watched
+from everstep.exact.digest import named_digest, tensor_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
 from everstep.exact.reduce import block_norms
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
-from everstep.exact.ties import TiePlace, stage_terms, tied_out
+from everstep.exact.ties import TiePlace, stage_terms
 from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
-from everstep.train.loop_lane import LoopLane
-from everstep.train.lr_policy import LrPolicy
 from everstep.train.model_call import Loss
-from everstep.train.parts import Parts, StageSpec
 from everstep.train.precision import LossScaler, autocast
-from everstep.train.stage_lanes import StageLanes
-from everstep.train.update_probe import UpdateProbe
+from everstep.train.stage import Parts, StageSpec
+from everstep.train.stage_lanes import LoopLane, StageLanes
+
+log = logging.getLogger(__name__)
 
 TiedGradients = Mapping[TiePlace, torch.Tensor | None]
 _UPDATE_SEED = 1 << 33
@@ -53,9 +57,14 @@ class StageReplica:
         spec: StageSpec | None = None,
         loss: Loss | None = None,
     ) -> None:
-        """parts: of this stage (see `everstep.train.stage`). loss: the task's; needed where the model is split."""
+        """parts: of this stage (see `everstep.train.stage`). spec: None of a model that is not split, whose optimizer
+        must hold the first places of shared parameters only. loss: the task's; needed where the model is split."""
+        check(len(parts.units) > 0, "a model has at least one unit")
+        if spec is None:
+            spec = StageSpec.whole(len(parts.units))
+            untie(parts.model, parts.units)
         self.parts = parts
-        self.spec = spec = StageSpec.whole(len(parts.units)) if spec is None else spec
+        self.spec = spec
         align_parameters(parts.model)
         self.layout = GradientLayout.build(parts.model, parts.units)
         self.update_proven = False
@@ -82,20 +91,6 @@ class StageReplica:
         check(self._loop is not None, "lanes of a model that is split go through its parts")
         return self._loop  # type: ignore[return-value]
 
-    def expected_bytes(self) -> int:
-        """About how large the state is in training: an optimizer fills two values per parameter, if any."""
-        model = self.parts.model
-        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        return parameters * (3 if self.parts.optimizer is not None else 1) + buffers
-
-    def tied_out(self, reduced: Reduced) -> dict[TiePlace, torch.Tensor | None]:
-        """What every other stage of `Tied.stages` has to get before its section: flat float32, None where absent.
-
-        Empty where no parameter is used in several stages (`spec.ties` tells).
-        """
-        return tied_out(self.spec.ties, self.layout, reduced)
-
     def section(
         self,
         reduced: Reduced,
@@ -106,7 +101,7 @@ class StageReplica:
     ) -> StageSection:
         """This stage's part of the agree record: its lanes, and the norms of the blocks that it reduced.
 
-        received: what other stages' `tied_out` gave. verify: state the digests of parameters held by several stages.
+        received: what `tied_out` gave in other stages. verify: state the digests of parameters held by several stages.
         """
         norms, ties = b"", []
         if self._needs_norms:
@@ -191,14 +186,6 @@ class StageReplica:
         scheduler.step()
         self._scheduled = getattr(scheduler, "_step_count", None)
 
-    def discard(self) -> None:
-        """The step is over: its lane results are of no more use."""
-        self.lanes.discard()
-
-    def drop_lanes(self) -> None:
-        """Forget lanes between their passes (a generation has ended); what has been added stays."""
-        self.lanes.drop()
-
     def abandon(self) -> None:
         """The state is about to be replaced: nothing of the step that was under way counts."""
         self.lanes.abandon()
@@ -208,10 +195,6 @@ class StageReplica:
         """The state was trained elsewhere: that an update can be done twice alike was seen there."""
         self.update_proven = True
 
-    def settle_buffers(self) -> None:
-        """Put the step's buffers back, whatever the last lane left: the state is whole again."""
-        self.lanes.settle_buffers()
-
     def flip_bit(self) -> None:
         """A scripted fault: one bit of the first parameter changes, unseen by autograd, as in a damaged memory cell."""
         parameter = next(p for p in self.parts.model.parameters() if p.numel())
@@ -220,7 +203,7 @@ class StageReplica:
 
     def digest(self, step: int) -> str:
         """Of everything that is trained."""
-        self.settle_buffers()
+        self.lanes.settle_buffers()
         return self.state.state_digest(step)
 
 
@@ -241,11 +224,76 @@ def _rates(optimizer: Optimizer) -> list[float | None]:
     return [None if rate is None else float(rate) for rate in rates]
 
 
-def make_replica(parts: Parts, config: Config, device: torch.device) -> StageReplica:
-    """For a model that is not split: untie shared parameters between units, then build the replica.
+# ---- the first update, made on a copy as well, must give the same bits: else the optimizer is not deterministic
 
-    The optimizer must hold the first places only.
+
+class UpdateProbe:
+    """Makes an update on a copy of parameters, gradients and optimizer; `compare` then looks at the real one.
+
+    What cannot be copied (no room, or a part that refuses) is not compared, and the log says so. Hooks of the optimizer
+    are not run on the copy: they belong to the user. Nothing of the original changes.
     """
-    check(len(parts.units) > 0, "a model has at least one unit")
-    untie(parts.model, parts.units)
-    return StageReplica(parts, config, device)
+
+    def __init__(self, optimizer: Optimizer, seed: int) -> None:
+        self._optimizer = optimizer
+        self._watched = Watched(optimizer)
+        self._expected: list[str] | None = None
+        try:
+            twin = _twin(optimizer)
+        except Exception as error:
+            log.info("the first update is not compared: %s cannot be copied (%s)", type(optimizer).__name__, error)
+            return
+        seed_all(seed)
+        type(twin).step(twin)
+        self._expected = _facts(twin)
+
+    def compare(self, step: int) -> None:
+        """Raises: DeterminismError if the real update has given other bits than the copy's. ConfigError if the
+        optimizer keeps what changes where it cannot be carried."""
+        changed = self._watched.changed()
+        if changed:
+            kind, name = type(self._optimizer).__name__, changed[0]
+            value = getattr(self._optimizer, name, None)
+            raise ConfigError(
+                f"the optimizer {kind} keeps in self.{name} ({type(value).__name__}) what its updates change: that is "
+                "not carried to workers that are healed or resumed; keep it in self.state or self.param_groups, or as "
+                "plain values (numbers, strings, tensors, lists and dicts of them)"
+            )
+        if self._expected is None or self._expected == _facts(self._optimizer):
+            return
+        raise DeterminismError(
+            f"the update of step {step} was made twice and gave different parameters or optimizer state: the optimizer "
+            f"{type(self._optimizer).__name__} uses an operation or a random source that is not deterministic (the "
+            "clock or os.urandom, say); use another optimizer, or torch's, numpy's or random's global generators in it"
+        )
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """A copy that shares nothing with the original. Its class's own pickling would lose what subclasses add."""
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            if parameter.grad is not None:
+                copied.grad = parameter.grad.detach().clone()
+            memo[id(parameter)] = copied
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            twin.__dict__[name] = OrderedDict()
+        elif name != "step":  # a scheduler has wrapped the original's
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    return twin
+
+
+def _facts(optimizer: Optimizer) -> list[str]:
+    """Digests of every parameter and of its state, in the optimizer's order."""
+    facts = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            facts.append(tensor_digest(parameter))
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state, key=str):
+                value = state[key]
+                facts.append(f"{key} {tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)}")
+    return facts

@@ -11,6 +11,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 
 from everstep.base.cause import Cause
 from everstep.base.errors import TaskError
-from everstep.data.loader import to_device
+from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
+from everstep.order.ledger import use_digest
 from everstep.protocol import messages as wire
 from everstep.protocol.driver.operations import (
     Compute,
@@ -30,11 +32,10 @@ from everstep.protocol.driver.operations import (
     JoinAsked,
     StepAsked,
 )
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.evaluation import Waves, evaluate
 from everstep.train.executor import StateJumped
 from everstep.train.loop_guard import LoopGuard
-from everstep.train.loop_lanes import LoopLanes
 from everstep.train.session import Session
 
 _LOOP_SEED = 1 << 34
@@ -47,24 +48,20 @@ _NOT_EXACT = (
 class Step:
     """One update. `number`: updates applied once it is done. `loss`: over the global batch, known after the loop."""
 
-    def __init__(self, session: Session, lanes: LoopLanes, number: int, done: bool = False) -> None:
+    def __init__(self, session: Session, number: int, done: bool = False) -> None:
         self._session = session
-        self._lanes = lanes
-        self._count = 0
+        self._share = 0.0
         self.number = number
         self.done = done
         self._seed_loop(past=0)
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches: one per lane; more of them after a failure."""
-        if self.done:
-            self._seed_loop(past=1)
-            return
         session = self._session
-        turn = session.executor.ask(StepAsked(self.number))
+        turn = None if self.done else session.executor.ask(StepAsked(self.number))
         while isinstance(turn, Compute):
-            for lane in self._lanes.begin(turn):
-                if self._lanes.over(turn):
+            for lane in self._begin(turn):
+                if session.view.cutter.over(turn.generation):
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
@@ -76,20 +73,36 @@ class Step:
         computed which lane last, nor on whether this life has computed any."""
         seed_all(derive(self._session.view.config.seed, self.number, _LOOP_SEED, past))
 
+    def _begin(self, operation: Compute) -> tuple[int, ...]:
+        """The lanes that are handed to the loop."""
+        lanes, plan = self._session.lanes, operation.plan
+        lacking = lanes.begin(self.number, plan, 0)
+        if lacking:
+            lanes.schedule(self.number, plan.lanes_of(self._session.view.me))
+        for lane in operation.lanes:
+            if lane not in lacking:
+                lanes.done(self.number, 0, lane)
+        return lacking
+
     def _lane(self, operation: Compute, lane: int) -> Iterator[Any]:
-        lanes = self._lanes
-        entered = lanes.enter(operation, lane)
-        if entered is None:
+        view, lanes, loop = self._session.view, self._session.lanes, self._session.view.stages.only.loop
+        view.phase("load", self.number, operation.plan)
+        batch, samples = lanes.batch(self.number, lane)
+        if not samples:
+            lanes.pass_empty(self.number, 0, lane)
             return
-        batch, self._count, use = entered
-        if lanes.should_probe():
+        self._share = len(samples) / view.order.micro_batch
+        view.phase("forward", self.number, operation.plan)
+        loop.enter(self.number, lane)
+        probes = loop.probes()
+        yield batch
+        if probes:
+            loop.again()
             yield batch
-            first = lanes.enter_again(self.number, lane)
-            yield batch
-            lanes.compare_probe(first, self.number, lane)
-        else:
-            yield batch
-        lanes.leave(self.number, lane, self._count, use)
+            loop.compare()
+        loop.leave(lane, len(samples), use_digest(samples))
+        lanes.count(len(samples))
+        lanes.done(self.number, 0, lane)
 
     def run_split(self) -> None:
         """Compute the lanes of a split model wherever they pass through this worker, until the update is done.
@@ -105,7 +118,9 @@ class Step:
 
         Raises: TaskError if it is no scalar with a gradient, or if called twice for one batch.
         """
-        self._lanes.backward(self.number, loss, weight, self._count)
+        view = self._session.view
+        view.phase("backward", self.number, view.plan)
+        view.stages.only.loop.backward(loss, weight, self._share)
 
     @property
     def loss(self) -> float:
@@ -119,11 +134,10 @@ class Run:
 
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
-        self._lanes = LoopLanes(session.view, session.lanes)
         self.model = model
         self._stopped = False
         self._kept: Generator[Step] | None = None
-        self._guard: LoopGuard | None = None
+        self._guard: AbstractContextManager[None] = contextlib.nullcontext()
         if not session.view.stages.split:
             replica = session.view.stages.only
             self._guard = LoopGuard(model, replica.parts.optimizer, lambda: replica.updating)
@@ -139,26 +153,23 @@ class Run:
         session = self._session
         try:
             self._join()
-            if self._guard is not None:
-                self._guard.begin()
-            while True:
-                if session.executor.arrived():
-                    self._stopped = False
-                    if session.view.step > session.transfers.past:
-                        yield Step(session, self._lanes, session.view.step, done=True)
-                elif not self._stopped and session.view.step < self.total_steps:
-                    step = Step(session, self._lanes, self._begin_step())
-                    yield step
-                    self._refuse_undone(step)
-                else:
-                    with contextlib.suppress(StateJumped):
-                        session.profiling.end()
-                        session.view.link.row.set(step=session.view.step, phase="finish")
-                        session.executor.ask(EndAsked())
-                        return
+            with self._guard:
+                while True:
+                    if session.executor.arrived():
+                        self._stopped = False
+                        if session.view.step > session.transfers.past:
+                            yield Step(session, session.view.step, done=True)
+                    elif not self._stopped and session.view.step < self.total_steps:
+                        step = Step(session, self._begin_step())
+                        yield step
+                        self._refuse_undone(step)
+                    else:
+                        with contextlib.suppress(StateJumped):
+                            session.profiling.end()
+                            session.view.link.row.set(step=session.view.step, phase="finish")
+                            session.executor.ask(EndAsked())
+                            return
         finally:
-            if self._guard is not None:
-                self._guard.end()
             session.close()
 
     def _join(self) -> None:
@@ -277,9 +288,7 @@ class Run:
         """
         session = self._session
         chunks = self._begin_evaluation(dataset, batch_size)
-        waves = Waves(
-            session.view, session.transport, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate)
-        )
+        waves = Waves(session.view, metrics, chunks, lambda i: self._chunk(dataset, i, batch_size, collate))
         session.executor.install({Evaluate: waves.pass_on})
         with preserve_rng():
             found = waves.run(session.membership.gather, lambda: session.executor.ask(EvaluateAsked()))

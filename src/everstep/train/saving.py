@@ -1,4 +1,5 @@
-"""Checkpoints, as a worker takes them: what goes into one, and the way of its parts to the job's leader.
+"""Checkpoints, as a worker takes them and goes on from them: what goes into one, the way of its parts to the job's
+leader, the last one, and what can be read of them.
 
 Which are taken and given up is the driver's to say.
 """
@@ -6,18 +7,19 @@ Which are taken and given up is the driver's to say.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from everstep.base.cause import UNSAID
+from everstep.base.cause import UNSAID, Why
 from everstep.base.config import numerics
-from everstep.base.errors import ConfigError, EverstepError, StoreError
+from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.checkpointer import Checkpointer, Extent, Restored
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import JobIdentity, TensorRow
 from everstep.checkpoint.manifest_writer import WriteOutcome
@@ -27,16 +29,17 @@ from everstep.checkpoint.pointers import read_pointer_value
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import encode_records
+from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.step_types import Record
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
-from everstep.train.elastic_order import AnyOrder
+from everstep.train.elastic import AnyOrder
+from everstep.train.executor import Unusable
 from everstep.train.heal import StateCopy, pack_state, unpack_state
 from everstep.train.link import WorkerLink
-from everstep.train.stages import Stages
-from everstep.train.view import WorkerView
+from everstep.train.view import Stages, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ LOOP, PAST = "loop", "past"
 later; and that the loop was through with the step."""
 _MODEL = "model/"
 _MOST_REPORT_BYTES = 1 << 30
+_STATED = 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class LoopState:
         self._step = -1
 
 
-def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | None) -> SavingRules:
+def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
     """What this worker's driver goes by. Without a run directory, or with `checkpoint.enabled` false, nothing is taken
     but snapshots in memory."""
     config = link.config
@@ -103,18 +107,15 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder, whole: Whole | Non
     def epoch_ends(number: int) -> bool:
         return epoch_of is not None and number < order.total_steps and epoch_of(number + 1) != epoch_of(number)
 
-    on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled and whole is not None
+    on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
     return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)
 
 
 class PartSaver:
     """One worker's checkpoints; where none are taken it does nothing. `checkpointer`: None then."""
 
-    def __init__(
-        self, view: WorkerView, whole: Whole | None, loop: LoopState, job: str, note: Callable[[object], None]
-    ) -> None:
-        """job: names this job, and no other one of the same kind. note: has the driver know something; from any
-        thread."""
+    def __init__(self, view: WorkerView, whole: Whole, loop: LoopState, note: Callable[[object], None]) -> None:
+        """note: has the driver know something; from any thread."""
         self.checkpointer: Checkpointer | None = None
         self._view = view
         self._whole = whole
@@ -124,7 +125,9 @@ class PartSaver:
         self._leaders: dict[int, Member] = {}
         self._prepared = False
         link = view.link
-        if self._saving.on and link.run_dir is not None and whole is not None:
+        if self._saving.on and link.run_dir is not None:
+            created = link.job.get("created_unix_ns")  # names this job, and no other one of the same kind
+            job = "" if created is None else f"{int(created):x}"
             self.checkpointer = Checkpointer(
                 link.run_dir / CHECKPOINTS_DIR,
                 self._saving.rule,
@@ -169,10 +172,10 @@ class PartSaver:
             if view.is_main:
                 self._note(SaveEnded(number, True, effect.due.reason, self.where(number)))
             return
-        parts = {NAMES: self._whole.names} if self._whole is not None else {}
+        parts = {NAMES: self._whole.names}
         if effect.boundary:
             for replica in view.stages.values():
-                replica.settle_buffers()
+                replica.lanes.settle_buffers()
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
         self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
@@ -218,12 +221,9 @@ class PartSaver:
         main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
-        connection = peer_connect(main.address, self._view.link.token, {"kind": "part"})
-        try:
+        with closing(peer_connect(main.address, self._view.link.token, {"kind": "part"})) as connection:
             connection.send_bytes([data])
             connection.recv_json()
-        finally:
-            connection.close()
 
     def take_report(self, connection: PeerConnection, request: dict[str, Any]) -> None:
         """In a handler thread: a part of another worker."""
@@ -274,3 +274,110 @@ class PartSaver:
             with suppress(EverstepError):
                 stored = read_pointer_value(self.checkpointer.store, BEST)
         return SaveAsked(metrics, stored)
+
+
+@dataclass
+class LastCheckpoint:
+    """The checkpoint before a worker's part in a job ends, be it that a plan asks for it, or that all steps are done:
+    nobody goes on before it is durable, or its time is over."""
+
+    _view: WorkerView
+    _saver: PartSaver
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """What it does for the driver."""
+        return {do.SaveLast: self.save, do.Linger: self.linger}
+
+    def save(self, operation: do.SaveLast) -> str:
+        """A plan asks for one; returns where that of the step is, empty if there is none."""
+        saver, number = self._saver, operation.step
+        there = saver.has(number)
+        self._take(operation, uploads=True)
+        return saver.where(number) if there or saver.has(number) else ""
+
+    def linger(self, operation: do.Linger) -> None:
+        """Until the generation is over, or for as long as the checkpoint before might have taken."""
+        deadline = time.monotonic() + self._view.config.checkpoint.grace_s
+        while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
+            self._view.tick()
+            time.sleep(0.005)
+
+    def at_end(self, operation: do.Finish) -> None:
+        """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""
+        self._take(operation, uploads=self._view.is_main)
+
+    def _take(self, operation: do.SaveLast | do.Finish, *, uploads: bool) -> None:
+        """Once those that began before are on disk, as nobody writes parts of two at a time."""
+        generation, now_s = operation.generation, time.monotonic()
+        grace_s = self._view.config.checkpoint.grace_s
+        self._wait(generation, now_s + grace_s / 2, uploads=False)
+        if operation.save is not None:
+            self._saver.save(operation.save)
+        self._wait(generation, now_s + grace_s, uploads=uploads)
+
+    def _wait(self, generation: int, deadline: float, *, uploads: bool) -> None:
+        """Until what began is durable; not longer than the generation."""
+        view, checkpointer = self._view, self._saver.checkpointer
+        while checkpointer is not None and time.monotonic() < deadline and not view.cutter.over(generation):
+            if checkpointer.drain(0.005) and not (uploads and checkpointer.uploading):
+                return
+            view.tick()
+
+
+@dataclass
+class Restorer:
+    """One worker's reading of checkpoints: which it can go on from here, and what one says.
+
+    checkpointer: None where none are taken.
+    """
+
+    _view: WorkerView
+    _checkpointer: Checkpointer | None
+    _refused: set[int] = field(default_factory=set)
+
+    def restorable(self, limit: int | None) -> tuple[int, ...]:
+        """The newest steps, up to the limit if there is one, that can be read from disk here.
+
+        Raises: ConfigError if the checkpoints are of another job.
+        """
+        if self._checkpointer is None:
+            return ()
+        found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
+        return tuple(s for s in found if s not in self._refused)
+
+    def restore(self, number: int, stages: Sequence[int]) -> Restored:
+        """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
+
+        Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
+        """
+        view, checkpointer = self._view, self._checkpointer
+        trained = view.step > 0
+        written: list[int] = []
+        replicas = [view.stages[stage] for stage in stages]
+
+        def ready() -> None:
+            written.extend(() if trained else stages)
+            for replica in replicas:  # before, for it puts the buffers of the step under way back
+                replica.abandon()
+                replica.prove_update()
+
+        states = {stage: replica.state for stage, replica in zip(stages, replicas, strict=True)}
+        try:
+            if checkpointer is None:
+                raise StoreError("checkpoint.enabled is false")
+            return checkpointer.load(number, states, ready=ready, twice=trained)
+        except (CheckpointCorrupt, StoreError) as error:
+            self._refused.add(number)
+            torn = bool(written) and not view.stages.split
+            if not torn:
+                for stage in written:
+                    view.stages.rebuild(stage)
+            why = Why(error.cause, f"the checkpoint of step {number} cannot be used: {error}")
+            raise Unusable(why, torn) from error
+
+    @staticmethod
+    def records_of(restored: Restored) -> dict[int, Record]:
+        """The records of the step's decision; plans that they were prepared for are long gone."""
+        if not restored.records:
+            return {}
+        return {w: Record(0, r.payload) for w, r in decode_records(restored.records).items()}

@@ -6,40 +6,31 @@ the user's loop sees is `run`'s.
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from everstep.protocol import messages as wire
+from everstep.parallel.kinds.table import KINDS
+from everstep.parallel.staged import StagedTransport
+from everstep.parallel.store import ControlStore
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
-from everstep.runtime.address import JOB_FILE
-from everstep.train.cutter import Cutter
-from everstep.train.elastic_order import AnyOrder
-from everstep.train.ending import LastCheckpoint
-from everstep.train.executor import Executor
+from everstep.train.elastic import AnyOrder
+from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
 from everstep.train.heal import Donor
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.lanes import Lanes
 from everstep.train.link import WorkerLink
-from everstep.train.membership import GenerationTies
+from everstep.train.membership import GenerationTies, Rendezvous
 from everstep.train.profiling import WorkerProfiling
 from everstep.train.published import Publisher
-from everstep.train.rendezvous import Rendezvous
-from everstep.train.restoring import Restorer
-from everstep.train.saving import LoopState, PartSaver, Whole, saving_of
-from everstep.train.stages import Stages
+from everstep.train.saving import LastCheckpoint, LoopState, PartSaver, Restorer, Whole, saving_of
 from everstep.train.transfers import Transfers
-from everstep.train.transports import open_transport
 from everstep.train.updates import Updates
-from everstep.train.view import WorkerView
-
-log = logging.getLogger(__name__)
+from everstep.train.view import Stages, WorkerView
 
 
 class Session:
@@ -53,34 +44,36 @@ class Session:
         dataset: Any,
         collate: Callable[[list[Any]], Any],
         order: AnyOrder,
-        whole: Whole | None = None,
+        whole: Whole,
         rewindable: bool = False,
     ) -> None:
         """stages: what is trained here. order: which samples make up a lane; dataset, collate: how to get them.
         rewindable: the loop can go on from an earlier step; else this worker starts anew then."""
-        job, config = _job_facts(link), link.config
-        begins_after = int(job.get("begins_after", 0))
-        saving = saving_of(link, stages.split, order, whole)
+        config, begins_after = link.config, int(link.job.get("begins_after", 0))
+        saving = saving_of(link, stages.split, order)
         driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after, saving)
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
-        transport = open_transport(link, rendezvous, device)
+        kind = "shm" if config.transport == "auto" else config.transport  # a job's workers are on one machine
+        meets = KINDS[kind].meets
+        store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
+        transport = StagedTransport(
+            link.me, config.lanes, lambda: link.row.tick(), kind=kind, store=store, device=device
+        )
         publisher = Publisher(link.run_dir, link.me)
-        view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher)
+        view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)
         executor = Executor(driver, view.cutter, view.tick)
         loop = LoopState(stages)
-        name = f"{int(job['created_unix_ns']):x}" if "created_unix_ns" in job else ""
-        saver = PartSaver(view, whole, loop, name, executor.note)
+        saver = PartSaver(view, whole, loop, executor.note)
         restorer, last = Restorer(view, saver.checkpointer), LastCheckpoint(view, saver)
         keeper, finisher = SnapshotKeeper(view, executor.note), Finisher(view)
         others = {"keep": keeper.take, "final": finisher.serve, "part": saver.take_report}
         donor = Donor(lambda: executor.note(do.FollowerAsked()), others, keeper.check)
-        updates = Updates(view, transport, donor, keeper, saver, loop)
+        updates = Updates(view, donor, keeper, saver, loop)
         transfers = Transfers(view, updates, donor, keeper, restorer, loop)
-        lanes = Lanes(view, transport, restorer, dataset, collate, device, executor.lane_done)
-        membership = GenerationTies(view, executor, transport, rendezvous, donor.handle)
+        lanes = Lanes(view, restorer, dataset, collate, device, executor.lane_done)
+        membership = GenerationTies(view, executor, rendezvous, donor.handle, lambda wanted: profiling.ask(wanted))
         profiling = WorkerProfiling(link, device, membership.tell)
-        membership.on(wire.ProfileNow, profiling.ask)
 
         def finish(operation: do.Finish) -> bool:
             """Nobody leaves before all have committed the last step and the leader has written final/."""
@@ -92,7 +85,7 @@ class Session:
         for part in (membership, lanes, updates, transfers, saver, last, keeper):
             executor.install(part.handlers())
         self.view, self.executor, self.membership, self.profiling = view, executor, membership, profiling
-        self.transport, self.lanes, self.updates, self.transfers = transport, lanes, updates, transfers
+        self.lanes, self.updates, self.transfers = lanes, updates, transfers
         self.saver, self._keeper = saver, keeper
 
     def close(self) -> None:
@@ -103,16 +96,4 @@ class Session:
         self.profiling.close()
         self.saver.close()
         self._keeper.close()
-        self.transport.close()
-
-
-def _job_facts(link: WorkerLink) -> dict[str, Any]:
-    """What job.json says; nothing where there is none."""
-    path = None if link.run_dir is None else link.run_dir / JOB_FILE
-    if path is None or not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
-        return {}
+        self.view.transport.close()

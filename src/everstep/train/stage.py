@@ -1,4 +1,4 @@
-"""Cutting a model up: from everything that is trained to what one stage of the job trains.
+"""What is trained, and cutting it up: where, and from everything that is trained to what one stage of the job trains.
 
 The whole model is built first, in the same way by everybody, so every stage begins with the very bits of the unsplit
 job; then what belongs to other stages is dropped, and its memory with it. Names stay those of the whole model.
@@ -8,57 +8,78 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
+from everstep.base.pool_wish import parse_cut
+from everstep.base.stage_map import parse_map
 from everstep.exact.layout import GradientLayout, align_parameters, untie
+from everstep.exact.seeding import module_seed, preserve_rng, seed_all
 from everstep.exact.state import Share
 from everstep.exact.ties import Tied, TiePlace
-from everstep.placement.cuts import ModelCut
-from everstep.train.calling import calling
-from everstep.train.composition import check_units
-from everstep.train.meta_init import build_by_module
-from everstep.train.model_call import Loss
-from everstep.train.parts import Parts, StageSpec
-from everstep.train.replica import StageReplica, make_replica
-from everstep.train.task import Task
+from everstep.placement.cuts import ModelCut, choose, of_sizes
+from everstep.train.task import Task, calling
 
 
-def build_stages(
-    make: Callable[[], Parts],
-    cut: ModelCut,
-    stages: int,
-    wanted: Iterable[int],
-    *,
-    config: Config,
-    device: torch.device,
-    loss: Loss,
-    batch: Any = None,
-) -> dict[int, StageReplica]:
-    """The wanted stages of a job, each with a model, an optimizer and a scheduler of its own.
+@dataclass(frozen=True)
+class Parts:
+    """What the user brings: everything that is trained, and what goes with it. `extras`: more state to keep."""
 
-    make: builds all of it from the build seed, the same each time; called once per wanted stage. cut: of the units,
-    one run per part. batch: of one lane; if given, the units are first compared with the model's own forward pass.
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    units: Sequence[nn.Module]
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
-    Raises: ConfigError for a model that cannot be cut like this.
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a job. cut: of the whole model; part p belongs to stage p % stages.
+
+    ties: parameters that are used in this stage and in others. share: None where there is one stage.
     """
-    replicas: dict[int, StageReplica] = {}
-    for stage in wanted:
-        parts = make()
-        if len(cut) == 1:
-            replicas[stage] = make_replica(parts, config, device)
-            continue
-        if batch is not None:
-            check_units(parts, loss, batch, config, device, cut)
-            batch = None
-        parts, spec = cut_out(parts, cut, stages, stage)
-        replicas[stage] = StageReplica(parts, config, device, spec, loss)
-    return replicas
+
+    stage: int
+    stages: int
+    cut: ModelCut
+    ties: tuple[Tied, ...] = ()
+    share: Share | None = None
+
+    @staticmethod
+    def whole(n_units: int) -> StageSpec:
+        """Of a model that is not split."""
+        return StageSpec(0, 1, ((0, n_units),))
+
+    @property
+    def n_parts(self) -> int:
+        return len(self.cut)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of the stage's parts."""
+        return tuple(range(self.stage, self.n_parts, self.stages))
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The numbers of the stage's units in the whole model, in order."""
+        return tuple(unit for part in self.parts for unit in range(*self.cut[part]))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether lanes are handed from part to part."""
+        return self.n_parts > 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return (self.n_parts - 1) % self.stages == self.stage
 
 
 def build_model(
@@ -73,6 +94,38 @@ def build_model(
     return model, calling(task, "units", model)
 
 
+def chosen_cut(config: Config, task: Task, model: nn.Module, unit_ms: Sequence[float] = ()) -> ModelCut:
+    """The cut that this job trains with, the same at every worker: a function of these alone.
+
+    model: whole; on the meta device will do, as only the numbers of its parameters are looked at. unit_ms: measured
+    once, before the job starts; its workers find in `cut` what came of it.
+
+    Raises: ConfigError if there are more parts than units, or the config or the task names an impossible cut.
+    """
+    units = task.units(model)
+    parts = config.stages * config.chunks
+    if parts == 1:
+        return ((0, len(units)),)
+    rule = parse_cut(config.cut, parts)
+    if isinstance(rule, tuple):
+        return of_sizes(rule, len(units), "cut")
+    if rule == "measured" and len(unit_ms) != len(units):
+        raise ConfigError("cut: the time that the units take could not be measured: use cut=counted, or give the sizes")
+    preferred = task.cuts(model, parts) if rule == "auto" else None
+    if preferred is not None and not all(isinstance(size, int) for size in preferred):
+        raise ConfigError(
+            f"{type(task).__name__}.cuts: expected the number of units of each part, got {preferred!r:.80}"
+        )
+    costs = [float(n) for n in parameter_counts(units)] if rule != "measured" else list(unit_ms)
+    stage_maps = parse_map(config.map, config.stages)
+    return choose(costs, config.stages, config.chunks, stage_maps=stage_maps, preferred=preferred)
+
+
+def parameter_counts(units: Sequence[nn.Module]) -> list[int]:
+    """Parameter elements of each unit; one that several share counts at each, for each works with it."""
+    return [sum(p.numel() for p in unit.parameters()) for unit in units]
+
+
 def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts, StageSpec]:
     """What one stage trains. `whole` is used up: what is not the stage's is dropped.
 
@@ -85,23 +138,17 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
             f"{cut[-1][1] - 1}: use at most {n_units} parts, or let Task.units name finer units"
         )
     spec = StageSpec(stage, stages, tuple(cut))
-    stage_of = _stage_of(cut, stages)
-    names = _first_names(whole.model)
+    names = {id(parameter): name for name, parameter in whole.model.named_parameters()}
     refuse_hidden_ties(whole, cut, stages)
     untie(whole.model, whole.units)
     align_parameters(whole.model)
-    leaves = _leaves(whole.units)
     own = spec.units
-    foreign = {
-        names[id(places[0][1])]: places[0][1]
-        for places in leaves
-        if stage_of[places[0][0]] != stage and any(stage_of[unit] == stage for unit, _ in places)
-    }
-    shared = [places for places in leaves if {stage_of[unit] for unit, _ in places} - {stage} and len(places) > 1]
+    here = [places for places in _leaves(whole.units) if any(unit in own for unit, _ in places)]
+    foreign = {names[id(places[0][1])]: places[0][1] for places in here if places[0][0] not in own}
     ties = [
         (names[id(places[0][1])], places)
-        for places in shared
-        if any(stage_of[unit] == stage for unit, _ in places) and places[0][1].requires_grad
+        for places in here
+        if any(unit not in own for unit, _ in places) and places[0][1].requires_grad
     ]
     units = [whole.units[k] for k in own]
     _drop_foreign(whole, units, foreign.values())
@@ -109,9 +156,8 @@ def cut_out(whole: Parts, cut: ModelCut, stages: int, stage: int) -> tuple[Parts
     share = Share(own, n_units, foreign, positions)
     parts = Parts(whole.model, whole.optimizer, whole.scheduler, units, whole.extras)
     layout = GradientLayout.build(whole.model, units)
-    spec = StageSpec(stage, stages, tuple(cut), _tied(ties, whole.model, layout, stage_of), share)
     gc.collect()
-    return parts, spec
+    return parts, replace(spec, ties=_tied(ties, whole.model, layout, _stage_of(cut, stages)), share=share)
 
 
 def _stage_of(cut: ModelCut, stages: int) -> dict[int, int]:
@@ -142,10 +188,6 @@ def _leaves(units: Sequence[nn.Module]) -> list[_Leaves]:
     return list(found.values())
 
 
-def _first_names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
 def _holders(whole: Parts) -> list[_Holder]:
     unit_of: dict[int, int] = {}
     for number, unit in enumerate(whole.units):
@@ -165,9 +207,10 @@ def refuse_hidden_ties(whole: Parts, cut: ModelCut, stages: int) -> None:
     Raises: ConfigError naming both places.
     """
     stage_of = _stage_of(cut, stages)
+    holders = _holders(whole)
+    outside = {id(h.tensor) for h in holders if h.unit < 0}
     spans: list[tuple[int, int, _Holder]] = []
-    outside = {id(h.tensor) for h in _holders(whole) if h.unit < 0}
-    for holder in _holders(whole):
+    for holder in holders:
         tensor = holder.tensor
         if holder.unit >= 0 and id(tensor) in outside:
             raise ConfigError(
@@ -177,22 +220,18 @@ def refuse_hidden_ties(whole: Parts, cut: ModelCut, stages: int) -> None:
         if tensor.numel() and not tensor.is_meta:
             size = 1 + sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((tensor.data_ptr(), tensor.data_ptr() + size * tensor.element_size(), holder))
-    spans.sort(key=lambda span: span[:2])
     active: list[tuple[int, _Holder]] = []
-    for start, stop, holder in spans:
+    for start, stop, holder in sorted(spans, key=lambda span: span[:2]):
         active = [(end, other) for end, other in active if end > start]
         for _, other in active:
-            if not _may_share(other, holder, stage_of):
+            together = stage_of.get(other.unit) == stage_of.get(holder.unit)
+            if not together and not (other.tensor is holder.tensor and isinstance(other.tensor, nn.Parameter)):
                 raise ConfigError(
                     f"{other.name} (unit {other.unit}, stage {stage_of.get(other.unit, '?')}) and {holder.name} (unit "
                     f"{holder.unit}, stage {stage_of.get(holder.unit, '?')}) share memory and would come to different "
                     "stages; make them one nn.Parameter, or cut the model where both are in one stage"
                 )
         active.append((stop, holder))
-    _refuse_late_names(_holders(whole))
-
-
-def _refuse_late_names(holders: Sequence[_Holder]) -> None:
     first: dict[int, _Holder] = {}
     for holder in holders:
         earlier = first.setdefault(id(holder.tensor), holder)
@@ -201,13 +240,6 @@ def _refuse_late_names(holders: Sequence[_Holder]) -> None:
                 f"{earlier.name} in unit {earlier.unit} is tied to {holder.name} in unit {holder.unit}, which comes "
                 "first in the forward pass but later in the model; register the modules in the order of the units"
             )
-
-
-def _may_share(a: _Holder, b: _Holder, stage_of: Mapping[int, int]) -> bool:
-    if a.unit < 0 and b.unit < 0:
-        return True
-    same = stage_of.get(a.unit) == stage_of.get(b.unit)
-    return same or (a.tensor is b.tensor and isinstance(a.tensor, nn.Parameter))
 
 
 def _drop_foreign(whole: Parts, units: Sequence[nn.Module], kept_tensors: Iterable[Tensor]) -> None:
@@ -255,3 +287,150 @@ def _tied(
         )
         for name, leaves in shared
     )
+
+
+# ---- models that no single host could hold: on the meta device first, then module by module, each by itself
+
+
+def build_by_module(
+    build: Callable[[], nn.Module],
+    units_of: Callable[[nn.Module], Sequence[nn.Module]],
+    seed: int,
+    device: torch.device,
+    wanted: Iterable[int] | None = None,
+) -> tuple[nn.Module, list[nn.Module]]:
+    """The model and its units. Only the units `wanted` (all by default), and what is outside all units, take memory.
+
+    Every module is initialised under generators seeded from the job's seed and the module's own path, so what it begins
+    with does not depend on which other modules are made here: the same bits in every topology.
+
+    A module is initialised by its `reset_parameters()`, then by the model's `_init_weights(module)`, where there are
+    such. A tied parameter begins as its first module makes it.
+
+    Raises: ConfigError naming a module that has parameters or buffers of its own and neither of the two.
+    """
+    with torch.device("meta"):
+        model = build()
+    units = list(units_of(model))
+    inside = {id(m) for unit in units for m in unit.modules()}
+    needed = {id(m) for m in model.modules()} - inside
+    needed |= {id(m) for k in (range(len(units)) if wanted is None else wanted) for m in units[k].modules()}
+    made: dict[int, nn.Parameter] = {}
+    owners = _owners(model)
+    needed |= {
+        id(owners[id(p)]) for m in model.modules() if id(m) in needed for p in m._parameters.values() if p is not None
+    }
+    with preserve_rng():
+        for path, module in model.named_modules():
+            if id(module) in needed:
+                _materialise(model, path, module, seed, device, owners, made)
+    for module in model.modules():  # what is not made stays tied to what is, so that every stage sees the tie
+        if id(module) not in needed:
+            tied = {name: made[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in made}
+            module._parameters.update(tied)
+    return model, units
+
+
+def _owners(model: nn.Module) -> dict[int, nn.Module]:
+    """id of each parameter -> the first module that has it."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), module)
+    return owners
+
+
+def _materialise(
+    model: nn.Module,
+    path: str,
+    module: nn.Module,
+    seed: int,
+    device: torch.device,
+    owners: dict[int, nn.Module],
+    made: dict[int, nn.Parameter],
+) -> None:
+    ties: dict[str, nn.Parameter] = {}
+    own = False
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if owners[id(parameter)] is not module or id(parameter) in made:
+            ties[name] = made[id(parameter)]
+        else:
+            own = True
+            made[id(parameter)] = _scratch(parameter, device)
+            made[id(parameter)].__dict__.update(parameter.__dict__)
+        module._parameters[name] = _scratch(parameter, device) if name in ties else made[id(parameter)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            own = True
+            module._buffers[name] = _empty(buffer, device)
+    if own:
+        _initialise(model, path, module, seed)
+    module._parameters.update(ties)
+
+
+def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    rest = getattr(model, "_init_weights", None)
+    if reset is None and rest is None:
+        raise ConfigError(
+            f"meta_init: module {path or 'at the top'} ({type(module).__name__}) has parameters or buffers of its own "
+            "and no reset_parameters() to initialise them; give it one, or set meta_init to false"
+        )
+    seed_all(module_seed(seed, path))
+    with torch.no_grad():
+        if reset is not None:
+            reset()
+        if rest is not None:
+            rest(module)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros, so that what nobody initialises is the same everywhere."""
+    return torch.zeros_like(tensor.detach(), device=device)
+
+
+def _scratch(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """For a tied parameter while another module's initialiser runs over it."""
+    return nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+
+
+# ---- what cannot be trained exactly, seen before anything is
+
+
+def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raises: ConfigError for what a job cannot have."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module as the model, got {_named(model)}")
+    if not isinstance(optimizer, Optimizer):
+        several = isinstance(optimizer, list | tuple | dict)
+        remedy = "give one optimizer with several parameter groups" if several else "give a torch.optim.Optimizer"
+        raise ConfigError(f"expected one optimizer, got {_named(optimizer)}: {remedy}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which the update does not have: pass it as "
+            "state={'scheduler': scheduler} and call scheduler.step(metric) after run.evaluate, or use one that counts "
+            "steps"
+        )
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise ConfigError(f"expected a scheduler with step() and state_dict(), got {_named(scheduler)}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(name or "the model", module)
+
+
+def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    kind = type(module).__name__
+    if module.sparse:
+        raise ConfigError(f"{name} ({kind}) has sparse gradients, which are not summed exactly: use sparse=False")
+    if module.max_norm is not None:
+        raise ConfigError(
+            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so that "
+            "lanes would see each other: leave max_norm out, and scale what it returns in the model"
+        )
+
+
+def _named(value: Any) -> str:
+    return type(value).__name__ if value is not None else "nothing"

@@ -9,21 +9,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from everstep.base.config import Config
-from everstep.base.errors import check
+from everstep.base.errors import DeterminismError, TaskError, check
 from everstep.base.ports import Node
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
+from everstep.exact.digest import named_digest
 from everstep.exact.layout import GradientLayout
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.stage_sums import StageSums
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
 from everstep.train.model_call import Loss, ModelCall
-from everstep.train.part_pass import Lane, PartPass, Scaled, measured
-from everstep.train.parts import Parts, StageSpec
+from everstep.train.part_pass import NOT_DETERMINISTIC, Lane, PartPass, measured
 from everstep.train.precision import LossScaler, autocast
+from everstep.train.stage import Parts, StageSpec
 
 
 class StageLanes:
@@ -44,11 +46,30 @@ class StageLanes:
         the same bits twice."""
         self.seeder = UnitSeeder(parts.units, config.seed, spec.units)
         self._call = ModelCall(parts.model) if spec.is_split else None
-        self._passes = _passes(parts, config, device, spec, layout, self._call, self.seeder)
+        self._passes: dict[int, PartPass] = {}
+        at = 0
+        inside = {id(m) for unit in parts.units for m in unit.modules()}
+        for part in spec.parts:
+            here = range(at, at + spec.cut[part][1] - spec.cut[part][0])
+            at = here.stop
+            units = tuple(parts.units[k] for k in here)
+            modules = {id(m) for unit in units for m in unit.modules()}
+            if not self._passes:  # what is outside all units goes with the first part
+                modules |= {id(m) for m in parts.model.modules()} - inside
+            self._passes[part] = PartPass(
+                part,
+                spec,
+                units,
+                self._call,  # type: ignore[arg-type]
+                loss,  # type: ignore[arg-type]
+                LaneAccumulator(layout, parts.model, here),
+                BufferGuard(parts.model, modules),
+                self.seeder,
+                lambda: autocast(config.precision, device),
+                probing,
+            )
         self._sums = StageSums([p.accumulator for p in self._passes.values()], config.lanes)
         self._scaler = scaler
-        self._loss_of = loss
-        self._probing = probing
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
 
@@ -92,38 +113,19 @@ class StageLanes:
 
     # ---- passes of a model that is split
 
-    def forward(
-        self,
-        step: int,
-        part: int,
-        lane: int,
-        inputs: Bundle | None = None,
-        *,
-        batch: Any = None,
-        share: float = 1.0,
-        count: int = 0,
-        use: int = 0,
-        keep: bool = True,
-    ) -> Bundle | None:
+    def forward(self, step: int, part: int, number: int, lane: Lane, count: int = 0, use: int = 0) -> Bundle | None:
         """A lane's forward pass through one part: what goes to the next part, None at the last one.
 
-        inputs: from the part before, None at the first one. batch: needed at the first and at the last part; there
-        `share` is how full the micro-batch is, `count` and `use` as in `LaneReport`. keep: False if `recompute` comes
-        before `backward`. Several lanes may be between the two. A lane without samples does not come here.
+        count, use: at the last part, as in `LaneReport`. Several lanes may be between this and `backward`. A lane
+        without samples does not come here.
 
         Raises: TaskError if the task does what cannot be split.
         """
         check(step == self._step, f"step {step} has not begun")
-        check(self._loss_of is not None, "a model that is split needs its task's loss")
-
-        def measure(raw: Any) -> Scaled:
-            return measured(raw[0], raw[1], share) if isinstance(raw, tuple) else measured(raw, None, share)
-
-        given = Lane(inputs, self._loss_of, batch, measure, keep, self._probing())  # type: ignore[arg-type]
-        result = self._passes[part].forward(step, lane, given)
+        result = self._passes[part].forward(step, number, lane)
         if isinstance(result, Bundle):
             return result
-        self._reports[lane] = LaneReport(lane, result[1], result[2], count, use)
+        self._reports[number] = LaneReport(number, *result, count, use)
         return None
 
     def recompute(self, step: int, part: int, lane: int) -> None:
@@ -144,7 +146,7 @@ class StageLanes:
         called with what is returned before that, since somebody waits for it.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self._passes[part].backward(lane, back, self._scaler.scale if self._scaler.enabled else 1.0, give)
+        return self._passes[part].backward(lane, back, self._scaler.scale, give)
 
     def drop(self) -> None:
         """Forget lanes between their passes (a generation has ended); what has been added stays."""
@@ -156,16 +158,8 @@ class StageLanes:
 
         metrics: `Task.metrics`. The model must be in eval mode.
         """
-        passes, call = self._passes[part], self._call
-        check(call is not None, "a model that is not split is evaluated by calling it")
         with torch.no_grad():
-            if passes.is_last:
-                tree = None if inputs is None else inputs.tree()
-                return call.result(metrics, batch, lambda: passes.through(tree))  # type: ignore[union-attr]
-            if passes.is_first:
-                args, kwargs = call.arguments(metrics, batch)  # type: ignore[union-attr]
-                return passes.bundled(passes.start(*args, **kwargs))
-            return passes.bundled(passes.through(inputs.tree()))  # type: ignore[union-attr]
+            return self._passes[part].evaluate(inputs, metrics, batch)
 
     # ---- what the step gets
 
@@ -213,42 +207,99 @@ class StageLanes:
             part.guard.abandon()
 
 
-def _passes(
-    parts: Parts,
-    config: Config,
-    device: torch.device,
-    spec: StageSpec,
-    layout: GradientLayout,
-    call: ModelCall | None,
-    seeder: UnitSeeder,
-) -> dict[int, PartPass]:
-    """One per part, by number. Buffers outside all units go with the first one."""
-    model = parts.model
-    passes: dict[int, PartPass] = {}
-    at = 0
-    inside = {id(m) for unit in parts.units for m in unit.modules()}
-    outside = {id(m) for m in model.modules()} - inside
-    for part in spec.parts:
-        first, last = spec.cut[part]
-        here = range(at, at + last - first)
-        units = [parts.units[k] for k in here]
-        modules = {id(m) for unit in units for m in unit.modules()} | (outside if at == 0 else set())
-        passes[part] = PartPass(
-            part,
-            spec.n_parts,
-            units,
-            last - 1,
-            call,
-            LaneAccumulator(layout, model, here),
-            BufferGuard(model, modules),
-            seeder,
-            lambda: autocast(config.precision, device),
-            f"stage {spec.stage}",
-        )
-        at = here.stop
-    return passes
-
-
 def _no_buffer(node: Node) -> torch.Tensor:
     check(False, f"no lane was to be computed, but a sum of {node} was asked for")
     return torch.empty(0)
+
+
+class LoopLane:
+    """The lane that the user's own loop computes, of a model that is whole: one after the other, from `enter` over
+    `backward` to `leave`, in the modes and with the seeds that it has to find. The first is computed twice (`probes`).
+
+    Apart from the stage's lanes because here somebody else's code runs between entering a lane and its backward pass.
+    """
+
+    def __init__(self, lanes: StageLanes, model: nn.Module, scaler: LossScaler, autocast: Callable[[], Any]) -> None:
+        """lanes: of the one stage, which are told of each lane. autocast: makes the context of a forward pass."""
+        self._lanes = lanes
+        self._pass = lanes.whole
+        self._model = model
+        self._scaler = scaler
+        self._autocast_of = autocast
+        self._autocast: Any = None
+        self._step = self._lane = 0
+        self._loss = 0.0
+        self._weight = 0.0
+        self._spoke = False
+        self._probed = False
+        self._first = ""
+
+    def enter(self, step: int, lane: int) -> None:
+        """Seed everything, put the step's buffers in place, and begin autocast: the forward pass may run."""
+        self._pass.guard.begin_lane()
+        self._pass.accumulator.enter(lane)
+        self._step, self._lane = step, lane
+        self._lanes.seeder.begin_lane(step, lane)
+        self._loss = self._weight = 0.0
+        self._spoke = False
+        self._autocast = self._autocast_of()
+        self._autocast.__enter__()
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, share: float) -> None:
+        """Backward of one lane. weight None: `loss` is a mean, of a micro-batch that is `share` of a full one.
+
+        Raises: TaskError if the loss is not a scalar tensor with a graph, or if the lane called it twice.
+        """
+        self._end_autocast()
+        if self._spoke:
+            raise TaskError("step.backward(loss) was called twice for one batch; add the losses up and call it once")
+        scaled, self._loss, self._weight = measured(loss, weight, share)
+        self._pass.accumulator.capture(self._lane)
+        self._pass.guard.end_lane()
+        torch.autograd.backward(scaled * self._scaler.scale if self._scaler.enabled else scaled)
+        self._spoke = True
+
+    def leave(self, lane: int, count: int, use: int) -> None:
+        """Take the lane's gradient and buffers. Raises: TaskError if the lane never called backward."""
+        self._end_autocast()
+        self._lanes.seeder.end_lane()
+        if not self._spoke:
+            raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
+        self._pass.accumulator.add(lane)
+        self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
+
+    # ---- the lane that is computed twice
+
+    def probes(self) -> bool:
+        """Whether the lane about to be computed is to be computed twice, to see that it gives the same bits."""
+        due, self._probed = not self._probed, True
+        return due
+
+    def again(self) -> None:
+        """Enter the lane once more; what it has left is thrown away, and the guard puts the buffers back."""
+        self._first = self._digest()
+        self._pass.guard.forget_lanes()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self.enter(self._step, self._lane)
+
+    def compare(self) -> None:
+        """Raises: DeterminismError if the lane just computed again gave something else."""
+        if self._first != self._digest():
+            raise DeterminismError(
+                f"lane {self._lane} of step {self._step} was computed twice and gave different gradients: "
+                f"{NOT_DETERMINISTIC}"
+            )
+
+    def _digest(self) -> str:
+        """Of the gradients and buffers that a lane has left, and its loss."""
+        self._end_autocast()
+        self._lanes.seeder.end_lane()
+        named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
+        buffers = [(f"buffer {n}", b) for n, b in self._model.named_buffers()]
+        return f"{named_digest([*named, *buffers])} {self._loss.hex()}"
+
+    def _end_autocast(self) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(None, None, None)
+            self._autocast = None

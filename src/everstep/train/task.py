@@ -1,8 +1,14 @@
-"""`Task`: the user's code, as methods to fill in. Everything but model, dataset, optimizer and loss has a default."""
+"""`Task`: the user's code, as methods to fill in. Everything but model, dataset, optimizer and loss has a default.
+
+And how it is called: what it raises becomes one line that names the method and the line.
+"""
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
-from everstep.base.errors import ConfigError
+from everstep.base.errors import ConfigError, EverstepError, TaskError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class Task:
@@ -65,3 +73,25 @@ class Task:
     def collate(self, samples: list[Any]) -> Any:
         """Samples of one micro-batch -> batch."""
         return default_collate(samples)
+
+
+def calling(task: Task, method: str, *arguments: Any) -> Any:
+    """Call one of the task's methods.
+
+    Raises: TaskError from whatever it raised, naming the method and the user's line.
+    """
+    try:
+        return getattr(task, method)(*arguments)
+    except EverstepError:
+        raise
+    except Exception as error:
+        name = f"{type(task).__name__}.{method}"
+        raise TaskError(f"{name} raised {type(error).__name__}: {error}{where(error)}") from error
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own code that an exception has passed, as " (file.py:12)"; else of any code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_PACKAGE, "<")) and "site-packages" not in f.filename]
+    found = (own or list(frames))[-1:]
+    return f" ({os.path.basename(found[0].filename)}:{found[0].lineno})" if found else ""

@@ -7,11 +7,11 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.config import Config
+from everstep.base.config_keys import EarlyStopConfig
 from everstep.base.errors import ConfigError
-from everstep.train.calling import calling
 from everstep.train.executor import StateJumped
 from everstep.train.run import Run, Step
-from everstep.train.task import Task
+from everstep.train.task import Task, calling
 
 
 class EarlyStop:
@@ -20,12 +20,10 @@ class EarlyStop:
     Its state is healed and saved with the rest, so that every worker comes to the same conclusion.
     """
 
-    def __init__(self, metric: str | None, mode: str, patience: int, min_delta: float, target: float | None) -> None:
-        self.metric = metric
-        self.sign = 1.0 if mode == "max" else -1.0
-        self.patience = patience
-        self.min_delta = min_delta
-        self.target = target
+    def __init__(self, config: EarlyStopConfig) -> None:
+        """config: without a metric it never stops."""
+        self.config = config
+        self.sign = 1.0 if config.mode == "max" else -1.0
         self.best = -math.inf
         self.stale = 0
 
@@ -34,21 +32,22 @@ class EarlyStop:
 
         Raises: ConfigError if it lacks the metric.
         """
-        if self.metric is None:
+        metric, target = self.config.metric, self.config.target
+        if metric is None:
             return None
-        if self.metric not in metrics:
+        if metric not in metrics:
             raise ConfigError(
-                f"early_stop.metric: expected one of the task's metrics ({', '.join(metrics)}), got {self.metric!r}"
+                f"early_stop.metric: expected one of the task's metrics ({', '.join(metrics)}), got {metric!r}"
             )
-        value = self.sign * metrics[self.metric]
-        if self.target is not None and value >= self.sign * self.target:
-            return f"{self.metric} {metrics[self.metric]:.4f} has reached the target {self.target}"
-        if value > self.best + self.min_delta:
+        value = self.sign * metrics[metric]
+        if target is not None and value >= self.sign * target:
+            return f"{metric} {metrics[metric]:.4f} has reached the target {target}"
+        if value > self.best + self.config.min_delta:
             self.best, self.stale = value, 0
             return None
         self.stale += 1
-        if self.stale >= self.patience:
-            return f"{self.metric} has not improved for {self.stale} evaluations; best {self.sign * self.best:.4f}"
+        if self.stale >= self.config.patience:
+            return f"{metric} has not improved for {self.stale} evaluations; best {self.sign * self.best:.4f}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,12 +55,6 @@ class EarlyStop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.stale = float(state["best"]), int(state["stale"])
-
-
-def make_early_stop(config: Config) -> EarlyStop:
-    """As the config says; without a metric it never stops."""
-    stop = config.early_stop
-    return EarlyStop(stop.metric, stop.mode, stop.patience, stop.min_delta, stop.target)
 
 
 def train(task: Task, run: Run, early_stop: EarlyStop) -> None:

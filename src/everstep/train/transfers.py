@@ -7,53 +7,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
-from everstep.base.extents import NONE, WHOLE, Extents, union
+from everstep.base.extents import NONE, WHOLE, union
 from everstep.checkpoint.checkpointer import Restored
+from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude, stages_in
-from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection
+from everstep.protocol.step_types import Key
 from everstep.train import heal
-from everstep.train.blocks import BlocksDamaged, Gathering, Held, Layers, Readable, StageState
 from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, Offer, ReceivedOffer
+from everstep.train.heal import Donor, Held, Layers, Offer, Readable, ReceivedOffer, StageState
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.replica import StageReplica
-from everstep.train.restoring import Restorer
-from everstep.train.saving import LOOP, PAST, LoopState
-from everstep.train.taking import Taker
+from everstep.train.saving import LOOP, PAST, LoopState, Restorer
+from everstep.train.taking import BlocksDamaged, FollowedDonor, Gathering, Taker
 from everstep.train.updates import Updates
 from everstep.train.view import WorkerView
 
 _SLICE_S = 0.005
 
 
+@dataclass
 class Transfers:
     """One worker's part in moving state. `past`: the step of a checkpoint whose loop was through with it already."""
 
-    def __init__(
-        self,
-        view: WorkerView,
-        updates: Updates,
-        donor: Donor,
-        keeper: SnapshotKeeper,
-        restorer: Restorer,
-        loop: LoopState,
-    ) -> None:
-        self.past = 0
-        self._view = view
-        self._updates = updates
-        self._donor = donor
-        self._keeper = keeper
-        self._restorer = restorer
-        self._loop = loop
-        self._taker = Taker(view, self._own)
-        self._feeds: list[_Feed] = []
+    _view: WorkerView
+    _updates: Updates
+    _donor: Donor
+    _keeper: SnapshotKeeper
+    _restorer: Restorer
+    _loop: LoopState
+    past: int = 0
+    _feeds: list[FollowedDonor] = field(default_factory=list)
+    _offers: list[ReceivedOffer] = field(default_factory=list)
+
+    @property
+    def _taker(self) -> Taker:
+        return Taker(self._view, self._own)
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -65,9 +59,9 @@ class Transfers:
             do.Adopt: self.adopt,
             do.Replay: self.replay,
             do.Shelve: self.shelve,
-            do.Unshelve: self.unshelve,
+            do.Unshelve: lambda effect: self._donor.unshelve(),
             do.OfferFeeds: self.offer_feeds,
-            do.CutFeeds: self.cut_feeds,
+            do.CutFeeds: lambda effect: self._donor.cut(),
             do.CloseFeeds: self.close_feeds,
         }
 
@@ -78,46 +72,33 @@ class Transfers:
         position = effect.position
         offer = Offer(position, effect.records, {}, {})
         if effect.live:
-            offer = self._live(position, effect.records, effect.gathers, (*effect.stages, *effect.parts))
-        whole = {k: s for k, s in offer.snapshots.items() if k not in effect.parts}
-        snapshots: dict[int, Readable] = {**self._keeper.at(position.step), **whole}
-        kept = self._keeper.parts_at(position.step)
-        parts: dict[int, Extents] = {}
-        for stage in {*effect.parts, *kept} - set(snapshots):
-            layers = [(offer.snapshots[stage], effect.parts[stage])] if stage in effect.parts else []
-            layers += [kept[stage]] if stage in kept else []
-            snapshots[stage], parts[stage] = Layers(layers), union(there for _, there in layers)
-        parts = {stage: there for stage, there in parts.items() if not there.whole}
+            offer = self._live(effect, (*effect.stages, *effect.parts))
+        layers: dict[int, list[Held]] = {k: [(s, effect.parts.get(k, WHOLE))] for k, s in offer.snapshots.items()}
+        for stage, kept in self._keeper.held(position.step).items():
+            layers.setdefault(stage, []).append(kept)
+        snapshots: dict[int, Readable] = {}
+        for stage, of in layers.items():
+            whole = [snapshot for snapshot, there in of if there.whole]
+            snapshots[stage] = whole[0] if whole else Layers(of)
+        united = {stage: union(there for _, there in of) for stage, of in layers.items()}
+        parts = {stage: there for stage, there in united.items() if not there.whole}
         self._donor.shelve(effect.generation, replace(offer, snapshots=snapshots, parts=parts))
-
-    def unshelve(self, effect: do.Unshelve) -> None:
-        """Whoever had to fetch the state has it."""
-        self._donor.unshelve()
 
     def offer_feeds(self, effect: do.OfferFeeds) -> None:
         """Whoever has asked to follow gets a snapshot of now."""
-        self._donor.offer(lambda: self._live(effect.position, effect.records, effect.gathers, effect.stages))
+        self._donor.offer(lambda: self._live(effect, effect.stages))
 
-    def cut_feeds(self, effect: do.CutFeeds) -> None:
-        """The state jumps."""
-        self._donor.cut()
-
-    def _live(
-        self,
-        position: Key,
-        records: Mapping[int, Record],
-        gathers: Mapping[Key, Mapping[int, Record]],
-        stages: Sequence[int],
-    ) -> Offer:
+    def _live(self, effect: do.Shelve | do.OfferFeeds, stages: Sequence[int]) -> Offer:
         """Of the state as it is, but for the loop's: whoever takes it enters the loop's body right after the update."""
-        snapshots: dict[int, Readable] = {}
-        for stage in stages:
-            replica = self._view.stages[stage]
-            replica.settle_buffers()
-            snapshot = replica.state.clone_snapshot()
-            snapshot.start()
-            snapshots[stage] = snapshot
-        return Offer(position, records, dict(gathers), snapshots, self._loop.after(position.step))
+        position, snapshots = effect.position, {stage: self._snapshot(stage) for stage in stages}
+        return Offer(position, effect.records, dict(effect.gathers), snapshots, self._loop.after(position.step))
+
+    def _snapshot(self, stage: int) -> Snapshot:
+        replica = self._view.stages[stage]
+        replica.lanes.settle_buffers()
+        snapshot = replica.state.clone_snapshot()
+        snapshot.start()
+        return snapshot
 
     # ---- taking, when a generation settles
 
@@ -144,21 +125,16 @@ class Transfers:
         view = self._view
         found: list[Held] = []
         if view.step == step and stage in view.stages:
-            replica = view.stages[stage]
-            replica.settle_buffers()
-            snapshot = replica.state.clone_snapshot()
-            snapshot.start()
+            snapshot = self._snapshot(stage)
             snapshot.wait()
-            machine = view.driver.machine
-            found.append((snapshot, machine.parts.get(stage, WHOLE)))
-        whole, parts = self._keeper.at(step), self._keeper.parts_at(step)
-        kept = (whole[stage], WHOLE) if stage in whole else parts.get(stage)
-        return found if kept is None else [*found, kept]
+            found.append((snapshot, view.driver.machine.parts.get(stage, WHOLE)))
+        kept = self._keeper.held(step)
+        return [*found, kept[stage]] if stage in kept else found
 
     def _kept(self, stage: int, step: int) -> StageState:
         """What was stated as being in this worker's memory, checked. Raises: Unusable if it is not whole any more."""
-        whole = self._keeper.at(step)
-        own = [(whole[stage], WHOLE)] if stage in whole else self._own(stage, step)
+        kept = self._keeper.held(step).get(stage)
+        own = [kept] if kept is not None and kept[1].whole else self._own(stage, step)
         check(bool(own), f"stage {stage} of step {step} was stated as kept")
         assembly = Gathering({stage: own[-1][0].manifest()}, self._view.tick, 1)
         assembly.want(stage, NONE, own)
@@ -180,7 +156,7 @@ class Transfers:
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
             outcome = conclude(number, self._view.config.lanes, agreed, stages_in(agreed))
-            self._updates.hold(outcome, self._view.driver.generation, {})  # who gave it may be gone then
+            self._view.publisher.hold(outcome, self._view.driver.generation, {})  # who gave it may be gone then
         self._updates.arrive(outcome, number)
 
     # ---- going back
@@ -215,7 +191,7 @@ class Transfers:
             if restored is not None:
                 self._take_loop(restored)
         if restored is not None and outcome is not None:  # they may have died before they could tell of it
-            self._updates.hold(outcome, operation.generation, {})
+            self._view.publisher.hold(outcome, operation.generation, {})
         self._updates.arrive(outcome, number)
         return do.Copied(records)
 
@@ -246,16 +222,13 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
-        asked = []
         for donors, wanted in operation.groups:
-            asked.append(self._taker.ask(operation.generation, donors, wanted))
-            self._feeds.append(_Feed(asked[-1].connection, wanted))
-        for feed, one in zip(self._feeds, asked, strict=True):
-            try:
-                feed.take(self._taker.offered(one))
-            except (EverstepError, OSError) as error:
-                raise CollectiveAborted(str(error)) from error
-        return tuple(feed.offered.position for feed in self._feeds)
+            self._feeds.append(self._taker.ask(operation.generation, donors, wanted))
+        try:
+            self._offers = [self._taker.offered(feed) for feed in self._feeds]
+        except (EverstepError, OSError) as error:
+            raise CollectiveAborted(str(error)) from error
+        return tuple(offer.position for offer in self._offers)
 
     def watch(self, operation: do.Watch) -> list[do.Seen]:
         """What has come from the feeds, after a moment. Raises: CollectiveAborted."""
@@ -278,10 +251,10 @@ class Transfers:
 
     def adopt(self, operation: do.Adopt) -> do.Copied:
         """Load what was offered; whoever gave an older state than the others feeds it up to theirs."""
-        newest = next(feed.offered for feed in self._feeds if feed.offered.position == operation.position)
-        for feed in sorted(self._feeds, key=lambda f: f.offered.position):
-            self._load(feed.offered)
-            feed.loaded()
+        newest = next(offer for offer in self._offers if offer.position == operation.position)
+        self._offers.sort(key=lambda offer: offer.position)
+        while self._offers:
+            self._load(self._offers.pop(0))
         self._arrive(newest)
         for feed, outcomes in zip(self._feeds, operation.passed, strict=True):
             for outcome in outcomes:
@@ -303,31 +276,7 @@ class Transfers:
         """Follow nobody any more."""
         for feed in self._feeds:
             self._view.cutter.close(feed.connection)
-        self._feeds = []
-
-
-class _Feed:
-    """One donor that is followed, for some stages: what it gave first, and the steps that have not been applied."""
-
-    def __init__(self, connection: PeerConnection, stages: Sequence[int]) -> None:
-        self.connection = connection
-        self.stages = tuple(stages)
-        self.steps: list[heal.FollowedStep] = []
-        self._offer: ReceivedOffer | None = None
-
-    def take(self, offer: ReceivedOffer) -> None:
-        """What it begins with."""
-        self._offer = offer
-
-    def loaded(self) -> None:
-        """What it began with is in place here."""
-        self._offer = None
-
-    @property
-    def offered(self) -> ReceivedOffer:
-        """Raises: InvariantViolation before it came."""
-        check(self._offer is not None, "nothing was offered yet")
-        return self._offer  # type: ignore[return-value]
+        self._feeds, self._offers = [], []
 
 
 @contextlib.contextmanager

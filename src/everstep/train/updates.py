@@ -4,47 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.parallel.staged import StagedTransport
+import msgspec
+from torch import Tensor
+
+from everstep.base.plan import Plan
+from everstep.base.ports import Hop, Reduced
+from everstep.exact.ties import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
 from everstep.train.keeping import SnapshotKeeper
 from everstep.train.saving import LoopState, PartSaver
-from everstep.train.ties import exchange_ties
 from everstep.train.view import WorkerView
 
 _PROGRESS_NS = 200_000_000
 
 
+@dataclass
 class Updates:
     """One worker's reductions and updates. `outcome`: of the step whose state this worker has, if it is known."""
 
-    def __init__(
-        self,
-        view: WorkerView,
-        transport: StagedTransport,
-        donor: Donor,
-        keeper: SnapshotKeeper,
-        saver: PartSaver,
-        loop: LoopState,
-    ) -> None:
-        self.outcome: StepOutcome | None = None
-        self._view = view
-        self._transport = transport
-        self._donor = donor
-        self._keeper = keeper
-        self._saver = saver
-        self._loop = loop
-        self._gradients: dict[int, dict[int, StageGradient]] = {}
-        self._generations: dict[int, int] = {}
-        self._released = 0
-        self._entered = 0
-        self._began_ns = 0
-        self._told_ns = 0
+    _view: WorkerView
+    _donor: Donor
+    _keeper: SnapshotKeeper
+    _saver: PartSaver
+    _loop: LoopState
+    outcome: StepOutcome | None = None
+    _reduced: dict[int, tuple[int, dict[int, StageGradient]]] = field(default_factory=dict)
+    """By step: in which generation, and by stage."""
+    _entered: int = 0
+    _began_ns: int = 0
+    _told_ns: int = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -73,11 +68,11 @@ class Updates:
         offers = {k: stages[k].lanes.presence(number, lanes[k]) for k in lanes}
         if len(plan.members) > 1:
             view.link.row.sent("reduce", sum(4 * stages[k].layout.numel * len(found) for k, found in offers.items()))
-        reduced = {k: self._transport.reduce(k, number, offered) for k, offered in offers.items()}
-        received = exchange_ties(me, plan, number, stages, reduced, self._transport)
+        reduced = {k: view.transport.reduce(k, number, offered) for k, offered in offers.items()}
+        received = exchange_ties(view, plan, number, reduced)
         found = {k: StageGradient(reduced[k], received.get(k, {})) for k in lanes}
-        self._gradients[number] = {**self._gradients.get(number, {}), **found}
-        self._generations[number] = plan.generation
+        before = self._reduced[number][1] if number in self._reduced else {}
+        self._reduced[number] = plan.generation, {**before, **found}
         every = view.config.verify_every
         due = bool(every and number % every == 0)
         sections = [
@@ -91,7 +86,8 @@ class Updates:
         began, number = time.time_ns(), operation.step
         self._view.phase("update", number, self._view.plan)
         self._view.stages.keep(operation.stages)
-        self.apply(operation.outcome, operation.records, self._gradients[number], self._generations[number])
+        generation, gradients = self._reduced[number]
+        self.apply(operation.outcome, operation.records, gradients, generation)
         return began
 
     def apply(
@@ -115,9 +111,8 @@ class Updates:
         if isinstance(order, ElasticOrder):
             order.advance(number, outcome.samples, len(set(outcome.workers.values())))
         self.arrive(outcome, number)
-        self._gradients = {n: g for n, g in self._gradients.items() if n >= number}
-        self._generations = {n: g for n, g in self._generations.items() if n > number}
-        self.hold(outcome, generation, extra)
+        self._reduced = {n: found for n, found in self._reduced.items() if n >= number}
+        view.publisher.hold(outcome, generation, extra)
         self._saver.prepare()
 
     def before(self, number: int, records: Mapping[int, Record], gradients: Mapping[int, StageGradient]) -> None:
@@ -140,21 +135,16 @@ class Updates:
         self._loop.remember(number)
         self._view.link.log.at(number)
 
-    def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
-        """What is to be told of a step, later, unless it was."""
-        if outcome.step > self._released:
-            self._view.publisher.hold(outcome, generation, extra)
-
     def forget(self) -> None:
         """The state has jumped: what was reduced for other steps is of no use."""
-        self._gradients, self._generations = {}, {}
+        self._reduced = {}
 
     # ---- effects
 
     def decided(self, effect: do.Decided) -> None:
         """A decision was taken."""
         if effect.key.seq == 0:
-            self._transport.channel.forget(effect.key.step)
+            self._view.transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
             self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
 
@@ -163,7 +153,6 @@ class Updates:
         view, number = self._view, effect.step
         machine = view.driver.machine
         leads = view.is_main and machine.settled  # before that, the leader of before may still tell
-        self._released = max(self._released, number)
         key, records = machine.position, machine.records  # of the decision that proves it
         if records:
             view.publisher.committed(number, committed_unix_ns(records, key.seq == 0))
@@ -182,13 +171,53 @@ class Updates:
         """The loop has raised: the state stands as after the last update."""
         self._saver.before_update()
         for replica in self._view.stages.values():
-            replica.drop_lanes()
-            replica.settle_buffers()
+            replica.lanes.drop()
+            replica.lanes.settle_buffers()
 
     def discard(self, effect: Discard) -> None:
         """Lane results of this step and older are of no use any more."""
         for replica in self._view.stages.values():
-            replica.discard()
+            replica.lanes.discard()
 
     def _tell_progress(self, number: int, step_ms: float) -> None:
         self._view.link.tell(self._view.driver.progress(number, step_ms))
+
+
+_Told = dict[TiePlace, Tensor | None]
+
+
+def exchange_ties(view: WorkerView, plan: Plan, step: int, reduced: Mapping[int, Reduced]) -> dict[int, _Told]:
+    """Every stage gets the reduced gradients of the parameters that it shares with others: tell others what was reduced
+    here, and hear what was reduced elsewhere. Returns, by own stage, by place in other stages.
+
+    Between reduction and agree: what is sent here is part of what a worker must hold before it may contribute.
+
+    Raises: CollectiveAborted.
+    """
+    channel = view.transport.channel
+    tied = {k: view.stages[k] for k in reduced if view.stages[k].spec.ties}
+    partners = {k: {s for t in replica.spec.ties for s in t.stages} - {k} for k, replica in tied.items()}
+    told: dict[int, _Told] = {}
+    for stage, replica in tied.items():
+        out = tied_out(replica.spec.ties, replica.layout, reduced[stage])
+        told[stage] = {TiePlace(p.name, p.unit, p.stage): t for p, t in out.items()}  # as other stages call them
+        places = msgspec.msgpack.encode([[p.name, p.unit, p.stage, t is not None] for p, t in out.items()])
+        here = {seat.worker_id for seat in plan.pool(stage)}
+        for to in sorted({seat.worker_id for k in partners[stage] for seat in plan.pool(k)} - here):
+            if _sender(plan, stage, to) == view.me:
+                channel.send(to, Hop(step, "tied", stage, 0), [t for t in out.values() if t is not None], places)
+    for stage in sorted({s for near in partners.values() for s in near} - set(told)):
+        tensors, meta = channel.recv(_sender(plan, stage, view.me), Hop(step, "tied", stage, 0))
+        there = iter(tensors)
+        told[stage] = {
+            TiePlace(name, unit, at): next(there) if present else None
+            for name, unit, at, present in msgspec.msgpack.decode(meta)
+        }
+    names = {k: {t.name for t in replica.spec.ties} for k, replica in tied.items()}
+    return {k: {p: t for near in partners[k] for p, t in told[near].items() if p.name in names[k]} for k in tied}
+
+
+def _sender(plan: Plan, stage: int, to: int) -> int:
+    """Who of a stage's pool tells this worker: they take turns."""
+    pool = plan.pool(stage)
+    return pool[plan.worker_ids.index(to) % len(pool)].worker_id

@@ -5,16 +5,89 @@ Apart so that they need not know each other: they look at this, get what they wo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from everstep.base.config import Config
+from everstep.base.errors import check
 from everstep.base.plan import Plan
+from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver.driver import Driver
-from everstep.train.cutter import Cutter
-from everstep.train.elastic_order import AnyOrder
+from everstep.train.elastic import AnyOrder
+from everstep.train.executor import Cutter
 from everstep.train.link import WorkerLink
 from everstep.train.published import Publisher
-from everstep.train.stages import Stages
+from everstep.train.replica import StageReplica
+
+
+class Stages(Mapping[int, StageReplica]):
+    """The stages of the model that this worker holds, ascending, and how it comes to hold another one.
+
+    An unsplit job has one, which is there from the start. In a split one a worker learns from its first plan which
+    stages it is to hold, and from later ones if that changes.
+    """
+
+    def __init__(self, count: int, build: Callable[[int], StageReplica], expected_bytes: int = -1) -> None:
+        """count: of the job. build: makes a stage in its initial state. expected_bytes: of one stage's state."""
+        self.count = count
+        self.expected_bytes = expected_bytes
+        self._build = build
+        self._held: dict[int, StageReplica] = {}
+
+    @staticmethod
+    def unsplit(replica: StageReplica) -> Stages:
+        """Of a job with one stage."""
+
+        def never(stage: int) -> StageReplica:
+            check(False, f"stage {stage} of an unsplit job is there from the start")
+            return replica
+
+        tensors = [*replica.parts.model.buffers(), *replica.parts.model.parameters()]
+        filled = 2 * sum(p.nbytes for p in replica.parts.model.parameters())  # of the optimizer, by its first update
+        stages = Stages(1, never, sum(t.nbytes for t in tensors) + filled)
+        stages._held[0] = replica
+        return stages
+
+    def __getitem__(self, stage: int) -> StageReplica:
+        return self._held[stage]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._held))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def split(self) -> bool:
+        """Whether lanes go from worker to worker."""
+        return self.count > 1
+
+    @property
+    def only(self) -> StageReplica:
+        """The one stage of an unsplit job."""
+        check(not self.split, "a worker of a split job may hold several stages, or none")
+        return self._held[0]
+
+    @property
+    def any(self) -> StageReplica:
+        """One of them: what all stages have alike can be asked of it."""
+        return self._held[min(self._held)]
+
+    def want(self, stages: Iterable[int]) -> None:
+        """Have these, in their initial state if they were not held."""
+        for stage in stages:
+            if stage not in self._held:
+                self._held[stage] = self._build(stage)
+
+    def rebuild(self, stage: int) -> None:
+        """Put a stage in its initial state."""
+        self._held.pop(stage, None)
+        self._held[stage] = self._build(stage)
+
+    def keep(self, stages: Iterable[int]) -> None:
+        """Let go of all others."""
+        wanted = set(stages)
+        self._held = {stage: replica for stage, replica in self._held.items() if stage in wanted}
 
 
 @dataclass(frozen=True)
@@ -27,6 +100,7 @@ class WorkerView:
     driver: Driver
     cutter: Cutter
     publisher: Publisher
+    transport: StagedTransport
 
     @property
     def me(self) -> int:

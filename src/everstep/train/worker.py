@@ -27,11 +27,10 @@ from everstep.protocol import messages as wire
 from everstep.runtime.context import WorkerContext
 from everstep.train import join
 from everstep.train.assembly import assemble_task
-from everstep.train.calling import where
 from everstep.train.console import LeaderConsole
 from everstep.train.importing import import_from_script
 from everstep.train.link import Faults, LaunchedLink
-from everstep.train.task import Task
+from everstep.train.task import Task, where
 from everstep.train.trainer import train
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.data.digits import CLASSES, SIZE, Digits
-from everstep.zoo.classifier import Classifier, ResNetClassifier
-from everstep.zoo.recipe import total_steps, warmup_cosine
+from everstep.zoo.recipe import Classifier, ResNetClassifier, total_steps, warmup_cosine
 from everstep.zoo.resnet import ResNet
 
 _TRAIN_SIZE = 1437

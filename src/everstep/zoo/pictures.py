@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
 from everstep.data.folder import PictureFolder
-from everstep.zoo.classifier import ResNetClassifier
-from everstep.zoo.recipe import total_steps, warmup_cosine
+from everstep.zoo.recipe import ResNetClassifier, total_steps, warmup_cosine
 from everstep.zoo.resnet import ResNet
 
 

@@ -4,15 +4,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from everstep.base.errors import ConfigError, did_you_mean
 from everstep.order.cursor import SampleOrder
+from everstep.train.task import Task
+
+
+class ReadyTask(Task):
+    """A task with options of its own, `lr` and `weight_decay` among them: `option_defaults`."""
+
+    option_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def option(self, name: str) -> Any:
+        """One of the task's own options."""
+        return options(self.config, self.option_defaults)[name]
+
+
+class Classifier(ReadyTask):
+    """Pictures in, classes out, cross-entropy, SGD. Batches are (images, labels)."""
+
+    def build_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        groups = decay_groups(params, self.option("weight_decay"))
+        return SGD(groups, lr=self.option("lr"), momentum=0.9, nesterov=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return functional.cross_entropy(model(images), labels)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """loss and accuracy."""
+        images, labels = batch
+        return classification_metrics(model(images), labels)
+
+
+class ResNetClassifier(Classifier):
+    """One whose model is a `ResNet` of `depth` layers."""
+
+    depth: ClassVar[int] = 18
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Stem, residual blocks, head."""
+        return model.units()  # type: ignore[operator, no-any-return]
+
+    def cuts(self, model: nn.Module, parts: int) -> list[int] | None:
+        """The five classic stages."""
+        return model.cuts(parts)  # type: ignore[operator, no-any-return]
 
 
 def options(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +116,7 @@ def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[di
 def classification_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """loss and accuracy as tensor([sum, count]), float64. logits: (N, classes); labels: (N,) int64."""
     count = labels.numel()
-    loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum").double().item()
+    loss = functional.cross_entropy(logits.float(), labels, reduction="sum").double().item()
     right = int((logits.argmax(1) == labels).sum())
     return {
         "loss": torch.tensor([loss, count], dtype=torch.float64),

@@ -183,16 +183,13 @@ class ResNet(nn.Module):
             inputs = width * block.expansion
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
-        self._initialise()
+        for module in self.modules():
+            self._init_weights(module)
         # In a tuple, where nn.Module does not look: otherwise the state would list their parameters twice.
         self._ends = (
             Stem(self.conv1, self.bn1, self.relu, self.maxpool),
             ResNetHead(self.avgpool, self.fc),
         )
-
-    def _initialise(self) -> None:
-        for module in self.modules():
-            self._init_weights(module)
 
     @staticmethod
     def _init_weights(module: nn.Module) -> None:

@@ -13,16 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from everstep.base.errors import ConfigError
-from everstep.data.text import ByteTokenizer, Chosen, Tokenizer, Windows, read_text, standard_library
-from everstep.data.token_cache import byte_pairs
-from everstep.train.task import Task
-from everstep.zoo.recipe import decay_groups, options, total_steps, warmup_cosine
+from everstep.data.text import ByteTokenizer, Chosen, Tokenizer, Windows, byte_pairs, read_text, standard_library
+from everstep.zoo.recipe import ReadyTask, classification_metrics, decay_groups, total_steps, warmup_cosine
 from everstep.zoo.transformer import Transformer, TransformerConfig
 
 _TEST_EVERY = 20
 
 
-class TransformerText(Task):
+class TransformerText(ReadyTask):
     """Predict the next token. path: a text file, or a folder of them; "" for the standard library's sources.
 
     Options: `task.path`, `task.tokenizer` (bytes, bpe), `task.vocabulary` (of bpe), `task.context`, `task.layers`,
@@ -49,10 +47,6 @@ class TransformerText(Task):
         self.path = path
         self._text: tuple[Windows, Tokenizer] | None = None
 
-    def option(self, name: str) -> Any:
-        """One of the task's own options."""
-        return options(self.config, self.option_defaults)[name]
-
     @property
     def tokenizer(self) -> Tokenizer:
         """Of this text. Raises: ConfigError."""
@@ -66,9 +60,8 @@ class TransformerText(Task):
             kind = self.option("tokenizer")
             if kind not in ("bytes", "bpe"):
                 raise ConfigError(f"task.tokenizer: expected bytes or bpe, got {kind!r}")
-            tokenizer: Tokenizer
+            tokenizer: Tokenizer = ByteTokenizer()
             if kind == "bytes":
-                tokenizer = ByteTokenizer()
                 tokens = tokenizer.encode(data)
             else:
                 tokens, tokenizer = byte_pairs(data, self.option("vocabulary"))
@@ -106,12 +99,4 @@ class TransformerText(Task):
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """loss per token, in nats, and the share of tokens predicted right."""
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        logits = model(inputs).float().flatten(0, 1)
-        total = functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-        right = (logits.argmax(1) == targets.flatten()).sum()
-        count = float(targets.numel())
-        return {
-            "loss": torch.tensor([total.item(), count], dtype=torch.float64),
-            "accuracy": torch.tensor([right.item(), count], dtype=torch.float64),
-        }
+        return classification_metrics(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

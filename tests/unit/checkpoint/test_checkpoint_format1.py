@@ -24,10 +24,9 @@ from everstep.checkpoint.verify import verify_store
 from everstep.exact.digest import named_digest
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import merge, model_digest, same_state, state_digest
-from everstep.train.assembly import make_early_stop
-from everstep.train.parts import Parts
 from everstep.train.replica import StageReplica
-from everstep.train.stage import build_stages
+from everstep.train.stage import Parts, cut_out
+from everstep.train.trainer import EarlyStop
 from format1_checkpoints import KEPT, task_of, unpack
 
 CASES = [(name, int(step)) for name, kept in KEPT.items() for step in kept["checkpoints"]]
@@ -43,11 +42,16 @@ def replicas(name: str, cut: tuple[tuple[int, int], ...]) -> dict[int, StageRepl
         torch.manual_seed(5)
         model = task.build_model()
         optimizer = task.build_optimizer(list(model.parameters()))
-        extras = {"everstep.early_stop": make_early_stop(config)}
+        extras = {"everstep.early_stop": EarlyStop(config.early_stop)}
         return Parts(model, optimizer, task.build_scheduler(optimizer), task.units(model), extras)
 
     stages = len(cut)
-    return build_stages(make, cut, stages, range(stages), config=config, device=torch.device("cpu"), loss=task.loss)
+
+    def replica(stage: int) -> StageReplica:
+        parts, spec = (make(), None) if stages == 1 else cut_out(make(), cut, stages, stage)
+        return StageReplica(parts, config, torch.device("cpu"), spec, task.loss)
+
+    return {stage: replica(stage) for stage in range(stages)}
 
 
 def test_every_field_is_documented() -> None:

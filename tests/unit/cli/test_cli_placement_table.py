@@ -10,7 +10,7 @@ from everstep.base.config import load_config
 from everstep.cli.job import Request
 from everstep.cli.placement_table import placement_rows, print_placement
 from everstep.cli.probe import Probe, UnitSize, look_at_model
-from everstep.train.cut import chosen_cut
+from everstep.train.stage import chosen_cut
 from everstep.train.task import Task
 
 

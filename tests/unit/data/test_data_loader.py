@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.base.config_keys import LoaderConfig
 from everstep.base.errors import TaskError
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, Recipe, fetch
 from everstep.exact.seeding import sample_seed, seed_all
 from everstep.order.cursor import SampleOrder
 
@@ -53,9 +54,8 @@ def order(**limits: int) -> SampleOrder:
 
 
 def loader(workers: int = 0, dataset: Any = None, **more: Any) -> LaneLoader:
-    return LaneLoader(
-        dataset or Noisy(), more.pop("order", order()), seed=3, collate=NoisyCollate(), workers=workers, **more
-    )
+    recipe = Recipe(dataset or Noisy(), more.pop("order", order()), NoisyCollate(), 3)
+    return LaneLoader(recipe, LoaderConfig(workers, **more))
 
 
 def everything(loads: LaneLoader, lanes: list[int], steps: int) -> dict[tuple[int, int], Any]:
@@ -120,7 +120,7 @@ def test_the_callers_generators_stay_as_they_were() -> None:
     seed_all(11)
     expected = (torch.rand(3), np.random.rand(), random.random())
     seed_all(11)
-    loader().batch(1, 0)
+    fetch(Recipe(Noisy(), order(), NoisyCollate(), 3), 1, 0)
     got = (torch.rand(3), np.random.rand(), random.random())
     assert torch.equal(got[0], expected[0])
     assert got[1:] == expected[1:]
@@ -144,7 +144,7 @@ def test_tensors_begin_at_64_bytes_and_keep_their_strides(workers: int) -> None:
         whole = torch.arange(200.0)
         return (whole[1:41].view(5, 8).t(), whole[3:103:2], whole[:1].expand(4), torch.zeros(0), [whole, whole])
 
-    loads = LaneLoader(Noisy(), order(), seed=0, collate=collate, workers=workers)
+    loads = LaneLoader(Recipe(Noisy(), order(), collate, 0), LoaderConfig(workers))
     try:
         loads.schedule(1, [0])
         turned, gaps, spread, empty, shared = loads.batch(1, 0)[0]
@@ -313,7 +313,7 @@ def test_pinned_batches() -> None:
 
 def test_a_module_in_a_batch_passes_through() -> None:
     layer = nn.Linear(2, 2)
-    loads = LaneLoader(Noisy(), order(), seed=0, collate=lambda samples: (layer, len(samples)), workers=1)
+    loads = LaneLoader(Recipe(Noisy(), order(), lambda samples: (layer, len(samples)), 0), LoaderConfig(1))
     try:
         loads.schedule(1, [0])
         got, count = loads.batch(1, 0)[0]
@@ -324,7 +324,7 @@ def test_a_module_in_a_batch_passes_through() -> None:
 
 
 def test_a_batch_that_cannot_be_sent_says_what_to_do() -> None:
-    loads = LaneLoader(Noisy(), order(), seed=0, collate=lambda samples: lambda: samples, workers=1)
+    loads = LaneLoader(Recipe(Noisy(), order(), lambda samples: lambda: samples, 0), LoaderConfig(1))
     try:
         loads.schedule(1, [0])
         with pytest.raises(TaskError, match=r"cannot be sent .*loader\.workers=0"):

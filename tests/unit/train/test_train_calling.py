@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from everstep.base.config_keys import EarlyStopConfig
 from everstep.base.errors import ConfigError, JobFailed, TaskError
-from everstep.train.calling import calling, where
-from everstep.train.task import Task
+from everstep.train.task import Task, calling, where
 from everstep.train.trainer import EarlyStop
 
 
@@ -37,10 +37,10 @@ def test_an_exception_that_was_never_raised_has_no_place() -> None:
 
 
 def test_early_stop_stops_at_the_target_or_for_lack_of_progress() -> None:
-    stop = EarlyStop("loss", "min", patience=2, min_delta=0.1, target=0.5)
+    stop = EarlyStop(EarlyStopConfig("loss", "min", patience=2, min_delta=0.1, target=0.5))
     assert stop.observe({"loss": 2.0}) is None
     assert stop.observe({"loss": 1.95}) is None, "not better by min_delta"
-    again = EarlyStop("loss", "min", patience=2, min_delta=0.1, target=0.5)
+    again = EarlyStop(EarlyStopConfig("loss", "min", patience=2, min_delta=0.1, target=0.5))
     again.load_state_dict(stop.state_dict())
     assert "has not improved for 2 evaluations; best 2.0000" in str(again.observe({"loss": 1.99}))
     assert "has reached the target 0.5" in str(stop.observe({"loss": 0.5}))
@@ -48,4 +48,4 @@ def test_early_stop_stops_at_the_target_or_for_lack_of_progress() -> None:
 
 def test_early_stop_wants_its_metric() -> None:
     with pytest.raises(ConfigError, match=r"accuracy, loss.*'acc'"):
-        EarlyStop("acc", "max", 3, 0.0, None).observe({"accuracy": 1.0, "loss": 1.0})
+        EarlyStop(EarlyStopConfig("acc", "max", 3, 0.0, None)).observe({"accuracy": 1.0, "loss": 1.0})

@@ -18,8 +18,9 @@ from everstep.train.heal import (
     Offer,
     ReceivedOffer,
     StageGradient,
+    StageState,
     next_item,
-    receive_offer,
+    offered,
 )
 
 RECORDS = {1: Record(0, b"r")}
@@ -44,28 +45,41 @@ class Snapshot:
     def read_block(self, index: int) -> memoryview:
         return memoryview(b"abcd")
 
+    def release(self) -> None:
+        raise AssertionError("what is on offer is not the donor's to give back")
 
-class Pipe:
-    """Both ends of a connection; nothing passes before `open` is set."""
 
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+class End:
+    """One end of a connection; what is sent waits for `open`."""
 
-    def send_json(self, value: dict[str, Any]) -> None:
-        assert self.open.wait(GENEROUS_S)
-        self._items.put(value)
+    def __init__(self, sent: queue.SimpleQueue[Any], came: queue.SimpleQueue[Any], open: threading.Event) -> None:
+        self._sent, self._came, self._open = sent, came, open
+
+    def send_json(self, value: Any) -> None:
+        assert self._open.wait(GENEROUS_S)
+        self._sent.put(value)
 
     def send_bytes(self, parts: list[Any]) -> None:
-        assert self.open.wait(GENEROUS_S)
-        self._items.put(b"".join(bytes(part) for part in parts))
+        self.send_json(b"".join(bytes(part) for part in parts))
 
-    def recv_json(self) -> dict[str, Any]:
-        return self._items.get(timeout=GENEROUS_S)
+    def recv_json(self) -> Any:
+        return self._came.get(timeout=GENEROUS_S)
+
+    recv_bytes = recv_json
 
     def recv_into(self, target: Any) -> None:
-        data = self._items.get(timeout=GENEROUS_S)
-        memoryview(target).cast("B")[:] = data
+        memoryview(target).cast("B")[:] = self.recv_bytes()
+
+
+class Pipe:
+    """Both ends of a connection; nothing passes to the joiner before `open` is set."""
+
+    def __init__(self) -> None:
+        self.open, always = threading.Event(), threading.Event()
+        always.set()
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.donor, self.joiner = End(self._items, asked, self.open), End(asked, self._items, always)
 
     def left(self) -> list[Any]:
         found = []
@@ -80,8 +94,8 @@ class Follower:
     def __init__(self, donor: Donor, asked: threading.Event, stages: tuple[int, ...] = (0,)) -> None:
         self.pipe = Pipe()
         asked.clear()
-        request = {"kind": "heal", "stages": list(stages)}
-        self.thread = threading.Thread(target=donor.handle, args=(self.pipe, request), daemon=True)
+        request = {"kind": "heal", "stages": list(stages), "ranges": "first"}
+        self.thread = threading.Thread(target=donor.handle, args=(self.pipe.donor, request), daemon=True)
         self.thread.start()
         assert asked.wait(GENEROUS_S)
 
@@ -90,12 +104,18 @@ class Follower:
         return not self.thread.is_alive()
 
     def offer(self) -> ReceivedOffer:
+        """What is offered, with its one block."""
         self.pipe.open.set()
-        return receive_offer(self.pipe, (0,), lambda: None)  # type: ignore[arg-type]
+        joiner = self.pipe.joiner
+        header = joiner.recv_json()
+        joiner.send_json({"stage": 0, "blocks": [[0, 1]]})
+        state = StageState(header["manifests"][0], [memoryview(joiner.recv_bytes())])
+        joiner.send_json({"enough": True})
+        return offered(header, {0: state})
 
     def next_step(self) -> FollowedStep:
         while True:
-            item = next_item(self.pipe, {0: 3})  # type: ignore[arg-type]
+            item = next_item(self.pipe.joiner, {0: 3})  # type: ignore[arg-type]
             if isinstance(item, FollowedStep):
                 return item
 
@@ -212,9 +232,11 @@ def test_who_settles_is_given_what_is_shelved_for_its_generation() -> None:
     donor, pipe = Donor(), Pipe()
     donor.shelve(3, Offer(Key(3, 0), RECORDS, {}, {0: Snapshot()}))
     pipe.open.set()
-    donor.handle(pipe, {"kind": "settle", "generation": 3, "stages": [0]})  # type: ignore[arg-type]
-    assert receive_offer(pipe, (0,), lambda: None).records == RECORDS  # type: ignore[arg-type]
-    donor.handle(pipe, {"kind": "settle", "generation": 3, "stages": [1]})  # type: ignore[arg-type]
+    request = {"kind": "settle", "generation": 3, "ranges": "first"}
+    pipe.joiner.send_json({"enough": True})
+    donor.handle(pipe.donor, {**request, "stages": [0]})  # type: ignore[arg-type]
+    assert offered(pipe.joiner.recv_json(), {}).records == RECORDS
+    donor.handle(pipe.donor, {**request, "stages": [1]})  # type: ignore[arg-type]
     assert pipe.left() == [], "a stage that is not there is not given"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.train.elastic_order import ElasticOrder
+from everstep.train.elastic import ElasticOrder
 
 
 def run(order: ElasticOrder, workers: list[int]) -> list[list[tuple[int, int]]]:

@@ -9,8 +9,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.saves import SaveEnded
 from everstep.protocol.step_types import LaneDone
-from everstep.train.cutter import Cutter
-from everstep.train.executor import Executor
+from everstep.train.executor import Cutter, Executor
 
 SAVED = wire.Saved(worker_id=0, incarnation=0, step=6, ok=True, where="there", reason="")
 

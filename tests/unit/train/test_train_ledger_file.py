@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from everstep.order.ledger import LaneUse, LedgerRow, decode_rows, encode_row
-from everstep.train.ledger_file import LedgerFile
+from everstep.train.published import LedgerFile
 
 ROWS = [LedgerRow(step, 1, tuple(LaneUse(lane, 0, 2, step << lane) for lane in range(4))) for step in range(1, 9)]
 LINES = [encode_row(row) for row in ROWS]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from everstep.train.lr_policy import LrPolicy
+from everstep.train.elastic import LrPolicy
 
 
 def factors(policy: LrPolicy, workers: int, steps: int) -> list[float]:

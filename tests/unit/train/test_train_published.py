@@ -11,8 +11,7 @@ from everstep.base.plan import WorkerKey
 from everstep.observe.events import read_events
 from everstep.order.ledger import steps_of
 from everstep.protocol.driver.records import LaneReport, StepOutcome
-from everstep.train.ledger_file import LedgerFile
-from everstep.train.published import Publisher
+from everstep.train.published import LedgerFile, Publisher
 
 
 def told(run_dir: Path) -> list[int]:

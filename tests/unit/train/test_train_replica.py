@@ -9,8 +9,8 @@ from torch import nn
 from everstep.base.config import load_config
 from everstep.base.errors import InvariantViolation, TaskError
 from everstep.base.ports import Node
-from everstep.train.parts import Parts, StageSpec
-from everstep.train.replica import StageReplica, make_replica
+from everstep.train.replica import StageReplica
+from everstep.train.stage import Parts, StageSpec
 
 DATA = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
 
@@ -31,7 +31,7 @@ def replica() -> StageReplica:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = load_config([("test", {"lanes": 8, "micro_batch": 4, "steps": 3})])
-    return make_replica(Parts(model, optimizer, None, [model]), config, torch.device("cpu"))
+    return StageReplica(Parts(model, optimizer, None, [model]), config, torch.device("cpu"))
 
 
 def compute(worker: StageReplica, lanes: tuple[int, ...]) -> None:
@@ -75,8 +75,7 @@ def test_a_lane_on_trial_leaves_nothing_behind() -> None:
     worker.lanes.begin(1, (0, 1), memory)
     worker.loop.enter(1, 0)
     worker.loop.backward(worker.parts.model(DATA[0]).square().mean(), None, 1.0)
-    worker.loop.digest()
-    worker.loop.abandon()
+    worker.loop.again()
     compute(worker, (0, 1))
     assert torch.equal(expected.sums[Node(0, 2)], memory.sums[Node(0, 2)])
 

@@ -21,10 +21,8 @@ from everstep.exact.state import ModelState
 from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.peer import PeerConnection, PeerServer
 from everstep.train import taking
-from everstep.train.blocks import Held
-from everstep.train.cutter import Cutter
-from everstep.train.executor import Unusable
-from everstep.train.heal import Donor, FollowedStep, Offer, ReceivedOffer, StageGradient, next_item
+from everstep.train.executor import Cutter, Unusable
+from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item
 from everstep.train.taking import Taker
 
 TOKEN = b"x" * 32
@@ -51,6 +49,9 @@ class Shown:
     def read_block(self, index: int) -> memoryview:
         other = self._before(index)
         return self._snapshot.read_block(index) if other is None else memoryview(other)
+
+    def release(self) -> None:
+        self._snapshot.release()
 
 
 class Peer:
@@ -226,12 +227,20 @@ def test_what_a_part_has_instead_of_the_rest_counts_for_nothing(peers):
     assert same(received, state)
 
 
-def test_what_is_not_whole_is_never_streamed(peers):
+def test_what_is_not_whole_is_not_taken_for_it(peers):
+    """One of which only a part is there any more: all state anew what they have."""
     state = make_state()
     peers[0].shelve(Shown(state), part(state, 0))
-    with pytest.raises(CollectiveAborted) as caught:
+    with pytest.raises(Unusable, match="none of the donors has all that is wanted") as caught:
         settled(peers[:1])
-    assert caught.value.accused == (0,) and peers[0].given == 0
+    assert not caught.value.torn
+
+
+def test_a_donor_that_has_gone_is_accused(peers):
+    peers[0].die()
+    with pytest.raises(CollectiveAborted, match="could not be copied") as caught:
+        settled(peers[:1])
+    assert caught.value.accused == (0,)
 
 
 def flipping(state: ModelState, number: int) -> Callable[[int], bytes | None]:

@@ -14,7 +14,7 @@ import torch
 from everstep.base.errors import DeterminismError
 from everstep.exact.digest import tensor_digest
 from everstep.exact.seeding import seed_all
-from everstep.train.update_probe import UpdateProbe
+from everstep.train.replica import UpdateProbe
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

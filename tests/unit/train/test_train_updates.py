@@ -21,6 +21,6 @@ class Recorder:
 def test_a_step_is_passed_on_before_all_who_read_the_state_are_waited_for() -> None:
     calls: list[str] = []
     view: Any = SimpleNamespace(stages={}, me=0)
-    parts: list[Any] = [Recorder(calls, name) for name in ("transport", "donor", "keeper", "saver", "loop")]
+    parts: list[Any] = [Recorder(calls, name) for name in ("donor", "keeper", "saver", "loop")]
     Updates(view, *parts).before(4, {}, {})
     assert calls == ["donor.feed", "donor.busy_snapshot", "keeper.stand_still", "saver.before_update"]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
-from everstep.data.loader import LaneLoader
+from everstep.data.loader import LaneLoader, Recipe
 from everstep.exact.layout import GradientLayout, untie
 from everstep.exact.seeding import UnitSeeder, seed_all
 from everstep.order.cursor import SampleOrder
@@ -41,7 +41,7 @@ def train(task: Task, steps: int) -> list[float]:
     scheduler = task.build_scheduler(optimizer)
     seeder = UnitSeeder(task.units(model), config.seed)
     order = SampleOrder(config.seed, len(dataset), config.lanes, config.micro_batch, config.steps, config.epochs)
-    loads = LaneLoader(dataset, order, seed=config.seed, collate=task.collate)
+    loads = LaneLoader(Recipe(dataset, order, task.collate, config.seed), config.loader)
     losses = []
     for step in range(1, steps + 1):
         total = weights = 0.0
