@@ -24,8 +24,8 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
-from everstep.sim.client import Server, SimControlClient
 from everstep.sim.life import Life, SimSite
+from everstep.sim.ties import Server, SimControlClient
 from everstep.sim.worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World
 

@@ -1,15 +1,19 @@
-"""How a simulated worker gets the state of a settling generation, and takes it on, all or nothing."""
+"""How a simulated worker gets the state of a settling generation, and how a joiner follows the members."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
-from everstep.protocol.step_types import Key, Pieces
-from everstep.sim.keep import Memory
-from everstep.sim.life import Life, SimHandlers
-from everstep.sim.model import NOTHING, PLANES, Blocks, initial, merged, present, without
-from everstep.sim.state import SimCopy
-from everstep.sim.taking import CONNECT_NS, Taking
+from everstep.protocol.step_types import Key, Pieces, Record
+from everstep.sim.copying import CONNECT_NS, Taking
+from everstep.sim.life import Life, SimCopy, SimHandlers
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, initial, merged, present, update, without
+from everstep.sim.saving import Memory
 from everstep.sim.world import MS, SimConnection, connect
 
 _ALL = sum(n for _, n in PLANES)
@@ -210,3 +214,239 @@ class Fetcher:
         effects = tuple(sorted({effect for c in copies for effect in c.effects}))
         life.state.install(SimCopy(position, records, states, effects, gathers))
         life.done(operation, do.Copied(records, gathers))
+
+
+@dataclass(eq=False)
+class _Feed:
+    """One donor of a joiner: what it has offered, and the steps that have come since."""
+
+    stages: tuple[int, ...]
+    donors: list[Member]
+    taking: Taking | None = None
+    connection: SimConnection | None = None
+    offer: SimCopy | None = None
+    steps: dict[int, tuple[Mapping[int, Record], Mapping[int, SimGradient]]] = field(default_factory=dict)
+    seen: list[int] = field(default_factory=list)  # 0: caught up
+
+    def connect(self, connection: SimConnection) -> None:
+        """A donor has been reached."""
+        self.connection = connection
+
+    def offered(self, copy: SimCopy) -> None:
+        """What the donor starts from."""
+        self.offer = copy
+
+    def takes(self, taking: Taking) -> None:
+        """Its blocks come one by one, from several."""
+        self.taking = taking
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was offered is here."""
+        return self.offer is not None and (self.taking is None or self.taking.finished)
+
+    @property
+    def states(self) -> Mapping[int, Blocks]:
+        """What was offered."""
+        if self.taking is not None:
+            return self.taking.states
+        return self.offer.states if self.offer is not None else {}
+
+
+class Follower:
+    """A joiner's feeds, and what they bring."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.feeds: list[_Feed] = []
+        self.broken = ""
+        self._helpers: dict[SimConnection, SimCopy | None] = {}  # asked for blocks, and what they have offered
+
+    def handlers(self) -> SimHandlers:
+        """What it carries out."""
+        return {
+            do.OpenFeeds: self._open,
+            do.Watch: lambda operation: self._look(),
+            do.Adopt: self._adopt,
+            do.Replay: self._replay,
+            do.CloseFeeds: lambda effect: self._stop(),
+        }
+
+    def uses(self, connection: SimConnection) -> bool:
+        """Whether something may still be sent or expected here."""
+        taking = [feed.taking for feed in self.feeds if feed.taking is not None]
+        own = any(connection is feed.connection for feed in self.feeds)
+        return own or connection in self._helpers or any(one.uses(connection) for one in taking)
+
+    def _open(self, operation: do.OpenFeeds) -> None:
+        """Ask the first donor of each group that can be reached."""
+        self._stop()
+        self.feeds = [_Feed(stages, list(donors)) for donors, stages in operation.groups]
+        for feed in self.feeds:
+            self._try(feed)
+
+    def _stop(self) -> None:
+        """Follow nobody any more."""
+        for feed in self.feeds:
+            if feed.connection is not None:
+                feed.connection.close(self.life)
+        for connection in self._helpers:
+            connection.close(self.life)
+        self.feeds, self.broken, self._helpers = [], "", {}
+
+    def _try(self, feed: _Feed) -> None:
+        life = self.life
+        if feed not in self.feeds:
+            return
+        if not feed.donors:
+            self._lost(feed, "no donor could be reached")
+            return
+        donor = life.site.lives.get(feed.donors.pop(0).key)
+        connection = connect(life.world, life, donor, timeout_ns=CONNECT_NS)
+        if connection is None or donor is None:
+            life.later(life.world.latency_ns(), self._try, feed)
+            return
+        feed.connect(connection)
+        donor.accept("donor", connection)
+        connection.listen(life, lambda m: self._received(feed, m), lambda: self._lost(feed, "the donor went away"))
+        several = life.site.donors > 1
+        connection.send(life, ("follow", feed.stages, "feed" if several else "all"))
+        for member in feed.donors[: life.site.donors - 1]:
+            self._help(feed, member)
+
+    # ---- others who give blocks too
+
+    def _help(self, feed: _Feed, member: Member) -> None:
+        """One more who may be where the donor is that is followed: then it gives blocks."""
+        life, donor = self.life, self.life.site.lives.get(member.key)
+        connection = connect(life.world, life, donor, timeout_ns=CONNECT_NS)
+        if connection is None or donor is None:
+            return
+        self._helpers[connection] = None
+        donor.accept("donor", connection)
+        connection.listen(
+            life, lambda m: self._helped(feed, connection, m), lambda: self._helper_lost(feed, connection)
+        )
+        connection.send(life, ("follow", feed.stages, "blocks"))
+
+    def _helped(self, feed: _Feed, connection: SimConnection, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("offer", copy):
+                self._helpers[connection] = copy
+                self._match(feed)
+            case ("blocks", copy) if feed.taking is not None:
+                feed.taking.came(connection, copy)
+
+    def _helper_lost(self, feed: _Feed, connection: SimConnection) -> None:
+        self._helpers.pop(connection, None)
+        if feed.taking is not None:
+            feed.taking.lost(connection)
+
+    def _match(self, feed: _Feed) -> None:
+        """Who has offered the same position gives blocks; the others are let go."""
+        if feed not in self.feeds or feed.offer is None or feed.taking is None:
+            return
+        for connection, copy in list(self._helpers.items()):
+            if copy is None or feed.taking.uses(connection) or set(copy.states) != set(feed.stages):
+                continue
+            if copy.position == feed.offer.position and not feed.taking.finished:
+                feed.taking.join(connection, dict.fromkeys(feed.stages, WHOLE))
+            else:
+                connection.close(self.life)
+                del self._helpers[connection]
+
+    def _take(self, feed: _Feed) -> None:
+        """All blocks of what was offered: of the donor that is followed, and of the others."""
+        connection = feed.connection
+        taking = Taking(self.life, 1, lambda k, extents: ("blocks", k, extents), self._look)
+        for stage in feed.stages:
+            taking.want(stage, NOTHING, WHOLE)
+        feed.takes(taking)
+        if connection is not None:
+            taking.join(connection, dict.fromkeys(feed.stages, WHOLE))
+        self._match(feed)
+
+    def _lost(self, feed: _Feed, reason: str) -> None:
+        if feed in self.feeds:
+            if feed.taking is not None and feed.connection is not None:
+                feed.taking.lost(feed.connection)
+            self.broken = self.broken or reason
+            self._look()
+
+    def _received(self, feed: _Feed, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("offer", copy):
+                feed.offered(copy)
+                if self.life.site.donors > 1:
+                    self._take(feed)
+            case ("blocks", copy) if feed.taking is not None and feed.connection is not None:
+                feed.taking.came(feed.connection, copy)
+            case ("step", step, records, gradients):
+                feed.steps[step] = (records, gradients)
+                feed.seen.append(step)
+            case _:
+                feed.seen.append(0)
+        self._look()
+
+    def _look(self) -> None:
+        """Answer the operation that waits for the feeds, if there is something."""
+        life = self.life
+        operation = life.operation
+        if isinstance(operation, do.OpenFeeds):
+            offers = [f.offer.position for f in self.feeds if f.offer is not None and f.whole]
+            if len(offers) == len(self.feeds):
+                life.done(operation, tuple(offers))
+            elif self.broken:
+                life.abort(operation, (), self.broken)
+        elif isinstance(operation, do.Watch):
+            seen = [
+                do.Seen(n, s, feed.steps[s][0] if s else {}) for n, feed in enumerate(self.feeds) for s in feed.seen
+            ]
+            for feed in self.feeds:
+                feed.seen.clear()
+            if seen:
+                life.done(operation, tuple(seen))
+            elif self.broken:
+                life.abort(operation, (), self.broken)
+
+    def _adopt(self, operation: do.Adopt) -> None:
+        life = self.life
+        life.later(life.world.between(MS // 2, 10 * MS), self._load, operation)
+
+    def _replay(self, operation: do.Replay) -> None:
+        life = self.life
+        life.site.checks.taint.applies(life.me, operation.step, operation.records)
+        life.later(life.world.between(MS // 2, 3 * MS), self._apply, operation)
+
+    def _load(self, operation: do.Adopt) -> None:
+        """Load what was offered, brought to one position by the steps that have come."""
+        states: dict[int, Blocks] = {}
+        effects: dict[int, int] = {}
+        newest: SimCopy | None = None
+        for feed, passed in zip(self.feeds, operation.passed, strict=True):
+            offer = feed.offer
+            if offer is None:
+                raise AssertionError(f"{self.life.me} adopts what was not offered")
+            copies, effects = dict(feed.states), {**effects, **dict(offer.effects)}
+            for outcome in passed:
+                _, gradients = feed.steps.pop(outcome.step)
+                copies = {k: update(state, outcome.step, gradients[k]) for k, state in copies.items()}
+                effects[outcome.step] = self.life.site.checks.exact.effect(outcome.step)
+            if offer.position == operation.position:
+                newest = offer
+            states |= copies
+        if newest is None:
+            raise AssertionError(f"{self.life.me}: nobody has offered {operation.position}")
+        copy = SimCopy(operation.position, newest.records, states, tuple(sorted(effects.items())), newest.gathers)
+        self.life.state.install(copy, only=True)
+        self.life.done(operation, do.Copied(newest.records, newest.gathers))
+
+    def _apply(self, operation: do.Replay) -> None:
+        """Apply the next step of all feeds."""
+        gradients: dict[int, SimGradient] = {}
+        for feed in self.feeds:
+            gradients |= feed.steps.pop(operation.step)[1]
+        if self.life.state.at != operation.step - 1:
+            raise AssertionError(f"{self.life.me} at {self.life.state.at} is to replay {operation.step}")
+        self.life.state.apply(operation.step, operation.records, gradients)
+        self.life.done(operation)

@@ -22,8 +22,7 @@ from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.application import METRIC
-from everstep.sim.checks import Checks, Views
+from everstep.sim.checks import Checks, Corruption, Views, freed
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
@@ -32,13 +31,10 @@ from everstep.sim.control import (
     CoordinatorMachine,
     SimCoordinator,
 )
-from everstep.sim.disk import Disk
-from everstep.sim.exact import Corruption
-from everstep.sim.faults import SimFault, draw, draw_losses, draw_one, draw_split
-from everstep.sim.injector import SimInjector
-from everstep.sim.life import Life, SimSite
+from everstep.sim.faults import SimFault, SimInjector, draw, draw_losses, draw_one, draw_split
+from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import INITIAL, SimJob, wrong
-from everstep.sim.promise import freed
+from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
 MakeMachine = Callable[[WorkerKey], StepMachine]
