@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.saves import AbandonSave, Save, SaveEnded
+from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.sim.life import Life, SimHandlers, nothing
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import Blocks, present, without

@@ -5,7 +5,7 @@ Who carries out what is said by each part's `handlers`.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.extents import Extents
@@ -13,8 +13,8 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.driver.saves import SaveAsked
-from everstep.protocol.step_types import BlocksLost, Key, Release
+from everstep.protocol.driver.operations import SaveAsked
+from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
 from everstep.sim.checks import freed
 from everstep.sim.copying import KNOWN as COPIES
 from everstep.sim.copying import SimDonor
@@ -242,9 +242,10 @@ class Decisions:
             self.ties.tell(driver.progress(effect.step, 10.0))
 
 
+_EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)
 KNOWN = (
     *(("operations", f"{kind.__name__} done") for kind in do.Operation.__subclasses__()),
-    *(("effects", kind.__name__) for kind in get_args(do.Effect) if kind is not do.Operation),
+    *(("effects", kind.__name__) for kind in _EFFECTS),
     *COPIES,
 )
 """What a driver may say, as `World.seen` counts it."""

@@ -13,7 +13,7 @@ from everstep.protocol.driver.records import (
     LaneReport,
     StageSection,
     conclude,
-    encode_payload,
+    encode,
     gathered,
     stages_in,
 )
@@ -29,7 +29,7 @@ def record(
 ) -> Record:
     lanes = [LaneReport(lane, loss, 1.0, 2, 0) for lane, loss in losses.items()]
     section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "")
-    return Record(0, encode_payload(AgreePayload([section], **more)))
+    return Record(0, encode(AgreePayload([section], **more)))
 
 
 def test_the_loss_is_folded_by_lanes_and_not_by_workers() -> None:

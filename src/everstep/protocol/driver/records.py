@@ -108,12 +108,13 @@ class StepOutcome:
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _gather = msgspec.msgpack.Decoder(GatherPayload)
-_encode = msgspec.msgpack.Encoder().encode
+_record = msgspec.msgpack.Decoder(Record)
+_records = msgspec.msgpack.Decoder(dict[int, Record])
 
 
-def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
-    """For the payload of a `Record`."""
-    return _encode(payload)
+def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -> bytes:
+    """The payload of a `Record`; a record for one exchange; or all records of a decision, by worker id."""
+    return msgspec.msgpack.encode(said)
 
 
 def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> StepOutcome:
@@ -202,7 +203,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     gradient_step: int
     digest: str
-    records: dict[int, tuple[int, bytes]]
+    records: dict[int, Record]
     stages: tuple[int, ...] = (0,)
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
@@ -216,63 +217,32 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 _held = msgspec.msgpack.Decoder(_Held)
 
 
-def encode_record(record: Record) -> bytes:
-    """For one exchange."""
-    return _encode((record.prepared, record.payload))
+_ALIKE = ("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound")
 
 
 def decode_record(data: bytes) -> Record:
-    """What `encode_record` made."""
-    prepared, payload = msgspec.msgpack.decode(data, type=tuple[int, bytes])
-    return Record(prepared, payload)
-
-
-def encode_records(records: Mapping[int, Record]) -> bytes:
-    """All records of a decision, by worker id."""
-    return _encode({w: (r.prepared, r.payload) for w, r in records.items()})
+    """What was encoded of one."""
+    return _record.decode(data)
 
 
 def decode_records(data: bytes) -> dict[int, Record]:
-    """What `encode_records` made."""
-    rows = msgspec.msgpack.decode(data, type=dict[int, tuple[int, bytes]])
-    return {w: Record(*row) for w, row in rows.items()}
+    """What was encoded of a decision's."""
+    return _records.decode(data)
 
 
 def encode_holding(holding: Holding) -> bytes:
     """For the exchange in which members settle."""
-    return _encode(
-        _Held(
-            step=holding.position.step,
-            seq=holding.position.seq,
-            gradient_step=holding.gradient_step,
-            digest=holding.digest,
-            records={w: (r.prepared, r.payload) for w, r in holding.records.items()},
-            stages=holding.stages,
-            lacking=holding.lacking,
-            snapshots=holding.snapshots,
-            disk=holding.disk,
-            gradient_stages=holding.gradient_stages,
-            sound=holding.sound,
-            parts={k: part.encoded() for k, part in holding.parts.items()},
-            kept_parts=tuple((k, step, part.encoded()) for (k, step), part in sorted(holding.kept_parts.items())),
-        )
-    )
+    step, seq = holding.position
+    parts = {k: part.encoded() for k, part in holding.parts.items()}
+    kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
+    alike = {name: getattr(holding, name) for name in _ALIKE}
+    return msgspec.msgpack.encode(_Held(step=step, seq=seq, parts=parts, kept_parts=kept_parts, **alike))
 
 
 def decode_holding(data: bytes) -> Holding:
     """What `encode_holding` made."""
     held = _held.decode(data)
-    return Holding(
-        position=Key(held.step, held.seq),
-        records={w: Record(*row) for w, row in held.records.items()},
-        gradient_step=held.gradient_step,
-        digest=held.digest,
-        stages=held.stages,
-        lacking=held.lacking,
-        snapshots=held.snapshots,
-        disk=held.disk,
-        gradient_stages=held.gradient_stages,
-        sound=held.sound,
-        parts={k: Extents.decoded(coded) for k, coded in held.parts.items()},
-        kept_parts={(k, step): Extents.decoded(coded) for k, step, coded in held.kept_parts},
-    )
+    parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
+    kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+    alike = {name: getattr(held, name) for name in _ALIKE}
+    return Holding(position=Key(held.step, held.seq), parts=parts, kept_parts=kept_parts, **alike)

@@ -18,10 +18,10 @@ from everstep.base.errors import check
 from everstep.base.plan import Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.outbox import Outbox
 from everstep.protocol.driver.policy import Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
-from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Record
@@ -147,7 +147,7 @@ class Saver:
         tiers: tuple[Tier, ...] = ("disk", "object") if self._config.rule.object.url else ("disk",)
         records = self._gathers.of_update(number) or ({} if self._machine.position.seq else self._machine.records)
         save = self._begin(number, Due(tiers, why.reason, why.cause), records)
-        return replace(save, boundary=True, past=past, metrics=metrics or {})
+        return msgspec.structs.replace(save, boundary=True, past=past, metrics=metrics or {})
 
     def _begin(self, number: int, due: Due, records: Mapping[int, Record]) -> Save:
         plan = self._machine.plan

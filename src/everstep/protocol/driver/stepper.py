@@ -18,8 +18,7 @@ from everstep.protocol.driver.records import (
     StepOutcome,
     conclude,
     decode_record,
-    encode_payload,
-    encode_record,
+    encode,
     stages_in,
 )
 from everstep.protocol.driver.settler import Gathers
@@ -75,17 +74,17 @@ class Stepper:
     def reduced(self, operation: do.Reduce, payload: AgreePayload, kept: int, due: Due) -> Iterable[step.StepEvent]:
         """The whole reduced gradient is held here. kept: the newest step whose snapshots are where they are to be. due:
         what is taken after this one."""
-        data = encode_payload(payload.stamped(self._committed_ns, kept, due))
+        data = encode(payload.stamped(self._committed_ns, kept, due))
         return [step.GradientReduced(operation.generation, operation.step, data)]
 
     def gather(self, data: bytes) -> step.GatherWanted:
         """What the application contributes, as a record says it."""
-        return step.GatherWanted(encode_payload(GatherPayload(data, self._committed_ns)))
+        return step.GatherWanted(encode(GatherPayload(data, self._committed_ns)))
 
     def contribute(self, effect: step.SendRecord) -> None:
         """Give the own record to all, and get theirs."""
         tag = Tag("decide", effect.key.step, effect.key.seq)
-        self._out.start(do.Exchange, effect.generation, tag, encode_record(effect.record))
+        self._out.start(do.Exchange, effect.generation, tag, encode(effect.record))
 
     def all_contributed(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         """All records are there."""
