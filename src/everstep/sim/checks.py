@@ -148,7 +148,7 @@ class Corruption:
 
 
 class Exact:
-    """The states of the undisturbed run, and who must have which."""
+    """P1: what a worker holds, hands on and leaves behind is that of the undisturbed run, unless a bit has flipped."""
 
     def __init__(self, job: SimJob, corruption: Corruption) -> None:
         self.job = job
@@ -195,7 +195,7 @@ class Exact:
 
 
 class Taint:
-    """What comparisons have shown, by the records."""
+    """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it."""
 
     def __init__(self, records: SimRecords, corruption: Corruption) -> None:
         self.records = records
@@ -243,8 +243,10 @@ class Taint:
 
 
 class Effects:
-    """What has been committed, and what has left. floor: the newest step whose effects have left, and that was not
-    found tainted since."""
+    """P2: the effects of every step leave exactly once, and only what is committed.
+
+    floor: the newest step whose effects have left, and that was not found tainted since.
+    """
 
     def __init__(self) -> None:
         self.effects: dict[int, int] = {}

@@ -226,7 +226,7 @@ SimPart = Mapping[Node, SimGradient]
 
 
 class Reduction:
-    """What has come of the sums of a generation, and what this worker makes of it."""
+    """The canonical reduction: each block of each stage is added up by its owner, and handed to all."""
 
     def __init__(self, life: Life, mesh: Mesh, lanes: SimLanes) -> None:
         self.life = life

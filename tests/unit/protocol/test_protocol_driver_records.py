@@ -8,7 +8,6 @@ import struct
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.protocol.driver.comparing import differing
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -17,6 +16,7 @@ from everstep.protocol.driver.records import (
     committed_unix_ns,
     conclude,
     decode_holding,
+    differing,
     encode,
     encode_holding,
 )

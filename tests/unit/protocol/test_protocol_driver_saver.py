@@ -15,7 +15,7 @@ from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
-from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
@@ -28,7 +28,6 @@ from everstep.protocol.driver.records import (
     encode,
 )
 from everstep.protocol.driver.saver import GIVE_UP_S, Saver, SavingRules
-from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record
 

@@ -26,13 +26,11 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
-from everstep.protocol.driver.joiner import Joiner
-from everstep.protocol.driver.keeper import Keeper
 from everstep.protocol.driver.operations import PartsThere, SaveEnded
-from everstep.protocol.driver.outbox import Outbox, Standing
-from everstep.protocol.driver.saver import Saver, SavingRules
-from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
-from everstep.protocol.driver.stepper import Stepper
+from everstep.protocol.driver.outbox import Gathers, Outbox, Standing
+from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
+from everstep.protocol.driver.settler import SETTLE, Settler
+from everstep.protocol.driver.stepper import Joiner, Stepper
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key

@@ -15,42 +15,13 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.keeper import Keeper
-from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
+from everstep.protocol.driver.saver import Keeper
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record
 
 SETTLE = Tag("settle", 0, 0)
-
-
-class Gathers:
-    """Records of the decisions of the present step, by key: what answers the application's gathers."""
-
-    def __init__(self) -> None:
-        self.known: dict[Key, Mapping[int, Record]] = {}
-
-    def applied(self, number: int, records: Mapping[int, Record]) -> None:
-        """The state is that of this step, decided by these records (none if they are not known)."""
-        self.known = {Key(number, 0): records} if records else {}
-
-    def decided(self, key: Key, records: Mapping[int, Record]) -> None:
-        """A gather."""
-        self.known = {k: v for k, v in self.known.items() if k.step == key.step}
-        self.known[key] = records
-
-    def copied(self, gathers: do.GatheredRecords) -> None:
-        """Of the state that was copied from somebody."""
-        self.known = dict(gathers)
-
-    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:
-        """For somebody who is given the state: with the one that was decided by these records, though the application
-        here may not have asked for it yet."""
-        return {**self.known, position: records} if records else dict(self.known)
-
-    def of_update(self, number: int) -> Mapping[int, Record]:
-        """By which the step itself was decided, if it is known."""
-        return self.known.get(Key(number, 0), {})
 
 
 class Settler:
