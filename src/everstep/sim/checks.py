@@ -6,7 +6,7 @@ They look at what the workers do from outside and share no code with the machine
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,28 +34,18 @@ def freed(who: object, what: str, kept: object) -> None:
         raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
 
 
-_agree = msgspec.msgpack.Decoder(AgreePayload)
-_encode = msgspec.msgpack.Encoder().encode
-_Pairs = tuple[tuple[int, int], ...]
-_vote = msgspec.msgpack.Decoder(tuple[int, int, tuple[int, ...], _Pairs, _Pairs])
-
-
-@dataclass(frozen=True)
-class Vote:
+class Vote(msgspec.Struct, frozen=True, array_like=True):
     """What a record's payload says in the simulation: who contributed what, in which generation."""
 
     generation: int
     worker_id: int
     lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
     sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
-    states: tuple[tuple[int, int], ...] = ()  # stage and its state before the step
+    states: tuple[tuple[int, int], ...]  # stage and its state before the step
 
-    def encode(self) -> bytes:
-        return _encode((self.generation, self.worker_id, self.lanes, self.sums, self.states))
 
-    @staticmethod
-    def decode(payload: bytes) -> Vote:
-        return Vote(*_vote.decode(payload))
+_agree = msgspec.msgpack.Decoder(AgreePayload)
+_vote = msgspec.msgpack.Decoder(Vote)
 
 
 class SimRecords:
@@ -107,7 +97,7 @@ class SimRecords:
         """What an agree record bears for the checks."""
         found = self._votes.get(payload)
         if found is None:
-            found = Vote.decode(_agree.decode(payload).sections[0].buffers[0])
+            found = _vote.decode(_agree.decode(payload).sections[0].buffers[0])
             self._votes[payload] = found
         return found
 
@@ -124,35 +114,71 @@ class SimRecords:
         return copies
 
 
-@dataclass
-class Corruption:
-    """What is known of flipped bits. verify_every: steps between comparisons. unnoticed: all copies of every stage were
-    alike in a comparison, and some were wrong: then nobody can know."""
+class Taint:
+    """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it.
 
-    verify_every: int
-    flipped: WorkerKey | None = None
-    found_by: set[WorkerKey] = field(default_factory=set)
-    unnoticed: bool = False
+    verify_every: steps between comparisons. flipped: a bit has. found: a comparison has shown it. unnoticed: all copies
+    of every stage were alike in a comparison, and some were wrong: then nobody can know.
+    """
 
-    def flip(self, who: WorkerKey) -> None:
-        """A bit of its copy has flipped."""
-        self.flipped = who
+    def __init__(self, records: SimRecords, verify_every: int) -> None:
+        self.records = records
+        self.verify_every = verify_every
+        self.flipped = self.found = self.unnoticed = False
 
-    def escaped(self) -> None:
-        """A comparison has shown nothing, of copies that are wrong."""
-        self.unnoticed = True
+    def flip(self) -> None:
+        """A bit of a copy has flipped."""
+        self.flipped = True
 
-    def due(self, step: int) -> bool:
+    def _due(self, step: int) -> bool:
         """Whether states are compared before the step."""
         return bool(self.verify_every) and step % self.verify_every == 0
+
+    def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
+        """A worker is about to apply a step, decided by these records."""
+        if not self._due(step):
+            return
+        copies = self.records.copies(records)
+        differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
+        require(not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}")
+        self.unnoticed = self.unnoticed or any(map(wrong, set().union(*copies.values())))
+
+    def invalidated(self, who: WorkerKey, sound: int) -> None:
+        """A worker has found that states after this step count for nothing."""
+        shown = any(
+            key.step > sound
+            and not key.seq
+            and self._due(key.step)
+            and tuple(sorted(given)) == self.records.plans[generation].worker_ids
+            and any(len(states) > 1 for states in self.records.copies(given).values())
+            for key, made in self.records.exchanged.items()
+            for generation, given in made.items()
+        )
+        require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
+        self.found = True
+
+    def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
+        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
+        member has, nobody goes on from anything that is wrong."""
+        sound = sound_limit(self.records.holdings.get(generation, {}))
+        told = any(plan.sound >= 0 for number, plan in self.records.plans.items() if number <= generation)
+        if sound is not None or told:
+            seats = self.records.plans[generation].stages_of(who.worker_id)  # other stages will be dropped
+            spoilt = sorted(stage for stage in seats if stage in held and wrong(held[stage]))
+            right = not spoilt or self.unnoticed
+            require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
+        if sound is None:
+            return False
+        require(step <= sound, "P1", f"{who} enters {generation} at step {step}, tainted after {sound}")
+        return True
 
 
 class Exact:
     """P1: what a worker holds, hands on and leaves behind is that of the undisturbed run, unless a bit has flipped."""
 
-    def __init__(self, job: SimJob, corruption: Corruption) -> None:
+    def __init__(self, job: SimJob, taint: Taint) -> None:
         self.job = job
-        self.corruption = corruption
+        self.taint = taint
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
 
@@ -182,7 +208,7 @@ class Exact:
         for stage, state in states.items():
             self.state(who, step, stage, state)
             require(None not in state, "P1", f"{who} finished without blocks of stage {stage}")
-            unnoticed = wrong(state) and not self.corruption.unnoticed
+            unnoticed = wrong(state) and not self.taint.unnoticed
             require(not unnoticed, "P1", f"{who} finished with a wrong state of stage {stage}")
         self.finals.append(dict(states))
 
@@ -192,54 +218,6 @@ class Exact:
             wrong(state) or state == self.states[step][stage] for stage, state in states.items()
         )
         require(right, "P1", f"the checkpoint of step {step} holds {states}")
-
-
-class Taint:
-    """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it."""
-
-    def __init__(self, records: SimRecords, corruption: Corruption) -> None:
-        self.records = records
-        self.corruption = corruption
-
-    def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
-        """A worker is about to apply a step, decided by these records."""
-        corruption = self.corruption
-        if not corruption.due(step):
-            return
-        copies = self.records.copies(records)
-        differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
-        require(not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}")
-        if any(map(wrong, set().union(*copies.values()))):
-            corruption.escaped()
-
-    def invalidated(self, who: WorkerKey, sound: int) -> None:
-        """A worker has found that states after this step count for nothing."""
-        shown = any(
-            key.step > sound
-            and not key.seq
-            and self.corruption.due(key.step)
-            and tuple(sorted(given)) == self.records.plans[generation].worker_ids
-            and any(len(states) > 1 for states in self.records.copies(given).values())
-            for key, made in self.records.exchanged.items()
-            for generation, given in made.items()
-        )
-        require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
-        self.corruption.found_by.add(who)
-
-    def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
-        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
-        member has, nobody goes on from anything that is wrong."""
-        sound = sound_limit(self.records.holdings.get(generation, {}))
-        told = any(plan.sound >= 0 for number, plan in self.records.plans.items() if number <= generation)
-        if sound is not None or told:
-            seats = self.records.plans[generation].stages_of(who.worker_id)  # other stages will be dropped
-            spoilt = sorted(stage for stage in seats if stage in held and wrong(held[stage]))
-            right = not spoilt or self.corruption.unnoticed
-            require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
-        if sound is None:
-            return False
-        require(step <= sound, "P1", f"{who} enters {generation} at step {step}, tainted after {sound}")
-        return True
 
 
 class Effects:
@@ -288,13 +266,12 @@ class Views:
 class Checks:
     """The promises, over one simulation: each by itself, and here what concerns several of them."""
 
-    def __init__(self, job: SimJob, views: Views, corruption: Corruption) -> None:
+    def __init__(self, job: SimJob, views: Views, verify_every: int) -> None:
         self.job = job
         self.views = views
-        self.corruption = corruption
-        self.exact = Exact(job, corruption)
         self.records = SimRecords()
-        self.taint = Taint(self.records, corruption)
+        self.taint = Taint(self.records, verify_every)
+        self.exact = Exact(job, self.taint)
         self.effects = Effects()
         self.lost_everything = 0
         self.given_up: set[WorkerKey] = set()

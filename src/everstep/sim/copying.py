@@ -13,7 +13,7 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.protocol.chunks import Chunk, Chunks
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Record
-from everstep.sim.life import Life, SimCopy, SimHandlers
+from everstep.sim.life import Life, SimCopy
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without
 from everstep.sim.saving import Memory
 from everstep.sim.world import MS, SimConnection
@@ -35,16 +35,8 @@ class SimDonor:
         self.served: dict[SimConnection, int] = {}  # who has got something, by generation
         self.offered: dict[SimConnection, SimCopy] = {}  # who asks for the blocks of what it was offered
         self.silent: list[SimConnection] = []  # who has come, and asks for nothing as long as others give it
-        life.install_door("donor", self._accept)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {
-            do.Shelve: self._shelve,
-            do.Unshelve: self._unshelve,
-            do.OfferFeeds: self._offer,
-            do.CutFeeds: self._jumped,
-        }
+        life.install({do.Shelve: self._shelve, do.Unshelve: self._unshelve, ("door", "donor"): self._accept})
+        life.install({do.OfferFeeds: self._offer, do.CutFeeds: self._jumped})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -78,7 +70,7 @@ class SimDonor:
                 self.wanted.append((connection, stages, kind))
                 self.life.handle(do.FollowerAsked())
             case ("blocks", stage, extents):
-                self.life.later(self.life.world.between(0, 3 * MS), self._give_offered, connection, stage, extents)
+                self.life.soon(0, 3 * MS, self._give_offered, connection, stage, extents)
             case ("fetch", generation, stage, extents):
                 self.fetchers.append((connection, generation, stage, extents))
                 self._serve()
@@ -112,7 +104,7 @@ class SimDonor:
         for one in self.fetchers[:]:
             if one[1] == self.shelf[0]:
                 self.fetchers.remove(one)
-                self.life.later(self.life.world.between(MS, 15 * MS), self._give, self.shelf, *one)
+                self.life.soon(MS, 15 * MS, self._give, self.shelf, *one)
 
     def _give(self, shelf: tuple[int, dict[int, SimCopy]], *asked: Any) -> None:
         """The last block has been read. Nothing may have changed meanwhile, or the copy would be torn."""
@@ -177,8 +169,7 @@ class SimDonor:
         self.feeds = [f for f in self.feeds if set(f[1]) <= set(gradients)]
 
     def _caught_up(self, connection: SimConnection) -> None:
-        life = self.life
-        life.later(life.world.between(0, 2 * MS), connection.send, life, ("caught_up",))
+        self.life.soon(0, 2 * MS, connection.send, self.life, ("caught_up",))
 
     def _jumped(self, effect: do.CutFeeds) -> None:
         """The followers have missed something."""
@@ -192,7 +183,6 @@ def _of(copy: SimCopy, stage: int, extents: Extents) -> Any:
     return without(copy.states[stage], WHOLE - extents)
 
 
-CONNECT_NS = 500 * MS
 KNOWN = tuple(
     ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
 )

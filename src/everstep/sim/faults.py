@@ -146,7 +146,7 @@ class SimInjector:
     def host(self, fault: SimFault, worker: SimWorker | None = None) -> str:
         """That of the worker, or any."""
         hosts = self.control.hosts
-        return worker.life.host if worker is not None else hosts[fault.pick % len(hosts)]
+        return worker.host if worker is not None else hosts[fault.pick % len(hosts)]
 
     def cut(self, fault: SimFault, a: str, b: str) -> None:
         """Two hosts cannot reach each other for a while."""
@@ -155,14 +155,13 @@ class SimInjector:
 
     def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
         """Some blocks of a stage that it holds; whether it was the time for it. Late ones are no matter."""
-        life = target.life
-        if not life.alive or self.stopped:
+        if not target.alive or self.stopped:
             return True
-        driver = life.driver
-        held = sorted(set(driver.machine.stages) & set(life.state.stages))
-        if not held or not driver.still or life.frozen_ns is not None or driver.position.step != life.state.at:
+        driver = target.driver
+        held = sorted(set(driver.machine.stages) & set(target.state.stages))
+        if not held or not driver.still or target.frozen_ns is not None or driver.position.step != target.state.at:
             return False
-        self.world.log(life.name, "LOSES", held[pick % len(held)], mask)
+        self.world.log(target.name, "LOSES", held[pick % len(held)], mask)
         target.lose(held[pick % len(held)], _blocks(mask))
         return True
 
@@ -178,7 +177,7 @@ class SimInjector:
             control.coordinator.thaw()
         control.start_coordinator()
         for worker in control.live_workers():
-            worker.life.thaw()
+            worker.thaw()
         for host in control.hosts:
             control.agents[host].thaw()
         for host in control.hosts:
@@ -203,33 +202,33 @@ def _one(strikes: Callable[[SimInjector, SimFault, SimWorker], None]) -> Strikes
 
 
 def _kill(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    target.life.die("SIGKILL")
+    target.die("SIGKILL")
 
 
 def _freeze(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    target.life.freeze()
+    target.freeze()
     if fault.for_ms < 3000:
-        injector.for_a_while(fault, target.life.thaw)
+        injector.for_a_while(fault, target.thaw)
 
 
 def _last_words(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
     """An exception in a worker: it says so and ends."""
-    if target.life.frozen_ns is None:
-        target.ties.fail(f"error of {target.life.me} at {injector.world.now_ns}")
+    if target.frozen_ns is None:
+        target.ties.fail(f"error of {target.me} at {injector.world.now_ns}")
 
 
 def _raises(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
     """An exception in a worker's application, which stays for a while with what it holds."""
-    target.life.later(0, target.loop.raises, f"error of {target.life.me} at {injector.world.now_ns}")
+    target.later(0, target.loop.raises, f"error of {target.me} at {injector.world.now_ns}")
 
 
 def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
     """A plan comes once more, late."""
-    plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.life.me)]
+    plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
     if plans:
         plan = plans[-1 - fault.pick % min(3, len(plans))]
         again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
-        target.life.later(injector.world.latency_ns(), target.ties.deliver, again)
+        target.later(injector.world.latency_ns(), target.ties.deliver, again)
 
 
 def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
@@ -240,8 +239,8 @@ def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
 
 def _pair(injector: SimInjector, fault: SimFault, target: SimWorker) -> tuple[str, str] | None:
     """The names of it and of another."""
-    others = [w.life.name for w in injector.control.live_workers() if w is not target]
-    return (target.life.name, others[fault.pick % len(others)]) if others else None
+    others = [w.name for w in injector.control.live_workers() if w is not target]
+    return (target.name, others[fault.pick % len(others)]) if others else None
 
 
 def _link(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
@@ -260,7 +259,7 @@ def _bad_link(injector: SimInjector, fault: SimFault, target: SimWorker) -> None
 
 
 def _drain(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
-    injector.control.command("drain", {"worker_id": target.life.me.worker_id})
+    injector.control.command("drain", {"worker_id": target.me.worker_id})
 
 
 # ---- several workers
@@ -275,24 +274,24 @@ def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
     for n, seat in enumerate(plan.pool(fault.pick % plan.stages)):
         target = injector.control.workers.get(plan.member(seat.worker_id).key)
         if target is not None:
-            injector.world.later(n * fault.for_ms * MS, target.life.die, "SIGKILL")
+            injector.world.later(n * fault.for_ms * MS, target.die, "SIGKILL")
 
 
 def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
     site = injector.control.site
     found = [
-        (one.life, stage)
+        (one, stage)
         for one in ([worker] if worker is not None else injector.control.live_workers())
-        if one.can_flip and one.life.state.at + 2 * injector.verify_every <= site.checks.job.steps
-        for stage in sorted(set(one.life.driver.machine.stages) & set(one.life.state.stages))
-        if site.copies(one.life, stage) > 1
+        if one.can_flip and one.state.at + 2 * injector.verify_every <= site.checks.job.steps
+        for stage in sorted(set(one.driver.machine.stages) & set(one.state.stages))
+        if site.copies(one, stage) > 1
     ]
     if found:
         target, stage = found[fault.pick % len(found)]
         injector.world.log(target.name, "FLIPPED", stage, "at", target.state.at)
         target.state.flip(stage)
-        site.checks.corruption.flip(target.me)
+        site.checks.taint.flip()
     elif not injector.stopped:
         injector.world.later(7 * MS, _flip, injector, fault, None)
 
@@ -300,7 +299,7 @@ def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Of all workers at once, of each another block: what is left is whole together, unless it is one alone."""
     live = injector.control.live_workers()
-    if all(one.life.driver.still for one in live):
+    if all(one.driver.still for one in live):
         for n, one in enumerate(live):
             injector.lose(one, fault.pick, 1 << (n + fault.pick) % 4)
     elif not injector.stopped:
@@ -313,7 +312,7 @@ def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
     for n, one in enumerate(live):
         if one.holdings and (fault.same or n == fault.pick % len(live)):
             mask = 1 << (n + fault.pick) % 4 if fault.same else 1 + fault.pick % 15
-            one.lose_kept(*one.holdings[-1], _blocks(mask))
+            one.memory.lose(*one.holdings[-1], _blocks(mask))
 
 
 def _blocks(mask: int) -> Extents:
@@ -384,7 +383,7 @@ def _isolate(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -
 def _drop_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Break control connections, of one process or of all."""
     control = [c for c in injector.world.connections if c.ends[1].name == "coordinator"]
-    owner = None if worker is None else worker.life
+    owner = None if worker is None else worker
     for connection in control:
         if fault.pick % 2 or connection.ends[0] is (owner or control[fault.pick % len(control)].ends[0]):
             connection.fail()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
-from everstep.protocol.step_types import Key, Pieces, Record
-from everstep.sim.copying import CONNECT_NS, Taking
-from everstep.sim.life import Life, SimCopy, SimHandlers
+from everstep.protocol.step_types import Pieces, Record
+from everstep.sim.copying import Taking
+from everstep.sim.life import Life, SimCopy
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, initial, merged, present, update, without
 from everstep.sim.saving import Memory
-from everstep.sim.world import MS, SimConnection, connect
+from everstep.sim.world import MS, SimConnection
 
 _ALL = sum(n for _, n in PLANES)
 
@@ -29,12 +30,8 @@ class Fetcher:
         self._donors: list[int] = []
         self._got: dict[int, SimCopy] = {}
         self._left: list[tuple[int, tuple[int, ...]]] = []
-        for kind in (do.Fetch, do.Restore):
-            life.install_leaving(kind, self._leave)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Fetch: self._fetch, do.Restore: self._restore}
+        life.install({do.Fetch: self._fetch, do.Restore: self._restore})
+        life.install({("abort", do.Fetch): self._leave, ("abort", do.Restore): self._leave})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -49,9 +46,8 @@ class Fetcher:
         self.life.aborted(operation, accused, reason)
 
     def _damaged(self, operation: do.Restore, reason: str) -> None:
-        if self.life.operation is operation:
-            self._stop()
-            self.life.tainted(operation, reason)
+        self._stop()
+        self.life.tainted(operation, reason)
 
     def _fetch(self, operation: do.Fetch | do.Restore) -> None:
         """Get these stages, then take them on, all or nothing."""
@@ -67,7 +63,7 @@ class Fetcher:
     def _next(self, operation: do.Fetch | do.Restore) -> None:
         life = self.life
         if not self._left:
-            life.later(life.world.between(0, MS), self._install, operation)
+            life.during(operation, life.world.between(0, MS), self._install)
             return
         stage, donors = self._left.pop(0)
         if isinstance(operation, do.Restore) and (not donors or donors[0] == life.me.worker_id):
@@ -79,52 +75,43 @@ class Fetcher:
 
     def _held(self, operation: do.Fetch | do.Restore, stage: int) -> Blocks:
         """What is live or kept here of the state that is wanted."""
-        step = operation.step if isinstance(operation, do.Restore) else operation.position.step
-        live = self.life.state.stages.get(stage, NOTHING) if self.life.state.at == step else NOTHING
+        step, state = operation.position.step, self.life.state
+        live = state.stages.get(stage, NOTHING) if state.at == step else NOTHING
         kept = self.memory.kept.get((stage, step), NOTHING) if isinstance(operation, do.Restore) else NOTHING
         return merged(live, kept)
 
     def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
         """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
-        machine = self.life.driver.machine
-        if isinstance(operation, do.Restore):
-            there = machine.step == operation.step
-        else:
-            there = machine.position == operation.position
-        if not there:
+        machine, wanted = self.life.driver.machine, operation.position
+        if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
         return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
 
     def _own(self, operation: do.Restore, stage: int, memory: bool) -> None:
         """From this worker's memory, from disk, or anew."""
-        life, step = self.life, operation.step
+        life, at = self.life, operation.position
         if memory and stage in operation.stands:
-            copy = life.state.copy(Key(step, 0), operation.own, {}, (stage,))
+            copy = life.state.copy(at, operation.own, {}, (stage,))
         elif memory:
-            blocks = self._held(operation, stage)
-            if None in blocks:  # lost since they were stated
-                life.later(0, self._refuse, operation, f"stage {stage} of step {step} is not whole any more")
+            copy = SimCopy(at, operation.own, {stage: self._held(operation, stage)})
+            if None in copy.states[stage]:  # lost since they were stated
+                said = f"stage {stage} of step {at.step} is not whole any more"
+                life.during(operation, 0, self._refuse, said)
                 return
-            copy = SimCopy(Key(step, 0), operation.own, {stage: blocks})
         else:
-            found = life.site.disk.read(stage, step) if step else initial(stage)
+            found = life.site.disk.read(stage, at.step) if at.step else initial(stage)
             if found is None:
-                life.later(life.world.between(0, 5 * MS), self._damaged, operation, f"checkpoint {step} is damaged")
+                said = f"checkpoint {at.step} is damaged"
+                life.during(operation, life.world.between(0, 5 * MS), self._damaged, said)
                 return
-            effects = ((step, life.site.checks.exact.effect(step)),) if step else ()  # perhaps nobody has told them
-            copy = SimCopy(Key(step, 0), {}, {stage: found}, effects)
-        life.later(
-            life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS),
-            self._have,
-            operation,
-            stage,
-            copy,
-        )
+            effects = ((at.step, life.site.checks.exact.effect(at.step)),) if at.step else ()  # perhaps untold yet
+            copy = SimCopy(at, {}, {stage: found}, effects)
+        took = life.world.between(0, MS) if memory else life.world.between(MS, 20 * MS)
+        life.during(operation, took, self._have, stage, copy)
 
     def _have(self, operation: do.Fetch | do.Restore, stage: int, copy: SimCopy) -> None:
-        if self.life.operation is operation:
-            self._got[stage] = copy
-            self._next(operation)
+        self._got[stage] = copy
+        self._next(operation)
 
     # ---- from peers
 
@@ -151,21 +138,18 @@ class Fetcher:
         if not self._donors:
             self._look(operation, stage, taking)
             return
-        worker_id = self._donors.pop(0)
-        donor = life.site.lives.get(operation.plan.member(worker_id).key)
-        connection = connect(life.world, life, donor, timeout_ns=CONNECT_NS)
-        if connection is None or donor is None:
-            life.later(life.world.latency_ns(), self._try, operation, stage, taking)
-            return
 
-        def lost() -> None:
+        def lost(connection: SimConnection) -> None:
             taking.lost(connection)
             self._try(operation, stage, taking)
 
-        donor.accept("donor", connection)
-        connection.listen(life, lambda m: taking.came(connection, m[1]), lost)
-        pieces = operation.pieces.get(stage)
-        taking.join(connection, {stage: WHOLE if pieces is None else pieces.given.get(worker_id, WHOLE)})
+        worker_id, pieces = self._donors.pop(0), operation.pieces.get(stage)
+        key = operation.plan.member(worker_id).key
+        connection = life.reach(key, "donor", lambda donor, message: taking.came(donor, message[1]), lost)
+        if connection is None:
+            life.later(life.world.latency_ns(), self._try, operation, stage, taking)
+        else:
+            taking.join(connection, {stage: WHOLE if pieces is None else pieces.given.get(worker_id, WHOLE)})
 
     def _look(self, operation: do.Fetch | do.Restore, stage: int, taking: Taking) -> None:
         """Whether the stage is there, or cannot be had."""
@@ -173,14 +157,11 @@ class Fetcher:
         if life.operation is not operation or self._taking is not taking:
             return
         if taking.finished and taking.meta is not None:
-            blocks, copy = taking.states[stage], taking.meta
             own = self._claimed(operation, stage) & taking.taken.get(stage, NONE)
             if own:
                 raise AssertionError(f"{life.me} has copied what it had of stage {stage}: {own}")
             self._stop()
-            self._have(
-                operation, stage, SimCopy(copy.position, copy.records, {stage: blocks}, copy.effects, copy.gathers)
-            )
+            self._have(operation, stage, replace(taking.meta, states={stage: taking.states[stage]}))
         elif taking.out_of_reach and not self._donors:
             if taking.refused:
                 self._refuse(operation, f"blocks of stage {stage} are not there any more")
@@ -190,17 +171,13 @@ class Fetcher:
             self._try(operation, stage, taking)
 
     def _refuse(self, operation: do.Fetch | do.Restore, reason: str) -> None:
-        if self.life.operation is operation:
-            self._stop()
-            self.life.tainted(operation, reason, torn=False)
+        self._stop()
+        self.life.tainted(operation, reason, torn=False)
 
     # ---- the end
 
     def _install(self, operation: do.Fetch | do.Restore) -> None:
-        life = self.life
-        if life.operation is not operation:
-            return
-        position = Key(operation.step, 0) if isinstance(operation, do.Restore) else operation.position
+        life, position = self.life, operation.position
         wrong = [c.position for c in self._got.values() if c.position != position]
         if wrong:
             raise AssertionError(f"{life.me} wants the state at {position} and got {wrong}")
@@ -261,16 +238,8 @@ class Follower:
         self.feeds: list[_Feed] = []
         self.broken = ""
         self._helpers: dict[SimConnection, SimCopy | None] = {}  # asked for blocks, and what they have offered
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {
-            do.OpenFeeds: self._open,
-            do.Watch: lambda operation: self._look(),
-            do.Adopt: self._adopt,
-            do.Replay: self._replay,
-            do.CloseFeeds: lambda effect: self._stop(),
-        }
+        life.install({do.OpenFeeds: self._open, do.CloseFeeds: lambda effect: self._stop()})
+        life.install({do.Watch: lambda operation: self._look(), do.Adopt: self._adopt, do.Replay: self._replay})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -301,14 +270,16 @@ class Follower:
         if not feed.donors:
             self._lost(feed, "no donor could be reached")
             return
-        donor = life.site.lives.get(feed.donors.pop(0).key)
-        connection = connect(life.world, life, donor, timeout_ns=CONNECT_NS)
-        if connection is None or donor is None:
+        connection = life.reach(
+            feed.donors.pop(0).key,
+            "donor",
+            lambda donor, message: self._received(feed, message),
+            lambda donor: self._lost(feed, "the donor went away"),
+        )
+        if connection is None:
             life.later(life.world.latency_ns(), self._try, feed)
             return
         feed.connect(connection)
-        donor.accept("donor", connection)
-        connection.listen(life, lambda m: self._received(feed, m), lambda: self._lost(feed, "the donor went away"))
         several = life.site.donors > 1
         connection.send(life, ("follow", feed.stages, "feed" if several else "all"))
         for member in feed.donors[: life.site.donors - 1]:
@@ -318,16 +289,11 @@ class Follower:
 
     def _help(self, feed: _Feed, member: Member) -> None:
         """One more who may be where the donor is that is followed: then it gives blocks."""
-        life, donor = self.life, self.life.site.lives.get(member.key)
-        connection = connect(life.world, life, donor, timeout_ns=CONNECT_NS)
-        if connection is None or donor is None:
-            return
-        self._helpers[connection] = None
-        donor.accept("donor", connection)
-        connection.listen(
-            life, lambda m: self._helped(feed, connection, m), lambda: self._helper_lost(feed, connection)
-        )
-        connection.send(life, ("follow", feed.stages, "blocks"))
+        helped, lost = partial(self._helped, feed), partial(self._helper_lost, feed)
+        connection = self.life.reach(member.key, "donor", helped, lost)
+        if connection is not None:
+            self._helpers[connection] = None
+            connection.send(self.life, ("follow", feed.stages, "blocks"))
 
     def _helped(self, feed: _Feed, connection: SimConnection, message: tuple[Any, ...]) -> None:
         match message:
@@ -410,13 +376,12 @@ class Follower:
                 life.abort(operation, (), self.broken)
 
     def _adopt(self, operation: do.Adopt) -> None:
-        life = self.life
-        life.later(life.world.between(MS // 2, 10 * MS), self._load, operation)
+        self.life.soon(MS // 2, 10 * MS, self._load, operation)
 
     def _replay(self, operation: do.Replay) -> None:
         life = self.life
         life.site.checks.taint.applies(life.me, operation.step, operation.records)
-        life.later(life.world.between(MS // 2, 3 * MS), self._apply, operation)
+        life.soon(MS // 2, 3 * MS, self._apply, operation)
 
     def _load(self, operation: do.Adopt) -> None:
         """Load what was offered, brought to one position by the steps that have come."""

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+import msgspec
+
 from everstep.base.plan import Plan
 from everstep.base.ports import Node
 from everstep.placement.owners import owners
@@ -24,7 +26,7 @@ from everstep.protocol.driver.operations import Compute
 from everstep.protocol.driver.records import AgreePayload, LaneReport, StageSection
 from everstep.protocol.step_types import Discard, LaneDone
 from everstep.sim.checks import Vote
-from everstep.sim.life import Life, SimHandlers
+from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import BLOCKS, Blocks, SimGradient, add, backward, digest, forward, leaf
 from everstep.sim.world import MS
@@ -67,13 +69,8 @@ class SimLanes:
         self._under: dict[int, set[int]] = {}  # all own lanes by stage, when they were computed last
         self._came: dict[Pass, int] = {}  # what a pass starts from
         self._when_left: Callable[[], None] | None = None
-        life.install_leaving(Compute, self._leave)
-        mesh.on("lane", self._arrived)
-        mesh.install_owes(Compute, self._owes)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {Compute: self._compute, Discard: self._discard}
+        life.install({Compute: self._compute, Discard: self._discard, ("message", "lane"): self._arrived})
+        life.install({("abort", Compute): self._leave, ("owes", Compute): self._owes})
 
     def when_left(self, call: Callable[[], None]) -> None:
         """Whom to tell when an operation was aborted, and the driver knows."""
@@ -234,13 +231,8 @@ class Reduction:
         self.lanes = lanes
         self._parts: dict[tuple[int, int], dict[int, SimPart]] = {}  # by (step, stage)
         self._pieces: dict[tuple[int, int], dict[int, SimGradient]] = {}
-        mesh.on("part", self._on_part)
-        mesh.on("piece", self._on_piece)
-        mesh.install_owes(do.Reduce, self._owes)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Reduce: self._reduce}
+        life.install({do.Reduce: self._reduce, ("owes", do.Reduce): self._owes})
+        life.install({("message", "part"): self._on_part, ("message", "piece"): self._on_piece})
 
     def clear(self) -> None:
         """A generation begins."""
@@ -303,7 +295,9 @@ class Reduction:
         for k, lanes in mine.items():
             last = k + 1 == plan.stages
             reports = [LaneReport(n, 0.0, 1.0, 1, hash((step, n)) & _USE) for n in lanes] if last else []
-            sections.append(StageSection(k, reports, (0, 0), b"", [], [vote.encode()], self._digest(step, k)))
+            sections.append(
+                StageSection(k, reports, (0, 0), b"", [], [msgspec.msgpack.encode(vote)], self._digest(step, k))
+            )
         return AgreePayload(sections)
 
     def _digest(self, step: int, stage: int) -> str:

@@ -6,20 +6,22 @@ Nothing is decided here, and nothing is carried out: each part says by its `hand
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.operations import GatheredRecords
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
 from everstep.sim.model import Blocks, SimGradient, SimJob, flipped, initial, update, without
-from everstep.sim.world import MS, Process, SimConnection, World
+from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 _PHASES: dict[type[do.Operation], str] = {
     do.Open: "settling",
@@ -188,12 +190,15 @@ class SimState:
             self.checks.exact.state(self.me, self.at, stage, state)
 
 
-SimHandlers = Mapping[type, Callable[[Any], None]]
+SimHandlers = Mapping[Hashable, Callable[..., Any]]
+"""Who does what, by kind of effect or operation. By ("abort", kind): who ends such an operation before its time; by
+("owes", kind): whether a peer still owes it something; by ("message", kind): who takes messages of members; by
+("door", name): who takes connections of peers that ask for this."""
 Exited = Callable[[WorkerKey, Cause, str, bool, bool], None]
 UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 
 
-def nothing(effect: object) -> None:
+def nothing(*what: object) -> None:
     """What has no counterpart on an abstract state."""
 
 
@@ -234,10 +239,7 @@ class Life(Process):
         self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
         self.cut_to = -1  # operations of this generation and older ones are over
         self._exited = exited
-        self._handlers: dict[type, Callable[[Any], None]] = {}
-        self._doors: dict[str, Callable[..., None]] = {}
-        self._leave: dict[type, Callable[[Any, tuple[int, ...], str], None]] = {}
-        self._look: Callable[[], None] | None = None
+        self.handlers: dict[Hashable, Callable[..., Any]] = {}
         self._events: deque[object] = deque()
         self._handling = False
 
@@ -253,24 +255,28 @@ class Life(Process):
     # ---- parts
 
     def install(self, handlers: SimHandlers) -> None:
-        """Who carries out what."""
-        self._handlers.update(handlers)
+        """Who does what."""
+        self.handlers.update(handlers)
 
-    def install_leaving(self, kind: type[do.Operation], leave: Callable[[Any, tuple[int, ...], str], None]) -> None:
-        """Who ends operations of a kind that are to be aborted; by default it is done at once."""
-        self._leave[kind] = leave
+    def look(self) -> None:
+        """Whether the operation under way can end at all."""
 
-    def install_look(self, look: Callable[[], None]) -> None:
-        """Who looks, when an operation has begun, whether it can end at all."""
-        self._look = look
-
-    def install_door(self, name: str, accept: Callable[..., None]) -> None:
-        """Who takes connections of peers that ask for this."""
-        self._doors[name] = accept
-
-    def accept(self, door: str, connection: SimConnection, *args: Any) -> None:
-        """A peer has connected."""
-        self._doors[door](connection, *args)
+    def reach(
+        self,
+        key: WorkerKey,
+        door: str,
+        receive: Callable[[SimConnection, Any], None],
+        lost: Callable[[SimConnection], None],
+        *said: Any,
+        timeout_ns: int = 500 * MS,
+    ) -> SimConnection | None:
+        """A connection to another life; None if that cannot be reached."""
+        peer = self.site.lives.get(key)
+        connection = connect(self.world, self, peer, timeout_ns)
+        if connection is not None and peer is not None:
+            connection.listen(self, partial(receive, connection), partial(lost, connection))
+            peer.handlers["door", door](connection, *said)
+        return connection
 
     # ---- the driver
 
@@ -292,6 +298,14 @@ class Life(Process):
                 self.finished = None
         self._handling = False
 
+    def during(self, operation: do.Operation, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
+        """Have `act(operation, *args)` called after the delay, unless the operation has been answered by then."""
+        self.later(delay_ns, self._during, operation, act, args)
+
+    def _during(self, operation: do.Operation, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.operation is operation:
+            act(operation, *args)
+
     def done(self, operation: do.Operation, result: object = None) -> None:
         """The operation was carried out, unless it has been answered."""
         if self.operation is operation:
@@ -307,7 +321,7 @@ class Life(Process):
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
         """End the operation, unless it has been answered."""
         if self.operation is operation and not isinstance(operation, UNINTERRUPTED):
-            self._leave.get(type(operation), self.aborted)(operation, accused, reason)
+            self.handlers.get(("abort", type(operation)), self.aborted)(operation, accused, reason)
 
     def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
         """The operation was left."""
@@ -329,19 +343,32 @@ class Life(Process):
             self._begin(effect)
         else:
             self.world.seen["effects", type(effect).__name__] += 1
-            self._handlers[type(effect)](effect)
+            self.handlers[type(effect)](effect)
 
     def _begin(self, operation: do.Operation) -> None:
         self.operation = operation
         self.site.phases.note(self.me, operation)
         if 0 < operation.generation <= self.cut_to and not isinstance(operation, UNINTERRUPTED):
-            self.later(self.world.between(0, MS // 4), self.abort, operation)
+            self.soon(0, MS // 4, self.abort, operation)
         else:
-            self._handlers[type(operation)](operation)
-            if self._look is not None:
-                self._look()
+            self.handlers[type(operation)](operation)
+            self.look()
 
     # ---- the end
+
+    def last_words(self, cause: Cause, reason: str, **more: Any) -> wire.WorkerFailed:
+        """What it tells the coordinator when something was raised."""
+        return wire.WorkerFailed(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            cause=cause,
+            step=self.driver.machine.step,
+            reason=reason,
+            signature=reason,
+            fatal=False,
+            generation=self.driver.generation,
+            **more,
+        )
 
     def die(self, reason: str) -> None:
         """End by SIGKILL."""

@@ -8,13 +8,14 @@ that needs it; nothing else does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.protocol.driver import operations as do
-from everstep.sim.life import Life, SimHandlers
-from everstep.sim.world import MS, SimConnection, connect
+from everstep.sim.life import Life, nothing
+from everstep.sim.world import MS, SECOND, SimConnection
 
 _CONNECT_NS = 1000 * MS
 
@@ -31,25 +32,16 @@ class Mesh:
         self._early: dict[int, list[tuple[Any, ...]]] = {}
         self._records: dict[Tag, dict[int, bytes]] = {}
         self._opened: Callable[[do.Open], None] | None = None
-        self._on: dict[str, Callable[..., None]] = {"lost": self._on_lost, "record": self._on_record}
-        self._owes: dict[type, Callable[[Any, int], bool]] = {
-            do.Open: lambda operation, worker_id: worker_id not in self.out,
-            do.Exchange: lambda operation, worker_id: worker_id not in self._records.get(operation.tag, {}),
-        }
-        life.install_door("mesh", self._accept)
-        life.install_look(self.look)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Exchange: self._exchange}
-
-    def on(self, kind: str, receive: Callable[..., None]) -> None:
-        """Who takes messages of a kind."""
-        self._on[kind] = receive
-
-    def install_owes(self, kind: type[do.Operation], owes: Callable[[Any, int], bool]) -> None:
-        """Who says whether a peer still owes something to an operation of a kind."""
-        self._owes[kind] = owes
+        life.install(
+            {
+                do.Exchange: self._exchange,
+                ("door", "mesh"): self._accept,
+                ("message", "lost"): self._on_lost,
+                ("message", "record"): self._on_record,
+                ("owes", do.Open): lambda operation, peer: peer not in self.out,
+                ("owes", do.Exchange): lambda operation, peer: peer not in self._records.get(operation.tag, {}),
+            }
+        )
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -88,21 +80,21 @@ class Mesh:
         self._met(operation)
 
     def _connect(self, operation: do.Open, worker_id: int, until_ns: int) -> None:
-        me, plan = self.life, operation.plan
-        if me.operation is not operation:
+        life, generation = self.life, operation.generation
+        if life.operation is not operation:
             return
-        world = me.world
-        peer = me.site.lives.get(plan.member(worker_id).key)
-        connection = connect(world, me, peer)
-        if connection is not None and peer is not None:
+        key, mine = operation.plan.member(worker_id).key, life.me.worker_id
+        lost = partial(self._lost, generation, worker_id)
+        connection = life.reach(key, "mesh", nothing, lost, generation, mine, timeout_ns=SECOND)
+        peer = life.site.lives.get(key)
+        waits = peer is not None and peer.alive and not life.world.spoiled(life.name, peer.name)
+        if connection is not None:
             self.out[worker_id] = connection
-            connection.listen(me, lambda _: None, lambda: self._lost(plan.generation, worker_id))
-            peer.accept("mesh", connection, plan.generation, me.me.worker_id)
             self._met(operation)
-        elif peer is not None and peer.alive and not world.spoiled(me.name, peer.name) and world.now_ns < until_ns:
-            me.later(100 * MS, self._connect, operation, worker_id, until_ns)
+        elif waits and life.world.now_ns < until_ns:
+            life.later(100 * MS, self._connect, operation, worker_id, until_ns)
         else:
-            me.later(world.latency_ns(), self._lost, plan.generation, worker_id)
+            life.later(life.world.latency_ns(), lost)
 
     def _met(self, operation: do.Open) -> None:
         if len(self.out) == len(operation.plan.worker_ids) - 1 and self._opened is not None:
@@ -114,13 +106,12 @@ class Mesh:
             connection.close(self.life)
             return
         self.incoming.append((generation, connection))
-        connection.listen(self.life, self.received, lambda: self._lost(generation, worker_id))
+        connection.listen(self.life, self.received, partial(self._lost, generation, worker_id))
 
-    def _lost(self, generation: int, worker_id: int) -> None:
+    def _lost(self, generation: int, worker_id: int, connection: SimConnection | None = None) -> None:
         self.incoming = [(g, c) for g, c in self.incoming if c.open]
         if generation == self.generation:
-            self.lost.add(worker_id)
-            self.look()
+            self._on_lost(worker_id)
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(("lost", generation, worker_id))
 
@@ -138,7 +129,7 @@ class Mesh:
         """A message of some generation: (kind, generation, ...). Older ones have no effect, newer ones wait."""
         kind, generation = message[0], message[1]
         if generation == self.generation:
-            self._on[kind](*message[2:])
+            self.life.handlers["message", kind](*message[2:])
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(message)
 
@@ -174,10 +165,7 @@ class Mesh:
     def look(self) -> None:
         """End the operation under way if lost peers owe it something."""
         operation = self.life.operation
-        missing = tuple(i for i in sorted(self.lost) if self._needs(operation, i))
+        owes = self.life.handlers.get(("owes", type(operation)))
+        missing = tuple(i for i in sorted(self.lost) if owes is not None and owes(operation, i))
         if missing and operation is not None:
             self.life.abort(operation, missing, "a transfer failed")
-
-    def _needs(self, operation: do.Operation | None, worker_id: int) -> bool:
-        owes = self._owes.get(type(operation))
-        return owes is not None and owes(operation, worker_id)

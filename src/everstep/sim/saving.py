@@ -11,7 +11,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
-from everstep.sim.life import Life, SimHandlers, nothing
+from everstep.sim.life import Life, nothing
 from everstep.sim.mesh import Mesh
 from everstep.sim.model import Blocks, present, without
 from everstep.sim.world import MS
@@ -26,11 +26,8 @@ class Memory:
         self.life = life
         self.mesh = mesh
         self.kept: dict[tuple[int, int], Blocks] = {}
-        mesh.on("snapshot", self._take)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget, do.DropLanes: nothing}
+        life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
+        life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
 
     def lose(self, stage: int, number: int, lost: Extents) -> None:
         """Blocks of a snapshot are gone."""
@@ -52,7 +49,7 @@ class Memory:
                 self.mesh.send(member.worker_id, "snapshot", stage, number, value, effect.records)
         if effect.to:
             done = life.world.rng.random() < 0.9
-            life.later(life.world.between(MS, 40 * MS), life.handle, do.HandedOver(number, done))
+            life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
 
     def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
         """Another pool's."""
@@ -85,17 +82,9 @@ class SimSaver:
 
     def __init__(self, life: Life) -> None:
         self.life = life
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {
-            Save: self._save,
-            AbandonSave: nothing,
-            do.SaveLast: self._save_last,
-            do.Linger: self._linger,
-            do.Finish: self._finish,
-            do.Invalidate: self._invalidate,
-        }
+        life.install({Save: self._save, AbandonSave: nothing, do.Invalidate: self._invalidate})
+        life.install({do.SaveLast: self._save_last, do.Finish: self._finish})
+        life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
 
     def _save(self, effect: Save) -> None:
         """Each stage's leader writes its part; the job's leader hears when the last one is there."""
@@ -105,8 +94,8 @@ class SimSaver:
             disk.ask(number, lambda: life.later(0, life.handle, SaveEnded(number, True, "", "disk")))
         for stage in effect.plan.stages_of(me):
             if effect.plan.leader(stage) == me:
-                took = life.world.between(MS, 60 * MS)
-                life.later(took, self._written, effect.plan.generation, stage, number, life.state.stages[stage])
+                state = life.state.stages[stage]
+                life.soon(MS, 60 * MS, self._written, effect.plan.generation, stage, number, state)
 
     def _written(self, generation: int, stage: int, number: int, state: Blocks) -> None:
         """What is not complete when its generation ends, or when it is invalidated, is abandoned."""
@@ -130,30 +119,24 @@ class SimSaver:
             life.later(_GRACE_NS, life.done, operation, "")
             self._saved(operation)
         else:
-            life.later(life.world.between(MS, 60 * MS), life.done, operation, "")
+            life.soon(MS, 60 * MS, life.done, operation, "")
 
     def _saved(self, operation: do.SaveLast) -> None:
         life, disk = self.life, self.life.site.disk
-        if life.operation is not operation:
-            return
         if len(disk.parts.get(operation.step, ())) < life.job.stages:
-            life.later(5 * MS, self._saved, operation)
+            life.during(operation, 5 * MS, self._saved)
             return
         life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
         life.done(operation, "disk")
 
-    def _linger(self, operation: do.Linger) -> None:
-        self.life.later(self.life.world.between(10 * MS, 2000 * MS), self.life.done, operation)
-
     def _finish(self, operation: do.Finish) -> None:
         if operation.save is not None and self.life.job.write_every:
             self._save(operation.save)
-        self.life.later(self.life.world.between(0, 3 * MS), self._finished, operation)
+        self.life.during(operation, self.life.world.between(0, 3 * MS), self._finished)
 
     def _finished(self, operation: do.Finish) -> None:
         life = self.life
-        if life.operation is operation:
-            leads = operation.plan.leader(0) == life.me.worker_id
-            if leads:
-                life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
-            life.done(operation, leads)
+        leads = operation.plan.leader(0) == life.me.worker_id
+        if leads:
+            life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
+        life.done(operation, leads)

@@ -22,13 +22,12 @@ from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.checks import Checks, Corruption, Views, freed
+from everstep.sim.checks import Checks, Views, freed
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
     Client,
     Control,
-    CoordinatorMachine,
     SimCoordinator,
 )
 from everstep.sim.faults import SimFault, SimInjector, draw, draw_losses, draw_one, draw_split
@@ -37,9 +36,8 @@ from everstep.sim.model import INITIAL, SimJob, wrong
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
-MakeMachine = Callable[[WorkerKey], StepMachine]
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
-NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
+NewCoordinator = Callable[[CoordinatorConfig, Callable[..., Any], Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
@@ -172,28 +170,9 @@ class Verdict:
     def ok(self) -> bool:
         return not self.problem
 
-    @property
-    def went_back(self) -> int:
-        """How often a worker did."""
-        return len(self.targets)
-
-    @property
-    def newest_target(self) -> int:
-        """The newest step that any went back to."""
-        return max(self.targets, default=0)
-
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
         return f"seed {self.seed}: {verdict}\n{self.setup}"
-
-
-def make_machine(key: WorkerKey) -> StepMachine:
-    """The step machine of production."""
-    return StepMachine(key, digest=str(INITIAL))
-
-
-def _production_coordinator(config: CoordinatorConfig, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-    return Coordinator(config, place, journal)
 
 
 class Simulation:
@@ -204,17 +183,14 @@ class Simulation:
         seed: int,
         setup: Setup,
         tracing: bool,
-        make_machine: MakeMachine = make_machine,
-        make_coordinator: NewCoordinator | None = None,
-        make_driver: NewDriver = Driver,
+        machine: type[StepMachine] = StepMachine,
+        coordinator: NewCoordinator = Coordinator,
+        driver: NewDriver = Driver,
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        corruption = Corruption(setup.verify_every)
-        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), corruption)
-        self.make_machine = make_machine
-        self.make_driver = make_driver
-        self.make_coordinator = make_coordinator or _production_coordinator
+        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), setup.verify_every)
+        self.new_machine, self.new_driver, self.new_coordinator = machine, driver, coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
@@ -247,8 +223,8 @@ class Simulation:
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
-    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-        return self.make_coordinator(self.config, list(journal))
+    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> Coordinator:
+        return self.new_coordinator(self.config, place, list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every
@@ -256,13 +232,13 @@ class Simulation:
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
-        return self.make_driver(key, config, self.make_machine(key))
+        return self.new_driver(key, config, self.new_machine(key, str(INITIAL)))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""
         live = [
             w
-            for w in self._live()
+            for w in self.control.live_workers()
             if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
         ]
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
@@ -276,14 +252,11 @@ class Simulation:
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        live = self._live()
+        live = self.control.live_workers()
         return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.driver.position for w in self._live() if w.driver.plan is not None}
-
-    def _live(self) -> list[Life]:
-        return [worker.life for worker in self.control.live_workers()]
+        return {w.me: w.driver.position for w in self.control.live_workers() if w.driver.plan is not None}
 
     def ended(self) -> bool:
         return self.control.fate.ended
@@ -305,7 +278,7 @@ class Simulation:
         """What is left when the job has ended, and a while later, when nobody should be there any more."""
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
-        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self._live()])
+        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self.control.live_workers()])
         control = (AgentProcess, SimCoordinator, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
@@ -331,7 +304,7 @@ class Simulation:
         status = coordinator.machine.status() if coordinator is not None else {}
         workers = [
             f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
-            for w in self._live()
+            for w in self.control.live_workers()
         ]
         return f"workers: {workers}; coordinator: {status}"
 
@@ -342,16 +315,13 @@ def simulate(
     split: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
-    make_machine: MakeMachine = make_machine,
-    make_coordinator: NewCoordinator | None = None,
-    make_driver: NewDriver = Driver,
-    faults: Sequence[SimFault] | None = None,
+    machine: type[StepMachine] = StepMachine,
+    coordinator: NewCoordinator = Coordinator,
+    driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages. `setup` and `faults` replace what the seed would draw."""
+    """Run one seed. `split`: of a model in several stages. `setup` replaces what the seed would draw."""
     chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
-    if faults is not None:
-        chosen = replace(chosen, faults=tuple(faults))
-    simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator, make_driver)
+    simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
         problem = simulation.run()
     except Exception as error:  # whatever it is, it is this seed's finding
@@ -369,9 +339,9 @@ def simulate(
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.control.fate.reports),
         targets=tuple(simulation.control.site.went_back),
-        flipped=simulation.checks.corruption.flipped is not None,
-        found=bool(simulation.checks.corruption.found_by),
-        unnoticed=simulation.checks.corruption.unnoticed,
+        flipped=simulation.checks.taint.flipped,
+        found=simulation.checks.taint.found,
+        unnoticed=simulation.checks.taint.unnoticed,
         trace=tuple(simulation.world.lines),
         seen=simulation.world.seen,
     )

@@ -15,7 +15,7 @@ from everstep.base.plan import Member
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
-from everstep.sim.life import Life, SimHandlers
+from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
 from everstep.sim.world import MS, Process, SimConnection, connect
 
@@ -32,7 +32,7 @@ FindServer = Callable[[], Server | None]
 
 
 class SimControlClient:
-    """A connection to the coordinator that is always being kept up: hello first, then what waits."""
+    """A connection to the coordinator that is always being kept up, once begun: hello first, then what waits."""
 
     def __init__(
         self,
@@ -46,6 +46,10 @@ class SimControlClient:
         self._server = server
         self.connection: SimConnection | None = None
         self.queue: list[wire.AnyMessage] = []
+        self.closed = True
+
+    def begin(self) -> None:
+        """Find the coordinator."""
         self.closed = False
         self._try()
 
@@ -55,28 +59,25 @@ class SimControlClient:
         server = self._server()
         connection = connect(self.owner.world, self.owner, server, timeout_ns=2000 * MS)
         if connection is None or server is None:
-            self.owner.later(self.owner.world.between(20 * MS, 300 * MS), self._try)
+            self.owner.soon(20 * MS, 300 * MS, self._try)
             return
         self.connection = connection
-        connection.listen(self.owner, self._deliver, self._lost)
+        connection.listen(self.owner, lambda body: self.deliver(wire.decode(body)), self._lost)
         server.accept(connection, self.role)
         connection.send(self.owner, b"")
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:
             connection.send(self.owner, wire.encode(message))
 
-    def _deliver(self, body: bytes) -> None:
-        self.deliver(wire.decode(body))
-
     def _lost(self) -> None:
         self.connection = None
-        self.owner.later(self.owner.world.between(20 * MS, 100 * MS), self._try)
+        self.owner.soon(20 * MS, 100 * MS, self._try)
 
     def send(self, message: wire.AnyMessage) -> None:
         """Now, or once connected again; heartbeats and progress only now."""
         if self.connection is not None and self.connection.open:
             self.connection.send(self.owner, wire.encode(message))
-        elif not isinstance(message, wire.Heartbeat | wire.Progress):
+        elif not self.closed and not isinstance(message, wire.Heartbeat | wire.Progress):
             self.queue.append(message)
 
     def close(self) -> None:
@@ -91,17 +92,8 @@ class Ties:
     def __init__(self, life: Life, server: FindServer, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.client: SimControlClient | None = None
-        self._server = server
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Tell: self._tell, do.Outvoted: self._outvoted}
-
-    def connect(self, begin: Callable[[], None]) -> None:
-        """The process is up: find the coordinator, and begin."""
-        self.client = SimControlClient(self.life, self._server, "worker", self._hello, self.deliver)
-        begin()
+        self.client = SimControlClient(life, server, "worker", self._hello, self.deliver)
+        life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
 
     def _hello(self) -> list[wire.AnyMessage]:
         """Everything that the coordinator may have missed, anew."""
@@ -113,12 +105,7 @@ class Ties:
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
-        return self.client is not None and self.client.connection is connection
-
-    def tell(self, message: wire.AnyMessage) -> None:
-        """Tell the coordinator."""
-        if self.client is not None:
-            self.client.send(message)
+        return self.client.connection is connection
 
     def pulse(self) -> wire.WorkerPulse:
         """What the agent reads of it from shared memory."""
@@ -145,40 +132,26 @@ class Ties:
             self._interrupt(newest)
         life.handle(do.Heard(message, life.world.now_ns))
         if isinstance(life.operation, do.Watch):
-            life.later(life.world.between(0, MS), life.done, life.operation, ())
+            life.soon(0, MS, life.done, life.operation, ())
 
     def _interrupt(self, generation: int) -> None:
         """The transfers of this generation and older ones are over."""
-        life = self.life
+        life, operation = self.life, self.life.operation
         life.cut(generation)
         if life.world.rng.random() < 0.5:
             self.mesh.leave(generation)
-        operation = life.operation
         if operation is not None and operation.generation <= generation:
-            life.later(life.world.between(0, 2 * MS), life.abort, operation)
+            life.soon(0, 2 * MS, life.abort, operation)
 
     def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
         """End by an exception, with last words."""
-        life = self.life
-        self.tell(
-            wire.WorkerFailed(
-                worker_id=life.me.worker_id,
-                incarnation=life.me.incarnation,
-                cause=cause,
-                step=life.driver.machine.step,
-                reason=reason,
-                signature=reason,
-                fatal=False,
-                generation=life.driver.generation,
-                sound=sound,
-            )
-        )
-        life.end(cause, reason)
+        self.client.send(self.life.last_words(cause, reason, sound=sound))
+        self.life.end(cause, reason)
 
     def _tell(self, effect: do.Tell) -> None:
         if isinstance(effect.message, wire.PeerFault):
             self.life.world.log(self.life.name, "accuses", effect.message.accused)
-        self.tell(effect.message)
+        self.client.send(effect.message)
 
     def _outvoted(self, effect: do.Outvoted) -> None:
         self.fail(effect.reason, Cause.CORRUPT, effect.sound)

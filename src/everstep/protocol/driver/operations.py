@@ -116,6 +116,11 @@ class Restore(Operation, frozen=True):
     stands: tuple[int, ...]
     pieces: Piecewise = {}
 
+    @property
+    def position(self) -> Key:
+        """Where this worker is then."""
+        return Key(self.step, 0)
+
 
 class OpenFeeds(Operation, frozen=True):
     """A joiner: connect to the first donor of each group that can be reached and copy what it offers, in memory;
