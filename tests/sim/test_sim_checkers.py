@@ -96,8 +96,8 @@ class VotesWithoutTheGradient(StepMachine):
 
     def _begin_step(self) -> list[StepEffect]:
         effects = super()._begin_step()
-        if self._generation > 1 and self._phase == "reducing":
-            stale = self._gradient_reduced(GradientReduced(self._generation, self._position.step + 1, b"1;0;0;0"))
+        if self.generation > 1 and self.phase == "reducing":
+            stale = self._gradient_reduced(GradientReduced(self.generation, self.position.step + 1, b"1;0;0;0"))
             return effects + stale
         return effects
 

@@ -109,7 +109,7 @@ class KeepsTheLiveState(StepMachine):
     """What has been found to differ counts as long as its step does."""
 
     def _doubt(self, sound: int) -> None:
-        self._sound = sound
+        self.sound = sound
 
 
 def machine(key):

@@ -137,7 +137,7 @@ class StatesItsSeatsAlone(StepMachine):
 
     def _settle(self) -> list[StepEffect]:
         if self._copied:
-            self._stages = self._current().stages_of(self.me.worker_id)
+            self.stages = self.current_plan().stages_of(self.me.worker_id)
         return super()._settle()
 
 
@@ -146,8 +146,8 @@ class GoesForwardAlone(StepMachine):
 
     def _settle(self) -> list[StepEffect]:
         if len(self._stated()) == len(self._members()):
-            settled = settle(self._current(), self._stated())
-            if settled.back and self._position > settled.target:
+            settled = settle(self.current_plan(), self._stated())
+            if settled.back and self.position > settled.target:
                 return self._enter()
         return super()._settle()
 
@@ -156,8 +156,8 @@ class RunsOnlyItsOwn(StepMachine):
     """Runs again what itself lacks, not what others lack."""
 
     def _begin_step(self) -> list[StepEffect]:
-        seats = self._seats(self._current())
-        self._rerun = frozenset(lane for _, lane in seats - self._held)
+        seats = self._seats(self.current_plan())
+        self.rerun = frozenset(lane for _, lane in seats - self._held)
         return super()._begin_step()
 
 

@@ -159,7 +159,7 @@ class SplitRun:
             )
             for w in range(n)
         }
-        outcome = conclude(step, lanes, records, self.stages)
+        outcome = conclude(step, lanes, records)
         self.losses.append(outcome.loss)
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():

@@ -24,7 +24,7 @@ def fed(step: int, feed: int = 0, of: Any = MEMBERS, **more: Any) -> do.Seen:
 
 
 def outcome(step: int, of: Any = MEMBERS) -> Any:
-    return conclude(step, LANES, records_of(of), of.stages)
+    return conclude(step, LANES, records_of(of))
 
 
 def following(given: Any = MEMBERS, *positions: Key, stages: tuple[int, ...] = (0,)) -> Worker:

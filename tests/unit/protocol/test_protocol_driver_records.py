@@ -87,7 +87,7 @@ def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> No
     first = StageSection(0, [], (0, 0), b"", [], [b""], "x", {"embed.weight": "aa"})
     last = StageSection(1, [lane(0, 0.1)], (0, 0), b"", [], [b""], "y", {"embed.weight": there})
     records = {w: Record(0, encode(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
-    outcome = conclude(6, 1, records, 2)
+    outcome = conclude(6, 1, records)
     assert outcome.ties == {"embed.weight": {(0, 3): "aa", (1, 4): there}}
     found = differing(outcome)
     assert (found is None) == (there == "aa")

@@ -54,6 +54,7 @@ class Alone:
         self.machine = SimpleNamespace(
             me=WorkerKey(me, 0), plan=plan_of(0, 1), settled=True, position=Key(5, 0), records=RECORDS
         )
+        self.machine.current_plan = lambda: self.machine.plan
         self.out, self.gathers = Outbox(WorkerKey(me, 0)), Gathers()
         self.saver = Saver(self.machine, self.out, self.gathers, saving)  # type: ignore[arg-type]
 

@@ -56,7 +56,11 @@ class Outbox:
 
     def tell(self, kind: Callable[..., wire.AnyMessage], *, lasting: bool = True, **fields: Any) -> None:
         """Send to the coordinator in this worker's name. lasting: one that missed it has to hear it again."""
-        self.send(kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields), lasting=lasting)
+        self.send(self.signed(kind, **fields), lasting=lasting)
+
+    def signed(self, kind: Callable[..., wire.AnyMessage], **fields: Any) -> wire.AnyMessage:
+        """A message in this worker's name."""
+        return kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields)
 
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
         """The same, of a message as it is."""

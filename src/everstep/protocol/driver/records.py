@@ -120,10 +120,11 @@ def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -
     return msgspec.msgpack.encode(said)
 
 
-def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> StepOutcome:
+def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutcome:
     """Fold the records of one agree, in lane and block order."""
-    sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     payloads = {worker_id: _agree.decode(records[worker_id].payload) for worker_id in sorted(records)}
+    stages = 1 + max(section.stage for payload in payloads.values() for section in payload.sections)
+    sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     for worker_id, payload in payloads.items():
         for section in payload.sections:
             sections[section.stage][worker_id] = section
@@ -163,11 +164,6 @@ def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tupl
             for name, digest in section.tied.items():
                 found.setdefault(name, {})[stage, worker_id] = digest
     return found
-
-
-def stages_in(records: Mapping[int, Record]) -> int:
-    """Of how many stages the records of an agree are."""
-    return 1 + max(s.stage for r in records.values() for s in _agree.decode(r.payload).sections)
 
 
 def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
@@ -276,16 +272,6 @@ def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
             outvoted.update(worker for stage, worker in copies if f"{worker} (stage {stage})" in odd_holders)
             found.append(_words(f"the tied parameter {name}", outcome.step, holders, odd_holders))
     return ("; ".join(found), frozenset(outvoted)) if found else None
-
-
-def proven_step(number: int, verify_every: int, begins_after: int) -> int:
-    """After so many steps: the newest one whose state has been compared among the workers, and was alike.
-
-    verify_every: steps between comparisons, 0 for none; each is of the state before its step. begins_after: the step
-    whose state the job began with.
-    """
-    compared = number // verify_every * verify_every - 1 if verify_every else 0
-    return max(0, compared, begins_after)
 
 
 def _minority(digests: Mapping[Holder, str]) -> list[Holder]:

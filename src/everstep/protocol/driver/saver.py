@@ -14,7 +14,6 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import check
 from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as wire
@@ -150,11 +149,9 @@ class Saver:
         return msgspec.structs.replace(save, boundary=True, past=past, metrics=metrics or {})
 
     def _begin(self, number: int, due: Due, records: Mapping[int, Record]) -> Save:
-        plan = self._machine.plan
-        check(plan is not None, "a member has a plan")
-        self._plan, self._begun = plan, number
+        self._plan, self._begun = self._machine.current_plan(), number
         self._incomplete = (number, self._out.times.now_ns)
-        return Save(plan, number, due, records)  # type: ignore[arg-type]
+        return Save(self._plan, number, due, records)
 
     # ---- giving one up
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
@@ -19,7 +18,7 @@ from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.driver.saver import Keeper
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Record
 
 SETTLE = Tag("settle", 0, 0)
 
@@ -36,14 +35,6 @@ class Settler:
         self._stated: Mapping[int, step.Holding] = {}
         self._disk: tuple[int, ...] = ()
         self._shelved = False
-
-    @property
-    def plan(self) -> Plan:
-        """The present one. Raises: InvariantViolation if there is none."""
-        plan = self._machine.plan
-        if plan is None:
-            raise InvariantViolation(f"no plan while {self._machine.phase}")
-        return plan
 
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
@@ -103,14 +94,16 @@ class Settler:
     def lacks(self, event: step.BlocksLost) -> None:
         """Blocks are gone: all settle anew, for that repairs them."""
         machine = self._machine
-        if self.plan.prepared:  # the coordinator may not have heard yet that the members have switched to it
+        if (
+            machine.current_plan().prepared
+        ):  # the coordinator may not have heard yet that the members have switched to it
             at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
             self._out.tell(wire.Progress, lasting=False, **at)
         self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     def entered(self, effect: step.Entered) -> None:
         """All go on from here."""
-        plan = self.plan
+        plan = self._machine.current_plan()
         self._out.put(do.EnteredPlan(plan, effect.step))
         top = max((h.position.step for h in self._stated.values()), default=0)
         if top > effect.step:  # so that it is known how many steps are done again
@@ -147,13 +140,15 @@ class Settler:
     def fetch(self, effect: step.FetchState) -> None:
         """Copy what is lacking."""
         generation = self._machine.generation
-        self._out.start(do.Fetch, generation, self.plan, effect.position, effect.donors, effect.pieces)
+        self._out.start(
+            do.Fetch, generation, self._machine.current_plan(), effect.position, effect.donors, effect.pieces
+        )
 
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
         machine, at = self._machine, self._machine.position
         rebuilt = not effect.step and not all(effect.sources.values())
-        unable = not effect.step and self.plan.stages == 1  # what is not split is built once
+        unable = not effect.step and self._machine.current_plan().stages == 1  # what is not split is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
@@ -161,7 +156,7 @@ class Settler:
         own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
         where = effect.step, effect.sources, own, held, effect.pieces
-        self._out.start(do.Restore, machine.generation, self.plan, *where)
+        self._out.start(do.Restore, machine.generation, self._machine.current_plan(), *where)
         return None
 
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
@@ -178,4 +173,4 @@ class Settler:
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
         kept = self._keeper.went_back(operation.step)
-        return [*kept, step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]
+        return [*kept, step.StateCopied(operation.generation, operation.position, result.records)]

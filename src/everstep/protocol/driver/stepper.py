@@ -28,11 +28,9 @@ from everstep.protocol.driver.records import (
     decode_record,
     differing,
     encode,
-    proven_step,
-    stages_in,
 )
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Followed, Key, Record, StepEvent
+from everstep.protocol.step_types import Key, Record, StepEvent
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,11 @@ class Differs:
 
 
 class Stepper:
-    """What is done for one decision after the other. lanes: of the global batch; verify_every, begins_after: as for
-    `proven_step`."""
+    """What is done for one decision after the other.
+
+    lanes: of the global batch. verify_every: steps between comparisons of states, 0 for none; each is of the state
+    before its step. begins_after: the step whose state the job began with.
+    """
 
     def __init__(
         self, machine: StepMachine, out: Outbox, gathers: Gathers, lanes: int, verify_every: int, begins_after: int
@@ -129,7 +130,7 @@ class Stepper:
 
     def outcome(self, number: int, records: Mapping[int, Record]) -> StepOutcome:
         """What everybody concludes from the records of a step."""
-        return conclude(number, self._lanes, records, stages_in(records))
+        return conclude(number, self._lanes, records)
 
     def compare(self, outcome: StepOutcome) -> Differs | None:
         """None if all copies of the state were alike before the step."""
@@ -145,7 +146,8 @@ class Stepper:
 
     def proven(self, number: int) -> int:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
-        return proven_step(number, self._verify_every, self._begins_after)
+        every = self._verify_every
+        return max(0, number // every * every - 1 if every else 0, self._begins_after)
 
     def _decided(self, key: Key) -> None:
         self._out.put(do.Decided(key, self._generation, first=self._entered == self._generation))
@@ -235,38 +237,32 @@ class Joiner:
 
     # ---- operations that have ended
 
-    def done(self, operation: do.Operation, result: Any) -> Iterable[StepEvent]:
-        """What the machine is to know of it."""
-        match operation:
-            case do.OpenFeeds():
-                wanted = zip(operation.groups, result, strict=True)
-                self._feeds = [_Feed(stages, at) for (_, stages), at in wanted]
-            case do.Watch():
-                self._saw(result)
-            case do.Adopt():
-                return self._adopted_state(operation, result)
-            case do.Replay():
-                return self._replayed(operation)
-        return ()
+    def opened(self, operation: do.OpenFeeds, positions: Sequence[Key]) -> None:
+        """Donors have offered their states."""
+        groups = zip(operation.groups, positions, strict=True)
+        self._feeds = [_Feed(stages, position) for (_, stages), position in groups]
 
-    def _saw(self, seen: Sequence[do.Seen]) -> None:
+    def saw(self, operation: do.Watch, seen: Sequence[do.Seen]) -> None:
+        """Something has come."""
         for one in seen:
             self._feeds[one.feed].saw(one)
 
-    def _adopted_state(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
+    def adopted(self, operation: do.Adopt, result: do.Copied) -> Iterable[StepEvent]:
+        """The state is what was offered."""
         self._adopted, self._at = True, operation.position.step
         for feed, passed in zip(self._feeds, operation.passed, strict=True):
             for _ in passed:
                 feed.steps.popleft()
         self._gathers.copied(result.gathers)
-        return [Followed(operation.position, result.records, operation.stages)]
+        return [step.Followed(operation.position, result.records, operation.stages)]
 
-    def _replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
+    def replayed(self, operation: do.Replay) -> Iterable[StepEvent]:
+        """The state is one step further."""
         self._at = operation.step
         for feed in self._feeds:
             feed.steps.popleft()
         self._gathers.applied(operation.step, operation.records)
-        return [Followed(Key(operation.step, 0), operation.records, self._stages)]
+        return [step.Followed(Key(operation.step, 0), operation.records, self._stages)]
 
     @property
     def _stages(self) -> tuple[int, ...]:
