@@ -26,7 +26,7 @@ from everstep.protocol.coordinator.types import (
 )
 from everstep.protocol.driver.driver import Driver
 from everstep.sim.life import Life, SimSite
-from everstep.sim.ties import Server, SimControlClient
+from everstep.sim.mesh import Server, SimControlClient
 from everstep.sim.worker import SimWorker
 from everstep.sim.world import MS, Process, SimConnection, World
 
@@ -279,6 +279,7 @@ class Control:
         self.world = site.world
         self.checks = site.checks
         self.slots = slots
+        self.hosts = list(slots)
         self.make = make
         self.make_driver = make_driver
         self.journal: list[dict[str, Any]] = []
@@ -287,11 +288,6 @@ class Control:
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
-
-    @property
-    def hosts(self) -> list[str]:
-        """Where agents run."""
-        return list(self.slots)
 
     def server(self) -> SimCoordinator | None:
         """The present life of the coordinator."""

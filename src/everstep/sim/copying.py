@@ -205,14 +205,14 @@ class Taking:
         self.meta: SimCopy | None = None
         self._say = say
         self._changed = changed
-        self._queue: Chunks[SimConnection] = Chunks(most)
-        self._asked: dict[SimConnection, Chunk | None] = {}
+        self.queue: Chunks[SimConnection] = Chunks(most)
+        self.asked: dict[SimConnection, Chunk | None] = {}
         self._came: dict[SimConnection, Extents] = {}
         self._owed = NONE
 
     def want(self, stage: int, own: Blocks, missing: Extents) -> None:
         """These blocks of a stage; the others are this worker's own."""
-        self._queue.want(stage, missing, PLANES)
+        self.queue.want(stage, missing, PLANES)
         self.states[stage] = own
         if not missing.whole:
             self._note("rest")
@@ -221,16 +221,16 @@ class Taking:
         """Somebody has been reached who has this."""
         if any(not given.whole for given in stages.values()):
             self._note("of what is not whole")
-        self._asked[connection] = None
-        self._queue.join(connection, stages)
+        self.asked[connection] = None
+        self.queue.join(connection, stages)
         self._ask()
 
     def came(self, connection: SimConnection, copy: SimCopy) -> None:
         """What a donor has given. What is not among it, it does not have."""
-        chunk = self._asked.get(connection)
+        chunk = self.asked.get(connection)
         if chunk is None:
             return
-        self._asked[connection] = None
+        self.asked[connection] = None
         self.meta = self.meta or copy
         ((stage, blocks),) = copy.states.items()
         given = present(blocks) & chunk.extents
@@ -246,46 +246,32 @@ class Taking:
         if given and connection not in self._came and self._came:
             self._note("from several")
         self._came[connection] = given
-        self._queue.done(connection, chunk, chunk.extents - given)
+        self.queue.done(connection, chunk, chunk.extents - given)
         self._ask()
         self._changed()
 
     def lost(self, connection: SimConnection) -> None:
         """A donor is gone."""
-        if connection not in self._asked:
+        if connection not in self.asked:
             return
-        chunk = self._asked.pop(connection)
+        chunk = self.asked.pop(connection)
         if chunk is not None:
             self._owed |= chunk.extents
-        self._queue.lost(connection)
+        self.queue.lost(connection)
         self._ask()
         self._changed()
 
     def close(self) -> None:
         """Nobody is asked any more."""
-        for connection in self._asked:
+        for connection in self.asked:
             connection.close(self.life)
-        self._asked = {}
-
-    def uses(self, connection: SimConnection) -> bool:
-        """Whether something may still come from there."""
-        return connection in self._asked
-
-    @property
-    def finished(self) -> bool:
-        """Whether all has come."""
-        return self._queue.finished
-
-    @property
-    def out_of_reach(self) -> bool:
-        """Whether somebody else has to be asked."""
-        return bool(self._queue.out_of_reach)
+        self.asked = {}
 
     def _ask(self) -> None:
-        for connection, chunk in list(self._asked.items()):
+        for connection, chunk in list(self.asked.items()):
             if chunk is None:
-                found = self._queue.next(connection)
-                self._asked[connection] = found
+                found = self.queue.next(connection)
+                self.asked[connection] = found
                 if found is not None:
                     connection.send(self.life, self._say(found.stage, found.extents))
 

@@ -35,7 +35,7 @@ class Fetcher:
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
-        return self._taking is not None and self._taking.uses(connection)
+        return self._taking is not None and connection in self._taking.asked
 
     def _restore(self, operation: do.Restore) -> None:
         self.life.site.went_back.append(operation.step)
@@ -156,18 +156,18 @@ class Fetcher:
         life = self.life
         if life.operation is not operation or self._taking is not taking:
             return
-        if taking.finished and taking.meta is not None:
+        if taking.queue.finished and taking.meta is not None:
             own = self._claimed(operation, stage) & taking.taken.get(stage, NONE)
             if own:
                 raise AssertionError(f"{life.me} has copied what it had of stage {stage}: {own}")
             self._stop()
             self._have(operation, stage, replace(taking.meta, states={stage: taking.states[stage]}))
-        elif taking.out_of_reach and not self._donors:
+        elif taking.queue.out_of_reach and not self._donors:
             if taking.refused:
                 self._refuse(operation, f"blocks of stage {stage} are not there any more")
             else:
                 life.abort(operation, tuple(operation.sources[stage]), "the state could not be copied")
-        elif taking.out_of_reach:
+        elif taking.queue.out_of_reach:
             self._try(operation, stage, taking)
 
     def _refuse(self, operation: do.Fetch | do.Restore, reason: str) -> None:
@@ -220,7 +220,7 @@ class _Feed:
     @property
     def whole(self) -> bool:
         """Whether all that was offered is here."""
-        return self.offer is not None and (self.taking is None or self.taking.finished)
+        return self.offer is not None and (self.taking is None or self.taking.queue.finished)
 
     @property
     def states(self) -> Mapping[int, Blocks]:
@@ -245,7 +245,7 @@ class Follower:
         """Whether something may still be sent or expected here."""
         taking = [feed.taking for feed in self.feeds if feed.taking is not None]
         own = any(connection is feed.connection for feed in self.feeds)
-        return own or connection in self._helpers or any(one.uses(connection) for one in taking)
+        return own or connection in self._helpers or any(connection in one.asked for one in taking)
 
     def _open(self, operation: do.OpenFeeds) -> None:
         """Ask the first donor of each group that can be reached."""
@@ -313,9 +313,9 @@ class Follower:
         if feed not in self.feeds or feed.offer is None or feed.taking is None:
             return
         for connection, copy in list(self._helpers.items()):
-            if copy is None or feed.taking.uses(connection) or set(copy.states) != set(feed.stages):
+            if copy is None or connection in feed.taking.asked or set(copy.states) != set(feed.stages):
                 continue
-            if copy.position == feed.offer.position and not feed.taking.finished:
+            if copy.position == feed.offer.position and not feed.taking.queue.finished:
                 feed.taking.join(connection, dict.fromkeys(feed.stages, WHOLE))
             else:
                 connection.close(self.life)

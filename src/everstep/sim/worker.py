@@ -16,10 +16,9 @@ from everstep.sim.copying import SimDonor
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.lanes import Reduction, SimLanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
-from everstep.sim.mesh import Mesh
+from everstep.sim.mesh import FindServer, Mesh, Ties
 from everstep.sim.model import SimGradient, evaluates
 from everstep.sim.saving import Memory, SimSaver
-from everstep.sim.ties import FindServer, Ties
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -176,10 +175,9 @@ class SimWorker(Life):
 
     def _opened(self, operation: do.Open) -> None:
         """All members have been reached."""
-        if self.operation is operation:
-            lost = self.lanes.open(operation.plan, operation.step)
-            disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
-            self.done(operation, do.Opened(lost, disk))
+        lost = self.lanes.open(operation.plan, operation.step)
+        disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
+        self.done(operation, do.Opened(lost, disk))
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)
