@@ -6,8 +6,9 @@ And what its parts share: how long things took, and the gathers of the present s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan, WorkerKey
@@ -16,8 +17,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Key, Record
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """What a coordinator that has missed something is to hear again: position and plan for the hello, and messages."""
 
     step: int = 0

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
@@ -247,9 +246,6 @@ def decode_holding(data: bytes) -> Holding:
     return Holding(position=Key(held.step, held.seq), parts=parts, kept_parts=kept_parts, **alike)
 
 
-Holder = TypeVar("Holder", bound=Hashable)
-
-
 def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
     """What is wrong with the states before the step, in words, and which workers are outvoted; None if all are alike.
 
@@ -257,34 +253,35 @@ def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
     agree on another state.
     """
     split = any(outcome.digests)
+    places = [
+        (f"stage {stage}" if split else "the state", {str(worker): (worker, digest) for worker, digest in of.items()})
+        for stage, of in sorted(outcome.digests.items())
+    ]
+    for name, of_ties in sorted(outcome.ties.items()):
+        copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(of_ties.items())}
+        places.append((f"the tied parameter {name}", copies))
     found: list[str] = []
     outvoted: set[int] = set()
-    for stage, digests in sorted(outcome.digests.items()):
+    for place, copies in places:
+        digests = {who: digest for who, (_, digest) in copies.items()}
         if len(set(digests.values())) > 1:
             odd = _minority(digests)
-            outvoted.update(odd)
-            place = f"stage {stage}" if split else "the state"
+            outvoted.update(copies[who][0] for who in odd)
             found.append(_words(place, outcome.step, digests, odd))
-    for name, copies in sorted(outcome.ties.items()):
-        if len(set(copies.values())) > 1:
-            holders = {f"{worker} (stage {stage})": digest for (stage, worker), digest in sorted(copies.items())}
-            odd_holders = _minority(holders)
-            outvoted.update(worker for stage, worker in copies if f"{worker} (stage {stage})" in odd_holders)
-            found.append(_words(f"the tied parameter {name}", outcome.step, holders, odd_holders))
     return ("; ".join(found), frozenset(outvoted)) if found else None
 
 
-def _minority(digests: Mapping[Holder, str]) -> list[Holder]:
+def _minority(digests: Mapping[str, str]) -> list[str]:
     """Whoever has another digest than more than half of all; nobody if there is no such digest."""
     (common, count), *_ = Counter(digests.values()).most_common(1)
     return [who for who, digest in digests.items() if digest != common] if 2 * count > len(digests) else []
 
 
-def _words(place: str, step: int, digests: Mapping[Holder, str], odd: Iterable[Holder]) -> str:
+def _words(place: str, step: int, digests: Mapping[str, str], odd: list[str]) -> str:
     by: dict[str, list[str]] = {}
     for who, digest in digests.items():
-        by.setdefault(digest, []).append(str(who))
+        by.setdefault(digest, []).append(who)
     said = ", ".join(f"{digest[:12]} at worker {' and '.join(who)}" for digest, who in sorted(by.items()))
-    deviates = " and ".join(str(who) for who in odd)
+    deviates = " and ".join(odd)
     verdict = f"worker {deviates} deviates" if deviates else "no copy is outvoted"
     return f"{place} differs among the workers before step {step} ({said}): {verdict}"

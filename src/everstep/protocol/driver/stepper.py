@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.ports import Tag
@@ -33,8 +35,7 @@ from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record, StepEvent
 
 
-@dataclass(frozen=True)
-class Differs:
+class Differs(msgspec.Struct, frozen=True):
     """The records of a step show that the states before it differ. sound: the last step at which they were alike.
     generation: in which the step was decided, the same at all."""
 
