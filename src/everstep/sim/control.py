@@ -26,9 +26,9 @@ from everstep.protocol.coordinator.types import (
 )
 from everstep.protocol.driver.driver import Driver
 from everstep.sim.life import Life, SimSite
-from everstep.sim.mesh import Server, SimControlClient
+from everstep.sim.mesh import SimControlClient
 from everstep.sim.worker import SimWorker
-from everstep.sim.world import MS, Process, SimConnection, World
+from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
@@ -39,8 +39,11 @@ MakeDriver = Callable[[WorkerKey], Driver]
 MakeCoordinator = Callable[[Sequence[dict[str, Any]]], Coordinator]
 
 
-class SimCoordinator(Server):
-    """One life of the coordinator. The journal outlives it; effects after a sync wait for it."""
+class SimCoordinator(Process):
+    """One life of the coordinator. The journal outlives it; effects after a sync wait for it.
+
+    When it crashes an entry that was being written is there or not; nothing that depends on it has left.
+    """
 
     def __init__(self, world: World, control: Control) -> None:
         super().__init__(world, "coordinator", CONTROL_HOST)
@@ -56,6 +59,7 @@ class SimCoordinator(Server):
         self.feed(Tick())
 
     def accept(self, connection: SimConnection, role: str) -> None:
+        """Somebody connects; the empty message says that it has proved the token."""
         name = f"{role[0]}{self.control.connected()}"
         connection.listen(self, lambda body: self._received(name, role, connection, body), lambda: self._lost(name))
 
@@ -88,7 +92,7 @@ class SimCoordinator(Server):
             if self._crash_after is not None:
                 self._crash_after -= 1
                 if self._crash_after < 0:
-                    self.control.crash_coordinator("in the middle of its effects")
+                    self.die("in the middle of its effects")
                     return
             effect = self._queue.pop(0)
             if isinstance(effect, Persist):
@@ -156,7 +160,7 @@ class AgentProcess(Process):
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self.ended = False
-        self.client = SimControlClient(self, control.server, "agent", self._hello, self._deliver)
+        self.client = SimControlClient(self, control.dial, "agent", self._hello, self._deliver)
         for worker_id in self.slots:
             self.start(worker_id)
         self.client.begin()
@@ -230,7 +234,7 @@ class Client(Process):
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any]) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.server, "client", lambda: [self.command], self._deliver)
+        self.link = SimControlClient(self, control.dial, "client", lambda: [self.command], self._deliver)
         self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:
@@ -284,14 +288,20 @@ class Control:
         self.make_driver = make_driver
         self.journal: list[dict[str, Any]] = []
         self.connections = 0
-        self.coordinator: SimCoordinator | None = None
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
+        self.coordinator = SimCoordinator(self.world, self)
 
-    def server(self) -> SimCoordinator | None:
-        """The present life of the coordinator."""
-        return self.coordinator
+    def dial(
+        self, owner: Process, role: str, receive: Callable[[Any], None], lost: Callable[[], None]
+    ) -> SimConnection | None:
+        """A connection to the present life of the coordinator; None if it cannot be reached."""
+        connection = connect(self.world, owner, self.coordinator, timeout_ns=2000 * MS)
+        if connection is not None:
+            connection.listen(owner, receive, lost)
+            self.coordinator.accept(connection, role)
+        return connection
 
     def connected(self) -> int:
         """One more connection. Returns its number."""
@@ -300,15 +310,9 @@ class Control:
 
     def start_coordinator(self) -> None:
         """The next life of the coordinator, if there is none now."""
-        if self.coordinator is None or not self.coordinator.alive:
+        if not self.coordinator.alive:
             self.coordinator = SimCoordinator(self.world, self)
             self.fate.began(self.coordinator.machine.status()["state"])
-
-    def crash_coordinator(self, why: str) -> None:
-        """An entry that was being written is there or not; nothing that depends on it has left."""
-        process = self.coordinator
-        if process is not None and process.alive:
-            process.die(why)
 
     def boot(self, host: str) -> None:
         """Start a host's agent, and with it its workers, unless it runs."""
@@ -326,14 +330,14 @@ class Control:
         """The next life of a slot, on the agent's host."""
         lives = [key.incarnation for key in self.workers if key.worker_id == worker_id]
         key = WorkerKey(worker_id, max(lives, default=-1) + 1)
-        worker = SimWorker(self.site, agent.host, self.server, self.make_driver(key), agent.exited)
+        worker = SimWorker(self.site, agent.host, self.dial, self.make_driver(key), agent.exited)
         self.workers[key], self.site.lives[key] = worker, worker
         return worker
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Something that the coordinator reports."""
         if kind == "worker_evicted":
-            status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
+            status = self.coordinator.machine.status()
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
             who = WorkerKey(fields["worker_id"], fields["incarnation"])
             self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))

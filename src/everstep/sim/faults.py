@@ -172,9 +172,8 @@ class SimInjector:
         control.site.phases.hooks.clear()
         self.world.log("chaos", "*** the faults stop")
         self.world.mend_all()
-        if control.coordinator is not None:
-            control.coordinator.crash_after(None)
-            control.coordinator.thaw()
+        control.coordinator.crash_after(None)
+        control.coordinator.thaw()
         control.start_coordinator()
         for worker in control.live_workers():
             worker.thaw()
@@ -323,22 +322,18 @@ def _blocks(mask: int) -> Extents:
 
 
 def _coordinator(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    injector.control.crash_coordinator("SIGKILL")
+    injector.control.coordinator.die("SIGKILL")
     injector.for_a_while(fault, injector.control.start_coordinator)
 
 
 def _coordinator_mid_effects(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    process = injector.control.coordinator
-    if process is not None:
-        process.crash_after(fault.pick % 12)
-        injector.world.later((fault.for_ms + 500) * MS, injector.control.start_coordinator)
+    injector.control.coordinator.crash_after(fault.pick % 12)
+    injector.world.later((fault.for_ms + 500) * MS, injector.control.start_coordinator)
 
 
 def _coordinator_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    process = injector.control.coordinator
-    if process is not None:
-        process.freeze()
-        injector.for_a_while(fault, process.thaw)
+    injector.control.coordinator.freeze()
+    injector.for_a_while(fault, injector.control.coordinator.thaw)
 
 
 def _agent_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:

@@ -11,10 +11,9 @@ from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member
 from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Pieces, Record
-from everstep.sim.copying import Taking
+from everstep.sim.copying import Memory, Taking
 from everstep.sim.life import Life, SimCopy
 from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, initial, merged, present, update, without
-from everstep.sim.saving import Memory
 from everstep.sim.world import MS, SimConnection
 
 _ALL = sum(n for _, n in PLANES)

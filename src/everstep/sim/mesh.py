@@ -8,7 +8,6 @@ interrupts the operation under way, and handed in; the driver takes it in when i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import interrupts
 from everstep.sim.life import Life, nothing
-from everstep.sim.world import MS, SECOND, Process, SimConnection, connect
+from everstep.sim.world import MS, SECOND, Process, SimConnection
 
 _CONNECT_NS = 1000 * MS
 
@@ -174,15 +173,8 @@ class Mesh:
             self.life.abort(operation, missing, "a transfer failed")
 
 
-class Server(Process, ABC):
-    """The process at the other end."""
-
-    @abstractmethod
-    def accept(self, connection: SimConnection, role: str) -> None:
-        """Somebody connects; the empty message says that it has proved the token."""
-
-
-FindServer = Callable[[], Server | None]
+Dial = Callable[[Process, str, Callable[[Any], None], Callable[[], None]], SimConnection | None]
+"""Connects a process, in a role, to the coordinator: what takes what comes, and what to do at the end."""
 
 
 class SimControlClient:
@@ -191,13 +183,13 @@ class SimControlClient:
     def __init__(
         self,
         owner: Process,
-        server: FindServer,
+        dial: Dial,
         role: str,
         hello: Callable[[], Sequence[wire.AnyMessage]],
         deliver: Callable[[Any], None],
     ) -> None:
         self.owner, self.role, self.hello, self.deliver = owner, role, hello, deliver
-        self._server = server
+        self._dial = dial
         self.connection: SimConnection | None = None
         self.queue: list[wire.AnyMessage] = []
         self.closed = True
@@ -210,14 +202,11 @@ class SimControlClient:
     def _try(self) -> None:
         if self.closed or self.connection is not None:
             return
-        server = self._server()
-        connection = connect(self.owner.world, self.owner, server, timeout_ns=2000 * MS)
-        if connection is None or server is None:
+        connection = self._dial(self.owner, self.role, lambda body: self.deliver(wire.decode(body)), self._lost)
+        if connection is None:
             self.owner.soon(20 * MS, 300 * MS, self._try)
             return
         self.connection = connection
-        connection.listen(self.owner, lambda body: self.deliver(wire.decode(body)), self._lost)
-        server.accept(connection, self.role)
         connection.send(self.owner, b"")
         waiting, self.queue = self.queue, []
         for message in [*self.hello(), *waiting]:
@@ -243,10 +232,10 @@ class SimControlClient:
 class Ties:
     """The connection to the coordinator, what is said over it, and what the agent reads."""
 
-    def __init__(self, life: Life, server: FindServer, mesh: Mesh) -> None:
+    def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.client = SimControlClient(life, server, "worker", self._hello, self.deliver)
+        self.client = SimControlClient(life, dial, "worker", self._hello, self.deliver)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
 
     def _hello(self) -> list[wire.AnyMessage]:

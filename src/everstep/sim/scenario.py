@@ -202,7 +202,6 @@ class Simulation:
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
         numbers = range(setup.workers + setup.spares)
         slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
-        self.control = Control(site, slots, self._coordinator, self._driver)
         self.config = CoordinatorConfig(
             lanes=setup.job.lanes,
             stages=setup.job.stages,
@@ -222,7 +221,7 @@ class Simulation:
             ),
             lasting_ns=setup.lasting_ms * MS,
         )
-        self.control.start_coordinator()
+        self.control = Control(site, slots, self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
         self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
@@ -306,8 +305,7 @@ class Simulation:
         self.world.later(LOOK_NS, self._look)
 
     def _where(self) -> str:
-        coordinator = self.control.coordinator
-        status = coordinator.machine.status() if coordinator is not None else {}
+        status = self.control.coordinator.machine.status()
         workers = [
             f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
             for w in self.control.live_workers()

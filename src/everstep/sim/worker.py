@@ -12,13 +12,12 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
 from everstep.sim.checks import freed
 from everstep.sim.copying import KNOWN as COPIES
-from everstep.sim.copying import SimDonor
+from everstep.sim.copying import Memory, SimDonor, SimSaver
 from everstep.sim.fetching import Fetcher, Follower
 from everstep.sim.lanes import Reduction, SimLanes
 from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
-from everstep.sim.mesh import FindServer, Mesh, Ties
+from everstep.sim.mesh import Dial, Mesh, Ties
 from everstep.sim.model import SimGradient, evaluates
-from everstep.sim.saving import Memory, SimSaver
 from everstep.sim.world import MS, SimConnection
 
 METRIC = "score"
@@ -121,14 +120,14 @@ KNOWN = (
 class SimWorker(Life):
     """One life of one slot with all of its parts, and what concerns several of them: generations and decisions."""
 
-    def __init__(self, site: SimSite, host: str, server: FindServer, driver: Driver, exited: Exited) -> None:
+    def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
         super().__init__(site, host, driver, exited)
         self.mesh = Mesh(self)
         self.lanes = SimLanes(self, self.mesh)
         self.memory = Memory(self, self.mesh)
         self.donor, self.follower = SimDonor(self, self.memory), Follower(self)
         self.reduction = Reduction(self, self.mesh, self.lanes)
-        self.ties = Ties(self, server, self.mesh)
+        self.ties = Ties(self, dial, self.mesh)
         self.loop = Loop(self, self.lanes)
         self._users = (self.ties, self.mesh, self.donor, Fetcher(self, self.memory), self.follower)
         self.saver = SimSaver(self)
