@@ -13,7 +13,7 @@ from everstep.protocol.settling import Settlement, settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import BlocksLost, Holding, StepEffect
 from everstep.sim.faults import SimFault
-from everstep.sim.model import INITIAL, SimJob, initial, merged, present, without
+from everstep.sim.model import SimJob, initial, merged, present, without
 from everstep.sim.scenario import Setup, set_up, simulate
 
 WHOLE_MODEL = SimJob(10, 6, 3)
@@ -105,10 +105,7 @@ def test_states_of_blocks():
 
 
 def problems(given: Setup, machine: type[StepMachine] = StepMachine) -> list[str]:
-    def make(key):
-        return machine(key, str(INITIAL))
-
-    return [o.problem for o in (simulate(s, setup=given, make_machine=make) for s in range(8)) if not o.ok]
+    return [o.problem for o in (simulate(s, setup=given, machine=machine) for s in range(8)) if not o.ok]
 
 
 class StatesAllTheSame(StepMachine):

@@ -27,7 +27,7 @@ from everstep.protocol.step_types import (
 )
 from everstep.sim import scenario
 from everstep.sim.faults import SimFault
-from everstep.sim.model import INITIAL, SimJob
+from everstep.sim.model import SimJob
 from everstep.sim.scenario import simulate
 
 SMALL = scenario.Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 3), ())
@@ -55,7 +55,7 @@ def outcomes(machine: type[StepMachine], setup: scenario.Setup, seeds: Sequence[
     """The problems found when every worker runs this machine."""
     found = []
     for seed in seeds:
-        outcome = scenario.simulate(seed, setup=setup, make_machine=lambda key: machine(key, str(INITIAL)))
+        outcome = scenario.simulate(seed, setup=setup, machine=machine)
         if not outcome.ok:
             found.append(outcome.problem)
     return found
@@ -96,8 +96,8 @@ class VotesWithoutTheGradient(StepMachine):
 
     def _begin_step(self) -> list[StepEffect]:
         effects = super()._begin_step()
-        if self._generation > 1 and self._phase == "reducing":
-            stale = self._gradient_reduced(GradientReduced(self._generation, self._position.step + 1, b"1;0;0;0"))
+        if self.generation > 1 and self.phase == "reducing":
+            stale = self._gradient_reduced(GradientReduced(self.generation, self.position.step + 1, b"1;0;0;0"))
             return effects + stale
         return effects
 
@@ -187,7 +187,7 @@ class HearsAtOnce(Driver):
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_bug_in_the_driver_is_caught(driver, setup, expected):
-    found = [simulate(seed, setup=setup, make_driver=driver).problem for seed in range(24)]
+    found = [simulate(seed, setup=setup, driver=driver).problem for seed in range(24)]
     assert any(expected in problem for problem in found), found
 
 
@@ -200,7 +200,7 @@ def test_a_placement_that_gives_a_lane_away_twice_is_caught():
         return (replace(seats[0], lanes=tuple(range(lanes))), *seats[1:])
 
     outcome = scenario.simulate(
-        0, setup=SMALL, make_coordinator=lambda config, journal: Coordinator(config, twice, journal)
+        0, setup=SMALL, coordinator=lambda config, _, journal: Coordinator(config, twice, journal)
     )
     assert "lane" in outcome.problem
 
@@ -220,8 +220,6 @@ def test_two_plans_of_one_generation_are_caught():
                     effects[n] = replace(effect, message=type(effect.message)(plan=other))
             return effects
 
-    outcome = scenario.simulate(
-        0, setup=SMALL, make_coordinator=lambda config, journal: TwoFaced(config, place, journal)
-    )
+    outcome = scenario.simulate(0, setup=SMALL, coordinator=TwoFaced)
     assert outcome.problem.startswith("PromiseBroken: P3: two plans"), outcome.problem
     assert plans and not checks.records.plans

@@ -387,7 +387,7 @@ class SwitchesAtOnce(Driver):
 
 def test_the_donor_scenario_meets_its_bug():
     setup = SCENARIOS["a donor feeds its joiner before it switches"]
-    found = [simulate(seed, setup=setup, make_driver=SwitchesAtOnce).problem for seed in range(12)]
+    found = [simulate(seed, setup=setup, driver=SwitchesAtOnce).problem for seed in range(12)]
     assert any(found), found
 
 

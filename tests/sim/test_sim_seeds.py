@@ -62,7 +62,7 @@ def test_the_command_says_what_failed_and_how_to_replay_it(capsys, monkeypatch):
     assert "3 seeds, 0 failed" in capsys.readouterr().out
     broken = simulate(5)
     object.__setattr__(broken, "problem", "P1: planted")
-    monkeypatch.setattr("everstep.sim.seeds.simulate", lambda seed, **_: broken)
+    monkeypatch.setattr("everstep.sim.scenario.simulate", lambda seed, **_: broken)
     assert run_command(["sim", "--seeds", "3", "--start", "5"]) == 1
     said = capsys.readouterr().out
     assert "seed 5: FAILED: P1: planted" in said and "--seed 5 --trace" in said
@@ -79,7 +79,7 @@ def test_the_command_sums_up_a_range_for_programs(capsys, monkeypatch):
     assert coverage["reports"]["job_completed"] > 0
     broken = simulate(5)
     object.__setattr__(broken, "problem", "P1: planted")
-    monkeypatch.setattr("everstep.sim.seeds.simulate", lambda seed, **_: broken)
+    monkeypatch.setattr("everstep.sim.scenario.simulate", lambda seed, **_: broken)
     assert run_command(["sim", "--seeds", "5:7", "--split", "--json"]) == 1
     first, second = json.loads(capsys.readouterr().out)["violations"]
     assert first == second and first["seed"] == 5 and first["promise"] == "P1"
@@ -92,7 +92,7 @@ def test_seeds_that_were_interrupted_did_not_pass(seeds, code, monkeypatch):
     def interrupted(seed, **_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("everstep.sim.seeds.simulate", interrupted)
+    monkeypatch.setattr("everstep.sim.scenario.simulate", interrupted)
     assert run_command(["sim", *seeds]) == code
 
 

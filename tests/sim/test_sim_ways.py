@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import get_args
 
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.step_types import Discard, Release
 from everstep.sim.faults import SimFault
 from everstep.sim.model import SimJob
 from everstep.sim.scenario import Setup, simulate
@@ -47,7 +47,8 @@ def name_of(one: object) -> str:
 
 
 def wanted() -> set[str]:
-    kinds = {*OPERATIONS, *get_args(do.Effect), *get_args(do.Ask), *EVENTS} - {do.Operation}
+    said = {*OPERATIONS, *do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard}
+    kinds = {*said, *do.Ask.__subclasses__(), *EVENTS}
     names = {kind.__name__ for kind in kinds if not TOLD_APART.get(kind)}
     for kind, fields in TOLD_APART.items():
         values = [""]
@@ -68,9 +69,9 @@ def test_every_way_of_the_driver_is_met():
             seen.update(map(name_of, (event, *effects)))
             return effects
 
-    outcomes = [simulate(seed, make_driver=Watched) for seed in range(SEEDS)]
-    outcomes += [simulate(seed, split=True, make_driver=Watched) for seed in range(SPLIT_SEEDS)]
-    outcomes += [simulate(seed, setup=setup, make_driver=Watched) for setup in RARE for seed in range(6)]
+    outcomes = [simulate(seed, driver=Watched) for seed in range(SEEDS)]
+    outcomes += [simulate(seed, split=True, driver=Watched) for seed in range(SPLIT_SEEDS)]
+    outcomes += [simulate(seed, setup=setup, driver=Watched) for setup in RARE for seed in range(6)]
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not failed, failed[0]
     assert not wanted() - set(seen), f"never met: {sorted(wanted() - set(seen))}; rare: {seen.most_common()[-8:]}"

@@ -19,7 +19,7 @@ from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import ModelCut
 from everstep.placement.schedules import Op, schedule
-from everstep.protocol.driver.records import AgreePayload, conclude, encode_payload
+from everstep.protocol.driver.records import AgreePayload, conclude, encode
 from everstep.protocol.step_types import Record
 from everstep.train.elastic import sample_order
 from everstep.train.part_pass import Lane
@@ -155,7 +155,7 @@ class SplitRun:
         records = {
             w: Record(
                 0,
-                encode_payload(
+                encode(
                     AgreePayload(
                         [
                             self.workers[w][k].section(pool[k][w], list(mine[w]), "", received[k])
@@ -167,7 +167,7 @@ class SplitRun:
             )
             for w in range(n)
         }
-        outcome = conclude(step, lanes, records, self.stages)
+        outcome = conclude(step, lanes, records)
         self.losses.append(outcome.loss)
         for w, worker in enumerate(self.workers):
             for k, stage in worker.items():

@@ -79,7 +79,6 @@ PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier", "NONFINITE"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
-UNUSED = frozenset({"newest_target"})  # not taken out yet
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
 DRIVING += ("everstep.runtime.job", "everstep.runtime.host")
 MAX_ATTRIBUTES = 15

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.sim.seeds import run_many, run_one
+from everstep.sim.scenario import run_many, run_one
 
 
 @click.command()

@@ -58,46 +58,10 @@ from typing import Any
 from everstep.base.errors import InvariantViolation, check
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol import step_types
 from everstep.protocol.settling import Settlement, settle, sound_limit
 from everstep.protocol.step_phases import BY_EVENT, MUST_FIT, OUTSIDE, Phase
-from everstep.protocol.step_types import (
-    BlocksLost,
-    Discard,
-    Entered,
-    FetchState,
-    Followed,
-    Gathered,
-    GatherWanted,
-    GoBack,
-    GradientReduced,
-    Holding,
-    HoldingArrived,
-    Key,
-    LaneDone,
-    LanesLost,
-    LanesNeeded,
-    Leave,
-    LeftPlan,
-    PlanArrived,
-    PreparedArrived,
-    Record,
-    RecordArrived,
-    ReductionDue,
-    Regroup,
-    Release,
-    SendHolding,
-    SendRecord,
-    ServeState,
-    SettleAnew,
-    SnapshotsKept,
-    StateCopied,
-    StepDecided,
-    StepEffect,
-    StepEvent,
-    StepWanted,
-    Updated,
-    UpdateRefused,
-)
+from everstep.protocol.step_types import Holding, Key, Record, StepEffect, StepEvent
 
 
 class StepMachine:
@@ -105,23 +69,23 @@ class StepMachine:
 
     def __init__(self, me: WorkerKey, digest: str = "") -> None:
         self.me = me
-        self._phase = Phase.WAITING
-        self._plan: Plan | None = None
-        self._generation = 0  # of the plan, or the newest that has left this worker out
-        self._position = Key(0, 0)
-        self._records: Mapping[int, Record] = {}  # of the decision at `position`
+        self.phase = Phase.WAITING
+        self.plan: Plan | None = None
+        self.generation = 0  # of the plan, or the newest that has left this worker out; what is of older ones is over
+        self.position = Key(0, 0)  # of the last decision
+        self.records: Mapping[int, Record] = {}  # of that decision, by worker id
         self._digest = digest
         self._gradient_step = 0
         self._gradient_stages: tuple[int, ...] = (0,)
-        self._stages: tuple[int, ...] = (0,)  # whose state at `position` is held
+        self.stages: tuple[int, ...] = (0,)  # whose state at `position` is held, all of it; ascending
         self._parts: dict[int, Extents] = {}  # of others, what blocks that were lost have left of them
-        self._kept = SnapshotsKept()
-        self._sound = -1  # later states than that of this step are tainted; -1: no doubt
+        self._kept = step_types.SnapshotsKept()
+        self.sound = -1  # later states than that of this step are tainted; -1: no doubt
         self._held: set[tuple[int, int]] = set()  # (stage, lane) of step position.step + 1
         self._awaited: set[tuple[int, int]] = set()  # of the present `LanesNeeded`, not reported yet
-        self._rerun: frozenset[int] | None = None  # lanes of the first step after a settle; None: all of the plan
-        self._asked: StepWanted | GatherWanted | None = None
-        self._unasked: Gathered | None = None  # decided before this application asked
+        self.rerun: frozenset[int] | None = None  # lanes that all compute anew in the present step; None: all
+        self._asked: step_types.StepWanted | step_types.GatherWanted | None = None
+        self._unasked: step_types.Gathered | None = None  # decided before this application asked
         self._prepared: dict[int, Plan] = {}
         self._switch: Plan | None = None  # decided; done after the update
         self._holdings: dict[int, dict[int, Holding]] = {}  # by generation, this one and later
@@ -131,44 +95,21 @@ class StepMachine:
         self._released = 0
 
     @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def plan(self) -> Plan | None:
-        return self._plan
-
-    @property
-    def generation(self) -> int:
-        """Messages of older generations have no effect; 0 before the first plan."""
-        return self._generation
-
-    @property
-    def position(self) -> Key:
-        """Of the last decision."""
-        return self._position
-
-    @property
-    def records(self) -> Mapping[int, Record]:
-        """Of the last decision, by worker id."""
-        return self._records
-
-    @property
     def step(self) -> int:
         """Updates applied or being applied."""
-        return self._position.step
+        return self.position.step
 
     @property
     def settled(self) -> bool:
         """Whether this worker is a member of a generation and its settle is done here."""
-        return self._plan is not None and self._entered
+        return self.plan is not None and self._entered
 
     @property
     def next_gather(self) -> Key:
         """Key of the decision that answers the application's next `GatherWanted`."""
         if self._unasked is not None:
             return self._unasked.key
-        return Key(self._position.step, self._position.seq + 1)
+        return Key(self.position.step, self.position.seq + 1)
 
     @property
     def prepared(self) -> int:
@@ -176,114 +117,99 @@ class StepMachine:
         return max(self._prepared, default=0)
 
     @property
-    def sound(self) -> int:
-        """Later states than that of this step are tainted; -1 if there is no doubt."""
-        return self._sound
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Those whose state at `position` this worker has all of, ascending."""
-        return self._stages
-
-    @property
     def parts(self) -> Mapping[int, Extents]:
         """What it has of stages that have lost blocks."""
         return {k: part for k, part in self._parts.items() if part}
 
-    @property
-    def rerun(self) -> frozenset[int] | None:
-        """The lanes that all members compute anew in the present step; None: all of the plan."""
-        return self._rerun
-
-    def handle(self, now_ns: int, event: StepEvent) -> list[StepEffect]:
-        """Take in one event; the effects are to be carried out in order. `now_ns` is not used: no step has a timer."""
+    def handle(self, event: StepEvent) -> list[StepEffect]:
+        """Take in one event; the effects are to be carried out in order."""
         phases, name, reach = BY_EVENT[type(event)]
-        if self._phase not in phases:
+        if self.phase not in phases:
             if isinstance(event, MUST_FIT):
-                raise InvariantViolation(f"expected no {name[1:]} while {self._phase}, got {event}")
+                raise InvariantViolation(f"expected no {name[1:]} while {self.phase}, got {event}")
             return []
-        before = self._phase
+        before = self.phase
         handler: Callable[[Any], list[StepEffect]] = getattr(self, name)
         effects = handler(event)
-        if self._phase != before and self._phase not in reach:
-            raise InvariantViolation(f"{before} -> {self._phase} on {event}")
+        if self.phase != before and self.phase not in reach:
+            raise InvariantViolation(f"{before} -> {self.phase} on {event}")
         return effects
 
     # ---- plans
 
-    def _plan_arrived(self, event: PlanArrived) -> list[StepEffect]:
-        if event.plan.generation <= self._generation or not event.plan.has(self.me):
+    def _plan_arrived(self, event: step_types.PlanArrived) -> list[StepEffect]:
+        if event.plan.generation <= self.generation or not event.plan.has(self.me):
             return []
         return self._take(event.plan)
 
-    def _prepared_arrived(self, event: PreparedArrived) -> list[StepEffect]:
-        if event.plan.generation <= self._generation:
+    def _prepared_arrived(self, event: step_types.PreparedArrived) -> list[StepEffect]:
+        if event.plan.generation <= self.generation:
             return []
         self._prepared[event.plan.generation] = event.plan
-        if self._phase in OUTSIDE:
+        if self.phase in OUTSIDE:
             return self._follow_switch()
         return []
 
     def _take(self, plan: Plan) -> list[StepEffect]:
         """Leave the old generation and state what is held in the new one."""
         effects: list[StepEffect] = []
-        fresh = self._generation == 0
-        if self._plan is not None:
-            effects.append(Leave(self._plan.generation, plan.reason))
-        self._plan, self._generation = plan, plan.generation
+        fresh = self.generation == 0
+        if self.plan is not None:
+            effects.append(step_types.Leave(self.plan.generation, plan.reason))
+        self.plan, self.generation = plan, plan.generation
         self._forget_older()
         self._arrived = {}
         self._entered = self._copied = self._served = False
         self._awaited = set()
         parts = self._parts
-        if plan.sound >= 0 and not 0 <= self._sound <= plan.sound:
+        if plan.sound >= 0 and not 0 <= self.sound <= plan.sound:
             self._doubt(plan.sound)
-        if self._position.step == 0 and (self._sound < 0 or fresh):
+        if self.position.step == 0 and (self.sound < 0 or fresh):
             seats = plan.stages_of(self.me.worker_id)
-            self._parts, self._stages = parts, tuple(k for k in seats if k not in parts)
-        if self._phase is not Phase.UPDATING:
-            self._phase = Phase.SETTLING
-        return [*effects, Regroup(plan), SendHolding(plan.generation, self.holding())]
+            self._parts, self.stages = parts, tuple(k for k in seats if k not in parts)
+        if self.phase is not Phase.UPDATING:
+            self.phase = Phase.SETTLING
+        return [*effects, step_types.Regroup(plan), step_types.SendHolding(plan.generation, self.holding())]
 
     def holding(self) -> Holding:
         """What is held as of now, to be stated in the present plan. Raises: InvariantViolation without one."""
-        plan = self._current()
-        held = {(stage, lane) for stage, lane in self._held if stage in self._stages}
+        plan = self.current_plan()
+        held = {(stage, lane) for stage, lane in self._held if stage in self.stages}
         return Holding(
-            position=self._position,
-            records=self._records,
+            position=self.position,
+            records=self.records,
             gradient_step=self._gradient_step,
-            digest=self._digest if self._position.step == 0 else "",
-            stages=self._stages,
+            digest=self._digest if self.position.step == 0 else "",
+            stages=self.stages,
             lacking=tuple(sorted({lane for _, lane in self._seats(plan) - held})),
             snapshots=tuple(sorted(self._kept.snapshots)),
             disk=tuple(sorted(self._kept.disk)),
             gradient_stages=self._gradient_stages,
-            sound=self._sound,
+            sound=self.sound,
             parts=self.parts,
             kept_parts=dict(self._kept.parts),
         )
 
-    def _blocks_lost(self, event: BlocksLost) -> list[StepEffect]:
+    def _blocks_lost(self, event: step_types.BlocksLost) -> list[StepEffect]:
         """What is left counts; the gradient of a step cannot be applied to it."""
         stage = event.stage
-        left = (WHOLE if stage in self._stages else self._parts.pop(stage, NONE)) - event.extents
-        self._stages = tuple(k for k in self._stages if k != stage)
+        left = (WHOLE if stage in self.stages else self._parts.pop(stage, NONE)) - event.extents
+        self.stages = tuple(k for k in self.stages if k != stage)
         self._parts[stage] = left
-        if not set(self._stages) & set(self._gradient_stages):
+        if not set(self.stages) & set(self._gradient_stages):
             self._gradient_step = 0
-        if self._phase not in OUTSIDE:
-            self._entered, self._phase = False, Phase.LACKING
+        if self.phase not in OUTSIDE:
+            self._entered, self.phase = False, Phase.LACKING
         return []
 
-    def _snapshots_kept(self, event: SnapshotsKept) -> list[StepEffect]:
+    def _snapshots_kept(self, event: step_types.SnapshotsKept) -> list[StepEffect]:
         self._kept = event
         return []
 
     def _forget_older(self) -> None:
-        self._prepared = {g: p for g, p in self._prepared.items() if g > self._generation}
-        self._holdings = {g: h for g, h in self._holdings.items() if g >= self._generation}
-        if self._switch is not None and self._switch.generation <= self._generation:
+        self._prepared = {g: p for g, p in self._prepared.items() if g > self.generation}
+        self._holdings = {g: h for g, h in self._holdings.items() if g >= self.generation}
+        if self._switch is not None and self._switch.generation <= self.generation:
             self._switch = None
 
     def _agreed_switch(self, records: Mapping[int, Record]) -> Plan | None:
@@ -297,33 +223,33 @@ class StepMachine:
         """Do the switch to a prepared plan that was decided."""
         if plan.has(self.me):
             return self._take(plan)
-        effects: list[StepEffect] = [] if self._plan is None else [Leave(self._plan.generation, plan.reason)]
-        self._plan, self._generation = None, plan.generation
+        effects: list[StepEffect] = [] if self.plan is None else [step_types.Leave(self.plan.generation, plan.reason)]
+        self.plan, self.generation = None, plan.generation
         self._forget_older()
-        self._phase = Phase.LEFT
-        return [*effects, LeftPlan(plan.generation)]
+        self.phase = Phase.LEFT
+        return [*effects, step_types.LeftPlan(plan.generation)]
 
     # ---- healing: following the members without being one
 
-    def _followed(self, event: Followed) -> list[StepEffect]:
+    def _followed(self, event: step_types.Followed) -> list[StepEffect]:
         effects = self._move(event.position, event.records)
-        self._stages, self._parts = event.stages, {}
+        self.stages, self._parts = event.stages, {}
         self._asked = None
         return effects + self._follow_switch()
 
     def _follow_switch(self) -> list[StepEffect]:
-        plan = self._agreed_switch(self._records) if self._position.seq == 0 else None
+        plan = self._agreed_switch(self.records) if self.position.seq == 0 else None
         return self._take(plan) if plan is not None and plan.has(self.me) else []
 
     # ---- settle
 
-    def _holding_arrived(self, event: HoldingArrived) -> list[StepEffect]:
-        if event.generation < self._generation:
+    def _holding_arrived(self, event: step_types.HoldingArrived) -> list[StepEffect]:
+        if event.generation < self.generation:
             return []
         self._holdings.setdefault(event.generation, {}).setdefault(event.worker_id, event.holding)
         # One of a prepared generation waits, though it proves the switch: this worker may be a joiner's donor, and the
         # joiner gets nothing from one that has not decided the step itself.
-        settling = event.generation == self._generation and self._phase is Phase.SETTLING
+        settling = event.generation == self.generation and self.phase is Phase.SETTLING
         return self._settle() if settling else []
 
     def _settle(self) -> list[StepEffect]:
@@ -332,111 +258,113 @@ class StepMachine:
             return []
         limit = sound_limit(holdings)
         if limit is not None and any(h.sound != limit for h in holdings.values()):
-            if self._sound != limit:
+            if self.sound != limit:
                 self._doubt(limit)  # whoever did not know has stated too little: what there is up to that step
-            return [SettleAnew(self._generation, f"states later than that of step {limit} are tainted")]
-        settled = settle(self._current(), holdings)
+            return [step_types.SettleAnew(self.generation, f"states later than that of step {limit} are tainted")]
+        settled = settle(self.current_plan(), holdings)
         mine = self.me.worker_id
         effects: list[StepEffect] = []
-        if mine in settled.rolls and self._position != settled.target:
+        if mine in settled.rolls and self.position != settled.target:
             effects = self._roll_forward(settled.target, settled.records)
-            if self._phase is Phase.UPDATING:
+            if self.phase is Phase.UPDATING:
                 return effects
         if mine in settled.serves and not self._served:
             self._served = True
-            effects.append(ServeState(self._generation, settled.target, settled.serves[mine]))
+            effects.append(step_types.ServeState(self.generation, settled.target, settled.serves[mine]))
         if mine in settled.wants and not self._copied:
-            self._phase = Phase.FETCHING
+            self.phase = Phase.FETCHING
             return [*effects, self._get(settled)]
-        check(self._position == settled.target, f"settled at {settled.target}, but at {self._position}")
-        self._rerun = settled.rerun
+        check(self.position == settled.target, f"settled at {settled.target}, but at {self.position}")
+        self.rerun = settled.rerun
         return effects + self._enter()
 
     def _get(self, settled: Settlement) -> StepEffect:
         wanted, pieces = settled.wants[self.me.worker_id], settled.pieces.get(self.me.worker_id, {})
         if settled.back:
-            return GoBack(self._generation, settled.target.step, wanted, pieces)
-        return FetchState(self._generation, settled.target, wanted, pieces)
+            return step_types.GoBack(self.generation, settled.target.step, wanted, pieces)
+        return step_types.FetchState(self.generation, settled.target, wanted, pieces)
 
-    def _current(self) -> Plan:
-        if self._plan is None:
-            raise InvariantViolation(f"no plan while {self._phase}")
-        return self._plan
+    def current_plan(self) -> Plan:
+        """Raises: InvariantViolation if there is none."""
+        if self.plan is None:
+            raise InvariantViolation(f"no plan while {self.phase}")
+        return self.plan
 
     def _members(self) -> tuple[int, ...]:
-        return self._current().worker_ids
+        return self.current_plan().worker_ids
 
     def _stated(self) -> dict[int, Holding]:
         """The members' holdings of this generation that have come so far."""
-        stated = self._holdings.get(self._generation, {})
+        stated = self._holdings.get(self.generation, {})
         return {i: stated[i] for i in self._members() if i in stated}
 
     def _roll_forward(self, top: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Take the one decision that is missing here with the records that were handed over."""
         if top.seq == 0:
-            self._stages = tuple(k for k in self._stages if k in self._gradient_stages)
+            self.stages = tuple(k for k in self.stages if k in self._gradient_stages)
         effects = self._move(top, records)
         if top.seq == 0:
             self._asked = None
-            self._phase = Phase.UPDATING
-            return [*effects, StepDecided(top.step, dict(records))]
-        gathered = Gathered(top, dict(records))
-        if isinstance(self._asked, GatherWanted):
+            self.phase = Phase.UPDATING
+            return [*effects, step_types.StepDecided(top.step, dict(records))]
+        gathered = step_types.Gathered(top, dict(records))
+        if isinstance(self._asked, step_types.GatherWanted):
             self._asked = None
             effects.append(gathered)
         else:
             self._unasked = gathered
         return effects
 
-    def _state_copied(self, event: StateCopied) -> list[StepEffect]:
+    def _state_copied(self, event: step_types.StateCopied) -> list[StepEffect]:
         stated, mine = self._stated(), self.me.worker_id
-        settled = settle(self._current(), stated)
-        fits = (event.generation, event.position) == (self._generation, settled.target)
-        check(fits, f"expected the state of {settled.target} in generation {self._generation}, got {event}")
-        wanted, before = settled.wants[mine], self._position
+        settled = settle(self.current_plan(), stated)
+        fits = (event.generation, event.position) == (self.generation, settled.target)
+        check(fits, f"expected the state of {settled.target} in generation {self.generation}, got {event}")
+        wanted, before = settled.wants[mine], self.position
         effects = self._move(event.position, event.records)
         if event.position != before:
             self._asked = None
-            effects.append(Discard(before.step + 1 if event.position.step < before.step else event.position.step))
-        elif self._sound >= 0 or any(
-            stage in self._parts or (stage in self._stages and donors[:1] != (mine,))
-            for stage, donors in wanted.items()
+            effects.append(
+                step_types.Discard(before.step + 1 if event.position.step < before.step else event.position.step)
+            )
+        elif self.sound >= 0 or any(
+            stage in self._parts or (stage in self.stages and donors[:1] != (mine,)) for stage, donors in wanted.items()
         ):
             # Another state of the same step, or a repaired one: what was computed from one's own counts for nothing.
             self._held, self._gradient_step = set(), 0
-            effects.append(Discard(event.position.step + 1))
+            effects.append(step_types.Discard(event.position.step + 1))
         if event.position.step == 0:
             self._digest = next((stated[donors[0]].digest for donors in wanted.values() if donors), self._digest)
-        kept = self._stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
-        self._stages = tuple(sorted({*kept, *self._current().stages_of(mine)}))
-        self._parts = {k: part for k, part in self._parts.items() if k not in self._stages}
+        kept = self.stages if 0 < event.position.step == before.step else ()  # they stay until the next decision
+        self.stages = tuple(sorted({*kept, *self.current_plan().stages_of(mine)}))
+        self._parts = {k: part for k, part in self._parts.items() if k not in self.stages}
         self._copied = True
         return effects + self._settle()
 
     def _enter(self) -> list[StepEffect]:
         self._entered = True
-        self._phase = Phase.IDLE
-        return [Entered(self._generation, self._position.step), *self._resume()]
+        self.phase = Phase.IDLE
+        return [step_types.Entered(self.generation, self.position.step), *self._resume()]
 
     def _resume(self) -> list[StepEffect]:
         """Do what the application waits for."""
         asked = self._asked
-        if isinstance(asked, StepWanted):
+        if isinstance(asked, step_types.StepWanted):
             return self._begin_step()
-        if isinstance(asked, GatherWanted):
-            self._phase = Phase.GATHERING
-            return [SendRecord(self._generation, self.next_gather, Record(self.prepared, asked.payload))]
+        if isinstance(asked, step_types.GatherWanted):
+            self.phase = Phase.GATHERING
+            return [step_types.SendRecord(self.generation, self.next_gather, Record(self.prepared, asked.payload))]
         return []
 
     # ---- a step
 
-    def _asked_for(self, event: StepWanted | GatherWanted) -> list[StepEffect]:
+    def _asked_for(self, event: step_types.StepWanted | step_types.GatherWanted) -> list[StepEffect]:
         check(self._asked is None, f"{event} before {self._asked} was answered")
-        if isinstance(event, GatherWanted) and self._unasked is not None:
+        if isinstance(event, step_types.GatherWanted) and self._unasked is not None:
             gathered, self._unasked = self._unasked, None
             return [gathered]
         self._asked = event
-        return self._resume() if self._phase is Phase.IDLE else []
+        return self._resume() if self.phase is Phase.IDLE else []
 
     def _seats(self, plan: Plan) -> set[tuple[int, int]]:
         """(stage, lane) of this worker's seats."""
@@ -444,67 +372,67 @@ class StepMachine:
         return {(stage, lane) for stage in plan.stages_of(mine) for lane in plan.lanes_of(mine, stage)}
 
     def _begin_step(self) -> list[StepEffect]:
-        plan, step = self._current(), self._position.step + 1
+        plan, number = self.current_plan(), self.position.step + 1
         seats = self._seats(plan)
         self._awaited = seats - self._held
         if plan.stages > 1:
             # What a member lacks has to pass through every seat on its way again.
-            rerun = {lane for _, lane in seats} if self._rerun is None else self._rerun
+            rerun = {lane for _, lane in seats} if self.rerun is None else self.rerun
             strays = {lane for _, lane in self._awaited} - rerun
-            check(not strays, f"lanes {sorted(strays)} of step {step} are lacking, but nobody said so")
+            check(not strays, f"lanes {sorted(strays)} of step {number} are lacking, but nobody said so")
             self._awaited = {(stage, lane) for stage, lane in seats if lane in rerun}
         if self._awaited:
-            self._phase = Phase.COMPUTING
-            return [LanesNeeded(step, tuple(sorted({lane for _, lane in self._awaited})))]
-        self._phase = Phase.REDUCING
-        return [ReductionDue(self._generation, step)]
+            self.phase = Phase.COMPUTING
+            return [step_types.LanesNeeded(number, tuple(sorted({lane for _, lane in self._awaited})))]
+        self.phase = Phase.REDUCING
+        return [step_types.ReductionDue(self.generation, number)]
 
-    def _lane_done(self, event: LaneDone) -> list[StepEffect]:
-        if event.step != self._position.step + 1:
+    def _lane_done(self, event: step_types.LaneDone) -> list[StepEffect]:
+        if event.step != self.position.step + 1:
             return []
         self._held.add((event.stage, event.lane))
-        if self._phase is not Phase.COMPUTING:
+        if self.phase is not Phase.COMPUTING:
             return []
         self._awaited.discard((event.stage, event.lane))
         if not self._lanes_complete():
             return []
-        self._phase = Phase.REDUCING
-        return [ReductionDue(self._generation, event.step)]
+        self.phase = Phase.REDUCING
+        return [step_types.ReductionDue(self.generation, event.step)]
 
-    def _lanes_lost(self, event: LanesLost) -> list[StepEffect]:
-        if event.step == self._position.step + 1:
+    def _lanes_lost(self, event: step_types.LanesLost) -> list[StepEffect]:
+        if event.step == self.position.step + 1:
             self._held -= set(event.lanes)
         return []
 
     def _lanes_complete(self) -> bool:
         """Whether all own seats have what they need. Apart, so that a test can break it."""
-        return not self._awaited and self._held >= self._seats(self._current())
+        return not self._awaited and self._held >= self._seats(self.current_plan())
 
-    def _gradient_reduced(self, event: GradientReduced) -> list[StepEffect]:
-        if event.step != self._position.step + 1:
+    def _gradient_reduced(self, event: step_types.GradientReduced) -> list[StepEffect]:
+        if event.step != self.position.step + 1:
             return []
-        plan = self._plan
-        if event.generation == self._generation and plan is not None:
+        plan = self.plan
+        if event.generation == self.generation and plan is not None:
             self._gradient_stages = plan.stages_of(self.me.worker_id)
         elif plan is not None and plan.stages > 1:
             return []  # one of a superseded reduction says nothing of the stages that it was of
         self._gradient_step = event.step
-        if self._phase is not Phase.REDUCING or event.generation != self._generation:
+        if self.phase is not Phase.REDUCING or event.generation != self.generation:
             return []
-        self._phase = Phase.AGREEING
-        return [SendRecord(self._generation, Key(event.step, 0), Record(self.prepared, event.payload))]
+        self.phase = Phase.AGREEING
+        return [step_types.SendRecord(self.generation, Key(event.step, 0), Record(self.prepared, event.payload))]
 
-    def _record_arrived(self, event: RecordArrived) -> list[StepEffect]:
-        if self._plan is None or event.generation != self._generation:
+    def _record_arrived(self, event: step_types.RecordArrived) -> list[StepEffect]:
+        if self.plan is None or event.generation != self.generation:
             return []
-        if self._entered and event.key <= self._position:  # before, this worker may yet go back behind it
+        if self._entered and event.key <= self.position:  # before, this worker may yet go back behind it
             return []
-        if event.worker_id not in self._plan.worker_ids:
+        if event.worker_id not in self.plan.worker_ids:
             return []
         self._arrived.setdefault(event.key, {}).setdefault(event.worker_id, event.record)
-        if self._phase is Phase.AGREEING:
-            key = Key(self._position.step + 1, 0)
-        elif self._phase is Phase.GATHERING:
+        if self.phase is Phase.AGREEING:
+            key = Key(self.position.step + 1, 0)
+        elif self.phase is Phase.GATHERING:
             key = self.next_gather
         else:
             return []
@@ -518,54 +446,54 @@ class StepMachine:
     def _decide(self, key: Key, records: dict[int, Record]) -> list[StepEffect]:
         effects = self._move(key, records)
         self._asked = None
-        self._sound = -1
+        self.sound = -1
         if key.seq == 0:
-            self._stages = self._gradient_stages
+            self.stages = self._gradient_stages
             self._switch = self._agreed_switch(records)
-            self._phase = Phase.UPDATING
-            return [*effects, StepDecided(key.step, records)]
-        self._phase = Phase.IDLE
-        return [*effects, Gathered(key, records)]
+            self.phase = Phase.UPDATING
+            return [*effects, step_types.StepDecided(key.step, records)]
+        self.phase = Phase.IDLE
+        return [*effects, step_types.Gathered(key, records)]
 
     def _move(self, position: Key, records: Mapping[int, Record]) -> list[StepEffect]:
         """Set the position; a decision beyond (s, 0) proves that every member had decided (s, 0)."""
-        if position.step != self._position.step:
-            self._held, self._parts, self._gradient_step, self._rerun = set(), {}, 0, None
-        if position != self._position:  # else what was decided before the application asked still answers it
+        if position.step != self.position.step:
+            self._held, self._parts, self._gradient_step, self.rerun = set(), {}, 0, None
+        if position != self.position:  # else what was decided before the application asked still answers it
             self._unasked = None
-        self._position, self._records = position, records
+        self.position, self.records = position, records
         self._arrived = {k: r for k, r in self._arrived.items() if k > position}
         proven = position.step if position.seq else position.step - 1
         if proven <= self._released:
             return []
         self._released = proven
-        return [Release(proven)]
+        return [step_types.Release(proven)]
 
-    def _tainted(self, event: UpdateRefused) -> list[StepEffect]:
+    def _tainted(self, event: step_types.UpdateRefused) -> list[StepEffect]:
         """Nothing goes on here before all have settled anew, further back."""
-        self._position, self._records = Key(self._position.step - 1, 0), {}
-        self._asked = StepWanted()
+        self.position, self.records = Key(self.position.step - 1, 0), {}
+        self._asked = step_types.StepWanted()
         self._switch, self._entered = None, False
-        self._holdings.pop(self._generation, None)
-        self._phase = Phase.SETTLING
+        self._holdings.pop(self.generation, None)
+        self.phase = Phase.SETTLING
         self._doubt(event.sound)
         return []
 
     def _doubt(self, sound: int) -> None:
         """States after this step count for nothing; nor does the live one of it, in which copies have just differed."""
-        self._sound = sound
-        if self._position.step >= sound and self._phase is not Phase.UPDATING:  # that leads beyond it
-            self._stages, self._parts, self._held, self._gradient_step = (), {}, set(), 0
+        self.sound = sound
+        if self.position.step >= sound and self.phase is not Phase.UPDATING:  # that leads beyond it
+            self.stages, self._parts, self._held, self._gradient_step = (), {}, set(), 0
 
-    def _updated(self, event: Updated) -> list[StepEffect]:
-        check(event.step == self._position.step, f"updated to {event.step}, decided {self._position.step}")
-        effects: list[StepEffect] = [Discard(event.step)]
+    def _updated(self, event: step_types.Updated) -> list[StepEffect]:
+        check(event.step == self.position.step, f"updated to {event.step}, decided {self.position.step}")
+        effects: list[StepEffect] = [step_types.Discard(event.step)]
         if self._switch is not None:
             plan, self._switch = self._switch, None
-            self._phase = Phase.SETTLING
+            self.phase = Phase.SETTLING
             return effects + self._change_over(plan)
         if self._entered:
-            self._phase = Phase.IDLE
+            self.phase = Phase.IDLE
             return effects
-        self._phase = Phase.SETTLING
+        self.phase = Phase.SETTLING
         return effects + self._settle()

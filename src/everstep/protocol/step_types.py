@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from everstep.base.extents import Extents
 from everstep.base.plan import Plan
 
@@ -22,8 +24,7 @@ class Key(NamedTuple):
     seq: int
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One worker's contribution to one decision. `prepared`: generation of the newest prepared plan it holds, or 0."""
 
     prepared: int
@@ -60,13 +61,12 @@ class Holding:
     kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(msgspec.Struct, frozen=True):
     """How a stage is to be had in parts. missing: what a member lacks; the rest is its own. given: what donors have
     of that, by donor; who is not named has all of it."""
 
     missing: Extents
-    given: Mapping[int, Extents] = field(default_factory=dict)
+    given: Mapping[int, Extents] = {}
 
 
 Piecewise = Mapping[int, Pieces]
@@ -76,22 +76,23 @@ Piecewise = Mapping[int, Pieces]
 # ---- events
 
 
-@dataclass(frozen=True)
-class PlanArrived:
+class StepEvent(msgspec.Struct, frozen=True):
+    """What a step machine takes in."""
+
+
+class PlanArrived(StepEvent, frozen=True):
     """From the coordinator: leave what you do and settle in this plan."""
 
     plan: Plan
 
 
-@dataclass(frozen=True)
-class PreparedArrived:
+class PreparedArrived(StepEvent, frozen=True):
     """From the coordinator: a plan to switch to once all hold it."""
 
     plan: Plan
 
 
-@dataclass(frozen=True)
-class HoldingArrived:
+class HoldingArrived(StepEvent, frozen=True):
     """A member (oneself included) stated what it holds in this generation."""
 
     generation: int
@@ -99,8 +100,7 @@ class HoldingArrived:
     holding: Holding
 
 
-@dataclass(frozen=True)
-class LaneDone:
+class LaneDone(StepEvent, frozen=True):
     """A lane of a step has been computed at a stage here; its result is kept until the step is decided."""
 
     step: int
@@ -108,8 +108,7 @@ class LaneDone:
     lane: int
 
 
-@dataclass(frozen=True)
-class LanesLost:
+class LanesLost(StepEvent, frozen=True):
     """Results of a step that were held are not any more: the plan tears apart the sums that they were part of.
 
     lanes: (stage, lane).
@@ -119,8 +118,7 @@ class LanesLost:
     lanes: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class GradientReduced:
+class GradientReduced(StepEvent, frozen=True):
     """This worker holds the whole reduced gradient of the step, of all its stages; `payload` is its agree record's."""
 
     generation: int
@@ -128,8 +126,7 @@ class GradientReduced:
     payload: bytes
 
 
-@dataclass(frozen=True)
-class RecordArrived:
+class RecordArrived(StepEvent, frozen=True):
     """A member's record (oneself's included) for a decision."""
 
     generation: int
@@ -138,15 +135,13 @@ class RecordArrived:
     record: Record
 
 
-@dataclass(frozen=True)
-class Updated:
+class Updated(StepEvent, frozen=True):
     """The optimizer has been applied; the state is that of `step`."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class UpdateRefused:
+class UpdateRefused(StepEvent, frozen=True):
     """Instead of `Updated`: the decision's own records show that states differ, and nothing was applied.
 
     Later states than that of step `sound` count for nothing, at any worker, until all have gone back.
@@ -155,8 +150,7 @@ class UpdateRefused:
     sound: int
 
 
-@dataclass(frozen=True)
-class StateCopied:
+class StateCopied(StepEvent, frozen=True):
     """Answers `FetchState` and `GoBack`: this worker has the state at `position` for all its seats.
 
     `records`: those of the decision `position`; none at step 0.
@@ -167,20 +161,17 @@ class StateCopied:
     records: Mapping[int, Record]
 
 
-@dataclass(frozen=True)
-class GatherWanted:
+class GatherWanted(StepEvent, frozen=True):
     """The application wants a decision after the current step (every member asks for the same, in the same order)."""
 
     payload: bytes
 
 
-@dataclass(frozen=True)
-class StepWanted:
+class StepWanted(StepEvent, frozen=True):
     """The application wants the next step."""
 
 
-@dataclass(frozen=True)
-class Followed:
+class Followed(StepEvent, frozen=True):
     """To a worker without a plan, which heals: its state is now that of `position`, copied or replayed.
 
     `records`: those of the decision `position`; empty for a snapshot whose records are not known. `stages`: what it
@@ -188,12 +179,11 @@ class Followed:
     """
 
     position: Key
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
     stages: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True)
-class SnapshotsKept:
+class SnapshotsKept(StepEvent, frozen=True):
     """What this worker could go back to, all of it: replaces what was said before. Stated in the next settle.
 
     snapshots: (stage, step) in its memory, of own stages or for other pools; parts: of those that are not whole, the
@@ -203,11 +193,10 @@ class SnapshotsKept:
 
     snapshots: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
-    parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
+    parts: Mapping[tuple[int, int], Extents] = {}
 
 
-@dataclass(frozen=True)
-class BlocksLost:
+class BlocksLost(StepEvent, frozen=True):
     """Blocks of a stage's present state are not there any more, or not to be trusted, and nothing has been computed
     from what is there instead. This worker goes no further in this generation; the next settle repairs them."""
 
@@ -215,60 +204,41 @@ class BlocksLost:
     extents: Extents
 
 
-StepEvent = (
-    PlanArrived
-    | PreparedArrived
-    | HoldingArrived
-    | LaneDone
-    | LanesLost
-    | GradientReduced
-    | RecordArrived
-    | Updated
-    | UpdateRefused
-    | StateCopied
-    | GatherWanted
-    | StepWanted
-    | Followed
-    | SnapshotsKept
-    | BlocksLost
-)
-
 # ---- effects
 
 
-@dataclass(frozen=True)
-class Leave:
+class StepEffect(msgspec.Struct, frozen=True):
+    """What a step machine wants done."""
+
+
+class Leave(StepEffect, frozen=True):
     """Abandon every pending transfer of this generation and older."""
 
     generation: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Regroup:
+class Regroup(StepEffect, frozen=True):
     """Regroup the transport for this plan."""
 
     plan: Plan
 
 
-@dataclass(frozen=True)
-class SendHolding:
+class SendHolding(StepEffect, frozen=True):
     """State what is held, to all members."""
 
     generation: int
     holding: Holding
 
 
-@dataclass(frozen=True)
-class SettleAnew:
+class SettleAnew(StepEffect, frozen=True):
     """What was stated in this generation does not do: all are to state it once more, in another one."""
 
     generation: int
     reason: str
 
 
-@dataclass(frozen=True)
-class LanesNeeded:
+class LanesNeeded(StepEffect, frozen=True):
     """Compute these lanes of the step, each at all of this worker's seats that it passes through.
 
     In an unsplit job these are the plan's lanes that are not held already. In a split one they are all lanes that some
@@ -280,16 +250,14 @@ class LanesNeeded:
     lanes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ReductionDue:
+class ReductionDue(StepEffect, frozen=True):
     """All own lanes are there, at all own stages: offer them and finish the reduction."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True)
-class SendRecord:
+class SendRecord(StepEffect, frozen=True):
     """Contribute to a decision, to all members."""
 
     generation: int
@@ -297,41 +265,36 @@ class SendRecord:
     record: Record
 
 
-@dataclass(frozen=True)
-class StepDecided:
+class StepDecided(StepEffect, frozen=True):
     """The step is decided by these records: apply it. Nothing may interrupt it.
 
     It is applied to the stages whose reduced gradient is held; any other stage that was still held is dropped.
     """
 
     step: int
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(StepEffect, frozen=True):
     """A gather is decided; hand the records to the application."""
 
     key: Key
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(StepEffect, frozen=True):
     """All members have gone beyond this step: its effects may leave the process and its gradient may be freed."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Discard:
+class Discard(StepEffect, frozen=True):
     """Drop lane results and gradients of this step and older: the state has moved past them."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class ServeState:
+class ServeState(StepEffect, frozen=True):
     """Give the state at `position` to these members: what they ask for and this worker has, live or as a snapshot.
 
     What it has it keeps until its first decision after this, also a stage in which it has lost its seat.
@@ -342,8 +305,7 @@ class ServeState:
     to: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FetchState:
+class FetchState(StepEffect, frozen=True):
     """Copy the state at `position` from the donors (by stage), before anything else; answer with `StateCopied`.
 
     Only the stages that this worker lacks are named; the others it keeps.
@@ -352,11 +314,10 @@ class FetchState:
     generation: int
     position: Key
     donors: Mapping[int, tuple[int, ...]]
-    pieces: Piecewise = field(default_factory=dict)
+    pieces: Piecewise = {}
 
 
-@dataclass(frozen=True)
-class GoBack:
+class GoBack(StepEffect, frozen=True):
     """Go to the state of `step`, which may also lie ahead (a checkpoint); answer with `StateCopied` at (step, 0).
 
     sources: for each stage of this worker's seats, the worker ids that have it in memory, oneself first; empty: read
@@ -367,39 +328,17 @@ class GoBack:
     generation: int
     step: int
     sources: Mapping[int, tuple[int, ...]]
-    pieces: Piecewise = field(default_factory=dict)
+    pieces: Piecewise = {}
 
 
-@dataclass(frozen=True)
-class Entered:
+class Entered(StepEffect, frozen=True):
     """Settled: this generation goes on from the state of `step`, held for all stages of this worker's seats."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True)
-class LeftPlan:
+class LeftPlan(StepEffect, frozen=True):
     """The members switched to a prepared plan of this generation that this worker is not part of: it may go."""
 
     generation: int
-
-
-StepEffect = (
-    Leave
-    | Regroup
-    | SendHolding
-    | SettleAnew
-    | LanesNeeded
-    | ReductionDue
-    | SendRecord
-    | StepDecided
-    | Gathered
-    | Release
-    | Discard
-    | ServeState
-    | FetchState
-    | GoBack
-    | Entered
-    | LeftPlan
-)

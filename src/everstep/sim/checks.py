@@ -8,15 +8,247 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from everstep.base.plan import WorkerKey
+import msgspec
+
+from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Tag
+from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.effects import Effects
-from everstep.sim.exact import Corruption, Exact
-from everstep.sim.model import PLANES, Blocks, SimJob
-from everstep.sim.promise import require
-from everstep.sim.records import SimRecords
-from everstep.sim.taint import Taint
+from everstep.sim.model import PLANES, Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
+
+
+class PromiseBroken(AssertionError):
+    """A promise did not hold; the message begins with its name."""
+
+
+def require(condition: bool, promise: str, text: str) -> None:
+    """What a promise needs."""
+    if not condition:
+        raise PromiseBroken(f"{promise}: {text}")
+
+
+def freed(who: object, what: str, kept: object) -> None:
+    """P5: nothing is kept that nobody will ask for again; there must be nothing left of it."""
+    if kept:
+        raise PromiseBroken(f"P5: {who} keeps {what}: {kept}")
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True):
+    """What a record's payload says in the simulation: who contributed what, in which generation."""
+
+    generation: int
+    worker_id: int
+    lanes: tuple[int, ...]  # stage times the number of lanes, plus lane
+    sums: tuple[tuple[int, int], ...]  # stage and what its reduced gradient is
+    states: tuple[tuple[int, int], ...]  # stage and its state before the step
+
+
+_agree = msgspec.msgpack.Decoder(AgreePayload)
+_vote = msgspec.msgpack.Decoder(Vote)
+
+
+class SimRecords:
+    """Plans, and the records and holdings that members have contributed."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, Plan] = {}
+        self.holdings: dict[int, dict[int, Holding]] = {}  # by generation and worker
+        self.exchanged: dict[Key, dict[int, dict[int, Record]]] = {}  # by generation and worker
+        self._votes: dict[bytes, Vote] = {}
+
+    def plan(self, plan: Plan) -> None:
+        """A plan was sent to, or taken in by, somebody."""
+        known = self.plans.setdefault(plan.generation, plan)
+        if known is plan:
+            self._new_plan(plan)
+        elif known != plan:
+            raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
+
+    def _new_plan(self, plan: Plan) -> None:
+        text = f"generation {plan.generation}: {plan}"
+        require(bool(plan.members), "P3", f"no members in {text}")
+        require(plan.generation >= 1, "P3", f"not a generation in {text}")
+        for stage in range(plan.stages):
+            pool = plan.pool(stage)
+            lanes = sorted(lane for seat in pool for lane in seat.lanes)
+            require(lanes == list(range(plan.lanes)), "P3", f"lanes {lanes} in {text}")
+            require({s.worker_id for s in pool} <= set(plan.worker_ids), "P3", f"a stranger has a seat in {text}")
+            require(plan.leader(stage) in plan.worker_ids, "P3", f"no leader in {text}")
+
+    def contributed(self, generation: int, tag: Tag, worker_id: int, payload: bytes) -> None:
+        """A member gives its record for a decision of this generation."""
+        if tag.kind == "decide":
+            made = self.exchanged.setdefault(Key(tag.step, tag.seq), {})
+            made.setdefault(generation, {})[worker_id] = decode_record(payload)
+
+    def made_in(self, generation: int, key: Key, records: Mapping[int, Record]) -> int:
+        """The newest generation, up to this one, whose members have contributed just these records."""
+        for made_in, given in sorted(self.exchanged.get(key, {}).items(), reverse=True):
+            if made_in <= generation and given == records and tuple(sorted(given)) == self.plans[made_in].worker_ids:
+                return made_in
+        given_in = {g: sorted(given) for g, given in self.exchanged.get(key, {}).items()}
+        raise PromiseBroken(
+            f"P3: {key} decided in generation {generation} with records of {sorted(records)}, "
+            f"but those of one generation are from {given_in}"
+        )
+
+    def vote(self, payload: bytes) -> Vote:
+        """What an agree record bears for the checks."""
+        found = self._votes.get(payload)
+        if found is None:
+            found = _vote.decode(_agree.decode(payload).sections[0].buffers[0])
+            self._votes[payload] = found
+        return found
+
+    def stated(self, generation: int, worker_id: int, payload: bytes) -> None:
+        """A member states what it holds."""
+        self.holdings.setdefault(generation, {})[worker_id] = decode_holding(payload)
+
+    def copies(self, records: Mapping[int, Record]) -> dict[int, set[int]]:
+        """What the copies of each stage were before the step."""
+        copies: dict[int, set[int]] = {}
+        for record in records.values():
+            for stage, state in self.vote(record.payload).states:
+                copies.setdefault(stage, set()).add(state)
+        return copies
+
+
+class Taint:
+    """P1, with flipped bits: what a comparison can show is never built upon, and all go back behind it.
+
+    verify_every: steps between comparisons. flipped: a bit has. found: a comparison has shown it. unnoticed: all copies
+    of every stage were alike in a comparison, and some were wrong: then nobody can know.
+    """
+
+    def __init__(self, records: SimRecords, verify_every: int) -> None:
+        self.records = records
+        self.verify_every = verify_every
+        self.flipped = self.found = self.unnoticed = False
+
+    def flip(self) -> None:
+        """A bit of a copy has flipped."""
+        self.flipped = True
+
+    def _due(self, step: int) -> bool:
+        """Whether states are compared before the step."""
+        return bool(self.verify_every) and step % self.verify_every == 0
+
+    def applies(self, who: WorkerKey, step: int, records: Mapping[int, Record]) -> None:
+        """A worker is about to apply a step, decided by these records."""
+        if not self._due(step):
+            return
+        copies = self.records.copies(records)
+        differing = sorted(stage for stage, states in copies.items() if len(states) > 1)
+        require(not differing, "P1", f"{who} applies step {step}, before which stages {differing} differ: {copies}")
+        self.unnoticed = self.unnoticed or any(map(wrong, set().union(*copies.values())))
+
+    def invalidated(self, who: WorkerKey, sound: int) -> None:
+        """A worker has found that states after this step count for nothing."""
+        shown = any(
+            key.step > sound
+            and not key.seq
+            and self._due(key.step)
+            and tuple(sorted(given)) == self.records.plans[generation].worker_ids
+            and any(len(states) > 1 for states in self.records.copies(given).values())
+            for key, made in self.records.exchanged.items()
+            for generation, given in made.items()
+        )
+        require(shown, "P1", f"{who} finds states after step {sound} tainted, but all copies are alike")
+        self.found = True
+
+    def went_back(self, who: WorkerKey, generation: int, step: int, held: Mapping[int, Blocks]) -> bool:
+        """Whether a member of the generation knew of taint: then it is behind it. Once a plan has told of taint, or a
+        member has, nobody goes on from anything that is wrong."""
+        sound = sound_limit(self.records.holdings.get(generation, {}))
+        told = any(plan.sound >= 0 for number, plan in self.records.plans.items() if number <= generation)
+        if sound is not None or told:
+            seats = self.records.plans[generation].stages_of(who.worker_id)  # other stages will be dropped
+            spoilt = sorted(stage for stage in seats if stage in held and wrong(held[stage]))
+            right = not spoilt or self.unnoticed
+            require(right, "P1", f"{who} enters {generation} at step {step} with wrong states of stages {spoilt}")
+        if sound is None:
+            return False
+        require(step <= sound, "P1", f"{who} enters {generation} at step {step}, tainted after {sound}")
+        return True
+
+
+class Exact:
+    """P1: what a worker holds, hands on and leaves behind is that of the undisturbed run, unless a bit has flipped."""
+
+    def __init__(self, job: SimJob, taint: Taint) -> None:
+        self.job = job
+        self.taint = taint
+        self.states = undisturbed(job)
+        self.finals: list[dict[int, Blocks]] = []
+
+    def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
+        """A worker's state of a stage, every block that is there, is now that of `step`."""
+        known = 0 <= step <= self.job.steps
+        right = known and (wrong(state) or self.states[step][stage] == merged(state, self.states[step][stage]))
+        require(right, "P1", f"{who}: wrong state of stage {stage} at step {step}")
+
+    def reduced(self, who: WorkerKey, step: int, stage: int, state: Blocks, gradient: SimGradient) -> None:
+        """A worker holds the reduced gradient of `step`, computed from `state`."""
+        after = update(state, step, gradient)
+        right = wrong(after) or after == self.states[step][stage]
+        require(right, "P1", f"{who}: wrong gradient of stage {stage} in step {step}")
+
+    def effect(self, step: int) -> int:
+        """What a step would write into the ledger: a function of the step."""
+        return hash((step, *sorted(self.states[step].values())))
+
+    def stands(self, who: WorkerKey, step: int, at: int) -> None:
+        """An application is told that the state is that of `step`."""
+        require(step == at, "P1", f"{who} is told of step {step}, its state is that of {at}")
+
+    def final(self, who: WorkerKey, step: int, states: Mapping[int, Blocks]) -> None:
+        """The leader of the first stage wrote its part of the result; the others' are checked like any state."""
+        require(step == self.job.steps, "P1", f"{who} finished at step {step} of {self.job.steps}")
+        for stage, state in states.items():
+            self.state(who, step, stage, state)
+            require(None not in state, "P1", f"{who} finished without blocks of stage {stage}")
+            unnoticed = wrong(state) and not self.taint.unnoticed
+            require(not unnoticed, "P1", f"{who} finished with a wrong state of stage {stage}")
+        self.finals.append(dict(states))
+
+    def saved(self, step: int, states: Mapping[int, Blocks]) -> None:
+        """A checkpoint that was asked for is on disk."""
+        right = states.keys() == self.states[step].keys() and all(
+            wrong(state) or state == self.states[step][stage] for stage, state in states.items()
+        )
+        require(right, "P1", f"the checkpoint of step {step} holds {states}")
+
+
+class Effects:
+    """P2: the effects of every step leave exactly once, and only what is committed.
+
+    floor: the newest step whose effects have left, and that was not found tainted since.
+    """
+
+    def __init__(self) -> None:
+        self.effects: dict[int, int] = {}
+        self.released: dict[WorkerKey, int] = {}
+        self.committed = 0
+        self.floor = 0
+
+    def commit(self, step: int) -> None:
+        """The step was decided."""
+        self.committed = max(self.committed, step)
+
+    def back(self, step: int) -> None:
+        """What came after the step was tainted."""
+        self.floor = min(self.floor, step)
+
+    def release(self, who: WorkerKey, position: Key, step: int, effect: int) -> None:
+        """The effects of a step leave a worker that has decided `position`."""
+        require(position > Key(step, 0), "P2", f"{who} released step {step} at {position}: others may lack it")
+        known = self.effects.setdefault(step, effect)
+        require(known == effect, "P2", f"{who} released other effects of step {step}")
+        require(step <= self.committed, "P2", f"{who} released step {step}, which nobody had committed")
+        require(step > self.released.get(who, 0), "P2", f"{who} released step {step} twice or out of order")
+        self.released[who] = step
+        self.floor = max(self.floor, step)
 
 
 @dataclass(frozen=True)
@@ -34,13 +266,12 @@ class Views:
 class Checks:
     """The promises, over one simulation: each by itself, and here what concerns several of them."""
 
-    def __init__(self, job: SimJob, views: Views, corruption: Corruption) -> None:
+    def __init__(self, job: SimJob, views: Views, verify_every: int) -> None:
         self.job = job
         self.views = views
-        self.corruption = corruption
-        self.exact = Exact(job, corruption)
         self.records = SimRecords()
-        self.taint = Taint(self.records, corruption)
+        self.taint = Taint(self.records, verify_every)
+        self.exact = Exact(job, self.taint)
         self.effects = Effects()
         self.lost_everything = 0
         self.given_up: set[WorkerKey] = set()

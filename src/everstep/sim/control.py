@@ -6,11 +6,12 @@ The `Coordinator` is the very one of production; here is only what the runtime i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
+from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -24,33 +25,25 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
-from everstep.sim.client import Server, SimControlClient
 from everstep.sim.life import Life, SimSite
+from everstep.sim.mesh import SimControlClient
 from everstep.sim.worker import SimWorker
-from everstep.sim.world import MS, Process, SimConnection, World
+from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 CONTROL_HOST = "control"
 HEARTBEAT_NS = 200 * MS
 _MOST_IDLE_TICKS = 5
 
 
-class CoordinatorMachine(Protocol):
-    """What the simulator needs of the coordinator."""
-
-    @property
-    def next_deadline_ns(self) -> int | None: ...
-
-    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-
 MakeDriver = Callable[[WorkerKey], Driver]
-MakeCoordinator = Callable[[Sequence[dict[str, Any]]], CoordinatorMachine]
+MakeCoordinator = Callable[[Sequence[dict[str, Any]]], Coordinator]
 
 
-class SimCoordinator(Server):
-    """One life of the coordinator. The journal outlives it; effects after a sync wait for it."""
+class SimCoordinator(Process):
+    """One life of the coordinator. The journal outlives it; effects after a sync wait for it.
+
+    When it crashes an entry that was being written is there or not; nothing that depends on it has left.
+    """
 
     def __init__(self, world: World, control: Control) -> None:
         super().__init__(world, "coordinator", CONTROL_HOST)
@@ -66,6 +59,7 @@ class SimCoordinator(Server):
         self.feed(Tick())
 
     def accept(self, connection: SimConnection, role: str) -> None:
+        """Somebody connects; the empty message says that it has proved the token."""
         name = f"{role[0]}{self.control.connected()}"
         connection.listen(self, lambda body: self._received(name, role, connection, body), lambda: self._lost(name))
 
@@ -98,12 +92,12 @@ class SimCoordinator(Server):
             if self._crash_after is not None:
                 self._crash_after -= 1
                 if self._crash_after < 0:
-                    self.control.crash_coordinator("in the middle of its effects")
+                    self.die("in the middle of its effects")
                     return
             effect = self._queue.pop(0)
             if isinstance(effect, Persist):
                 self._syncing = True
-                self.later(self.world.between(MS // 10, 2 * MS), self._synced, effect)
+                self.soon(MS // 10, 2 * MS, self._synced, effect)
                 return
             self._act(effect)
 
@@ -166,14 +160,14 @@ class AgentProcess(Process):
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self.ended = False
-        self.client: SimControlClient | None = None
+        self.client = SimControlClient(self, control.dial, "agent", self._hello, self._deliver)
         for worker_id in self.slots:
             self.start(worker_id)
-        self.client = SimControlClient(self, control.server, "agent", self._hello, self._deliver)
+        self.client.begin()
         self.later(heartbeat_ns, self._heartbeat)
 
     def _hello(self) -> list[wire.AnyMessage]:
-        lives = [_life(w.life) for _, w in sorted(self.workers.items()) if w.life.alive]
+        lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
         return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, slots=len(self.slots))]
 
     def start(self, worker_id: int) -> None:
@@ -181,40 +175,37 @@ class AgentProcess(Process):
         if self.ended or worker_id not in self.slots:
             return
         old = self.workers.get(worker_id)
-        if old is not None and old.life.alive:
+        if old is not None and old.alive:
             return
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
-        if self.client is not None:
-            self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker.life)))
+        self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
 
     def exited(self, key: WorkerKey, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
         """A worker's process has ended."""
-        self.later(self.world.between(MS // 2, 4 * MS), self._reaped, key, cause, reason, restart, in_order)
+        self.soon(MS // 2, 4 * MS, self._reaped, key, cause, reason, restart, in_order)
 
     def _reaped(self, key: WorkerKey, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
         """waitpid returned."""
-        if self.client is not None:
-            self.client.send(
-                wire.WorkerExited(
-                    agent_id=self.name,
-                    worker_id=key.worker_id,
-                    incarnation=key.incarnation,
-                    cause=cause,
-                    reason=reason,
-                    died_unix_ns=self.world.now_ns,
-                    in_order=in_order,
-                )
+        self.client.send(
+            wire.WorkerExited(
+                agent_id=self.name,
+                worker_id=key.worker_id,
+                incarnation=key.incarnation,
+                cause=cause,
+                reason=reason,
+                died_unix_ns=self.world.now_ns,
+                in_order=in_order,
             )
+        )
         if restart:
-            self.later(self.world.between(5 * MS, 60 * MS), self.start, key.worker_id)
+            self.soon(5 * MS, 60 * MS, self.start, key.worker_id)
 
     def _heartbeat(self) -> None:
         self.later(self.heartbeat_ns, self._heartbeat)
         self.seq += 1
-        pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.life.alive]
-        if self.client is not None:
-            self.client.send(wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses))
+        pulses = [w.ties.pulse() for _, w in sorted(self.workers.items()) if w.alive]
+        self.client.send(wire.Heartbeat(agent_id=self.name, seq=self.seq, rtt_ms=1.0, workers=pulses))
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         match message:
@@ -224,8 +215,8 @@ class AgentProcess(Process):
                     self.start(worker_id)
             case wire.KillWorker(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 worker = self.workers.get(worker_id)
-                if worker is not None and worker.life.me.incarnation == incarnation:
-                    worker.life.die(f"killed by its agent: {reason}")
+                if worker is not None and worker.me.incarnation == incarnation:
+                    worker.die(f"killed by its agent: {reason}")
             case wire.JobEnded():
                 self.ended = True
 
@@ -234,7 +225,7 @@ class AgentProcess(Process):
         if self.alive:
             super().die(reason)
             for worker in self.workers.values():
-                worker.life.die(reason)
+                worker.die(reason)
 
 
 class Client(Process):
@@ -243,7 +234,8 @@ class Client(Process):
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any]) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.server, "client", lambda: [self.command], self._deliver)
+        self.link = SimControlClient(self, control.dial, "client", lambda: [self.command], self._deliver)
+        self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.CommandReply):
@@ -291,23 +283,25 @@ class Control:
         self.world = site.world
         self.checks = site.checks
         self.slots = slots
+        self.hosts = list(slots)
         self.make = make
         self.make_driver = make_driver
         self.journal: list[dict[str, Any]] = []
         self.connections = 0
-        self.coordinator: SimCoordinator | None = None
         self.agents: dict[str, AgentProcess] = {}
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
+        self.coordinator = SimCoordinator(self.world, self)
 
-    @property
-    def hosts(self) -> list[str]:
-        """Where agents run."""
-        return list(self.slots)
-
-    def server(self) -> SimCoordinator | None:
-        """The present life of the coordinator."""
-        return self.coordinator
+    def dial(
+        self, owner: Process, role: str, receive: Callable[[Any], None], lost: Callable[[], None]
+    ) -> SimConnection | None:
+        """A connection to the present life of the coordinator; None if it cannot be reached."""
+        connection = connect(self.world, owner, self.coordinator, timeout_ns=2000 * MS)
+        if connection is not None:
+            connection.listen(owner, receive, lost)
+            self.coordinator.accept(connection, role)
+        return connection
 
     def connected(self) -> int:
         """One more connection. Returns its number."""
@@ -316,15 +310,9 @@ class Control:
 
     def start_coordinator(self) -> None:
         """The next life of the coordinator, if there is none now."""
-        if self.coordinator is None or not self.coordinator.alive:
+        if not self.coordinator.alive:
             self.coordinator = SimCoordinator(self.world, self)
             self.fate.began(self.coordinator.machine.status()["state"])
-
-    def crash_coordinator(self, why: str) -> None:
-        """An entry that was being written is there or not; nothing that depends on it has left."""
-        process = self.coordinator
-        if process is not None and process.alive:
-            process.die(why)
 
     def boot(self, host: str) -> None:
         """Start a host's agent, and with it its workers, unless it runs."""
@@ -342,14 +330,14 @@ class Control:
         """The next life of a slot, on the agent's host."""
         lives = [key.incarnation for key in self.workers if key.worker_id == worker_id]
         key = WorkerKey(worker_id, max(lives, default=-1) + 1)
-        worker = SimWorker(self.site, agent.host, self.server, self.make_driver(key), agent.exited)
-        self.workers[key], self.site.lives[key] = worker, worker.life
+        worker = SimWorker(self.site, agent.host, self.dial, self.make_driver(key), agent.exited)
+        self.workers[key], self.site.lives[key] = worker, worker
         return worker
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Something that the coordinator reports."""
         if kind == "worker_evicted":
-            status = self.coordinator.machine.status() if self.coordinator is not None else {"workers": []}
+            status = self.coordinator.machine.status()
             believed = [w for w in status["workers"] if w["role"] in ("leader", "active", "standby")]
             who = WorkerKey(fields["worker_id"], fields["incarnation"])
             self.checks.evicted(who, bool(believed) or self._cut_off(who, fields["cause"]))
@@ -359,8 +347,8 @@ class Control:
         """Whether it was given up for its host's silence, while another host was heard."""
         worker = self.workers.get(who)
         heard = {a.host for a in self.agents.values() if a.alive and self.world.reachable(a.host, CONTROL_HOST)}
-        return cause is Cause.HOST_LOST and worker is not None and bool(heard - {worker.life.host})
+        return cause is Cause.HOST_LOST and worker is not None and bool(heard - {worker.host})
 
     def live_workers(self) -> list[SimWorker]:
         """In order."""
-        return [w for _, w in sorted(self.workers.items()) if w.life.alive]
+        return [w for _, w in sorted(self.workers.items()) if w.alive]

@@ -1,22 +1,151 @@
-"""Moving states between simulated workers, the donor's half: the shelf for members that settle, feeds for joiners.
+"""What a simulated worker keeps, writes and gives away, and how it takes blocks from several who give.
 
-It is what a donor's handler threads do: they read a shelf, and never ask the driver.
+Snapshots in memory, checkpoints on disk and the result at the end, as the driver says; the shelf for members that
+settle, feeds for joiners. A donor does what the threads of a real one do: they read a shelf, and never ask the driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from everstep.base.extents import WHOLE, Extents
+from everstep.base.cause import Cause, Why
+from everstep.base.extents import NONE, WHOLE, Extents
+from everstep.protocol.chunks import Chunk, Chunks
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.step_types import Record
-from everstep.sim.keep import Memory
-from everstep.sim.life import Life, SimHandlers
-from everstep.sim.model import NOTHING, SimGradient, merged, without
-from everstep.sim.state import SimCopy
+from everstep.sim.life import Life, SimCopy, nothing
+from everstep.sim.mesh import Mesh
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without
 from everstep.sim.world import MS, SimConnection
+
+NO_ROOM = Why(Cause.CONFIG, "there is no room")
+
+
+class Memory:
+    """One worker's snapshots: states by stage and step."""
+
+    def __init__(self, life: Life, mesh: Mesh) -> None:
+        self.life = life
+        self.mesh = mesh
+        self.kept: dict[tuple[int, int], Blocks] = {}
+        life.install({do.Keep: self._keep, do.RetireKept: self._retire, do.ForgetKept: self._forget})
+        life.install({do.DropLanes: nothing, ("message", "snapshot"): self._take})
+
+    def lose(self, stage: int, number: int, lost: Extents) -> None:
+        """Blocks of a snapshot are gone."""
+        self.kept[stage, number] = without(self.kept[stage, number], lost)
+        self._say()
+
+    def _keep(self, effect: do.Keep) -> None:
+        """Of the state as it is; some of it is handed to other pools, and may get lost on the way."""
+        life, number = self.life, effect.step
+        if life.world.rng.random() < 0.05:
+            life.handle(do.NotKept(number, NO_ROOM))
+            return
+        for stage, value in life.state.stages.items():
+            self.kept[stage, number] = value
+        self._say()
+        for stage, member in effect.to.items():
+            if stage in life.state.stages:
+                value = life.state.stages[stage]
+                self.mesh.send(member.worker_id, "snapshot", stage, number, value, effect.records)
+        if effect.to:
+            done = life.world.rng.random() < 0.9
+            life.soon(MS, 40 * MS, life.handle, do.HandedOver(number, done))
+
+    def _take(self, stage: int, number: int, value: Blocks, records: do.Records) -> None:
+        """Another pool's."""
+        self.kept.setdefault((stage, number), value)
+        self._say({number: records})
+
+    def _retire(self, effect: do.RetireKept) -> None:
+        """What is older than a complete one goes, but for the newest that is proven."""
+        older = {number for _, number in self.kept if number <= effect.proven}
+        self.kept = {k: v for k, v in self.kept.items() if k[1] >= effect.step or k[1] == max(older, default=-1)}
+        self._say()
+
+    def _forget(self, effect: do.ForgetKept) -> None:
+        """Later ones count for nothing."""
+        self.kept = {key: value for key, value in self.kept.items() if key[1] <= effect.after}
+        self._say()
+
+    def _say(self, records: Mapping[int, do.Records] | None = None) -> None:
+        there = {key: part for key, value in sorted(self.kept.items()) if (part := present(value))}
+        whole = tuple(key for key, part in there.items() if part.whole)
+        parts = {key: part for key, part in there.items() if not part.whole}
+        self.life.handle(do.InMemory(whole, records or {}, parts))
+
+
+_GRACE_NS = 500 * MS
+
+
+class SimSaver:
+    """Writes this worker's parts."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        life.install({Save: self._save, AbandonSave: nothing, do.Invalidate: self._invalidate})
+        life.install({do.SaveLast: self._save_last, do.Finish: self._finish})
+        life.install({do.Linger: lambda operation: life.soon(10 * MS, 2000 * MS, life.done, operation)})
+
+    def _save(self, effect: Save) -> None:
+        """Each stage's leader writes its part; the job's leader hears when the last one is there."""
+        life, number = self.life, effect.step
+        me, disk = life.me.worker_id, life.site.disk
+        if effect.plan.leader(0) == me:
+            disk.ask(number, lambda: life.later(0, life.handle, SaveEnded(number, True, "", "disk")))
+        for stage in effect.plan.stages_of(me):
+            if effect.plan.leader(stage) == me:
+                state = life.state.stages[stage]
+                life.soon(MS, 60 * MS, self._written, effect.plan.generation, stage, number, state)
+
+    def _written(self, generation: int, stage: int, number: int, state: Blocks) -> None:
+        """What is not complete when its generation ends, or when it is invalidated, is abandoned."""
+        driver = self.life.driver
+        sound = driver.machine.sound
+        if driver.generation == generation and (sound < 0 or number <= sound):
+            self.life.site.disk.write(stage, number, state)
+
+    def _invalidate(self, effect: do.Invalidate) -> None:
+        self.life.site.checks.taint.invalidated(self.life.me, effect.sound)
+        self.life.site.disk.invalidate(effect.sound)
+
+    # ---- the end
+
+    def _save_last(self, operation: do.SaveLast) -> None:
+        """The job's leader waits until all parts are there, for as long as it may."""
+        life = self.life
+        if operation.save is not None:
+            self._save(operation.save)
+        if operation.plan.leader(0) == life.me.worker_id:
+            life.later(_GRACE_NS, life.done, operation, "")
+            self._saved(operation)
+        else:
+            life.soon(MS, 60 * MS, life.done, operation, "")
+
+    def _saved(self, operation: do.SaveLast) -> None:
+        life, disk = self.life, self.life.site.disk
+        if len(disk.parts.get(operation.step, ())) < life.job.stages:
+            life.during(operation, 5 * MS, self._saved)
+            return
+        life.site.checks.exact.saved(operation.step, disk.parts[operation.step])
+        life.done(operation, "disk")
+
+    def _finish(self, operation: do.Finish) -> None:
+        if operation.save is not None and self.life.job.write_every:
+            self._save(operation.save)
+        self.life.during(operation, self.life.world.between(0, 3 * MS), self._finished)
+
+    def _finished(self, operation: do.Finish) -> None:
+        life = self.life
+        leads = operation.plan.leader(0) == life.me.worker_id
+        if leads:
+            life.site.checks.exact.final(life.me, life.state.at, life.state.stages)
+        life.done(operation, leads)
+
 
 SimAsked = tuple[SimConnection, int, int, Extents]
 """By whom, in which generation, of which stage, which blocks."""
@@ -35,16 +164,8 @@ class SimDonor:
         self.served: dict[SimConnection, int] = {}  # who has got something, by generation
         self.offered: dict[SimConnection, SimCopy] = {}  # who asks for the blocks of what it was offered
         self.silent: list[SimConnection] = []  # who has come, and asks for nothing as long as others give it
-        life.install_door("donor", self._accept)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {
-            do.Shelve: self._shelve,
-            do.Unshelve: self._unshelve,
-            do.OfferFeeds: self._offer,
-            do.CutFeeds: self._jumped,
-        }
+        life.install({do.Shelve: self._shelve, do.Unshelve: self._unshelve, ("door", "donor"): self._accept})
+        life.install({do.OfferFeeds: self._offer, do.CutFeeds: self._jumped})
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -78,7 +199,7 @@ class SimDonor:
                 self.wanted.append((connection, stages, kind))
                 self.life.handle(do.FollowerAsked())
             case ("blocks", stage, extents):
-                self.life.later(self.life.world.between(0, 3 * MS), self._give_offered, connection, stage, extents)
+                self.life.soon(0, 3 * MS, self._give_offered, connection, stage, extents)
             case ("fetch", generation, stage, extents):
                 self.fetchers.append((connection, generation, stage, extents))
                 self._serve()
@@ -112,7 +233,7 @@ class SimDonor:
         for one in self.fetchers[:]:
             if one[1] == self.shelf[0]:
                 self.fetchers.remove(one)
-                self.life.later(self.life.world.between(MS, 15 * MS), self._give, self.shelf, *one)
+                self.life.soon(MS, 15 * MS, self._give, self.shelf, *one)
 
     def _give(self, shelf: tuple[int, dict[int, SimCopy]], *asked: Any) -> None:
         """The last block has been read. Nothing may have changed meanwhile, or the copy would be torn."""
@@ -177,8 +298,7 @@ class SimDonor:
         self.feeds = [f for f in self.feeds if set(f[1]) <= set(gradients)]
 
     def _caught_up(self, connection: SimConnection) -> None:
-        life = self.life
-        life.later(life.world.between(0, 2 * MS), connection.send, life, ("caught_up",))
+        self.life.soon(0, 2 * MS, connection.send, self.life, ("caught_up",))
 
     def _jumped(self, effect: do.CutFeeds) -> None:
         """The followers have missed something."""
@@ -190,3 +310,99 @@ class SimDonor:
 def _of(copy: SimCopy, stage: int, extents: Extents) -> Any:
     """Of a stage, only these blocks."""
     return without(copy.states[stage], WHOLE - extents)
+
+
+KNOWN = tuple(
+    ("copies", name) for name in ("from several", "in the place of one lost", "of what is not whole", "refused", "rest")
+)
+"""What `World.seen` counts of them."""
+
+
+class Taking:
+    """What is wanted of some stages, who is asked for it, and what has come.
+
+    say: what to send for a chunk. changed: called when something has come, or somebody is gone.
+    """
+
+    def __init__(
+        self, life: Life, most: int, say: Callable[[int, Extents], tuple[Any, ...]], changed: Callable[[], None]
+    ) -> None:
+        self.life = life
+        self.states: dict[int, Blocks] = {}
+        self.refused = False
+        self.taken: dict[int, Extents] = {}
+        self.meta: SimCopy | None = None
+        self._say = say
+        self._changed = changed
+        self.queue: Chunks[SimConnection] = Chunks(most)
+        self.asked: dict[SimConnection, Chunk | None] = {}
+        self._came: dict[SimConnection, Extents] = {}
+        self._owed = NONE
+
+    def want(self, stage: int, own: Blocks, missing: Extents) -> None:
+        """These blocks of a stage; the others are this worker's own."""
+        self.queue.want(stage, missing, PLANES)
+        self.states[stage] = own
+        if not missing.whole:
+            self._note("rest")
+
+    def join(self, connection: SimConnection, stages: Mapping[int, Extents]) -> None:
+        """Somebody has been reached who has this."""
+        if any(not given.whole for given in stages.values()):
+            self._note("of what is not whole")
+        self.asked[connection] = None
+        self.queue.join(connection, stages)
+        self._ask()
+
+    def came(self, connection: SimConnection, copy: SimCopy) -> None:
+        """What a donor has given. What is not among it, it does not have."""
+        chunk = self.asked.get(connection)
+        if chunk is None:
+            return
+        self.asked[connection] = None
+        self.meta = self.meta or copy
+        ((stage, blocks),) = copy.states.items()
+        given = present(blocks) & chunk.extents
+        if present(self.states[stage]) & given:
+            raise AssertionError(f"{self.life.me} has got blocks of stage {stage} twice: {given}")
+        self.states[stage] = merged(self.states[stage], blocks)
+        self.taken[stage] = self.taken.get(stage, NONE) | given
+        if self._owed & given:
+            self._note("in the place of one lost")
+        if not given.covers(chunk.extents):
+            self.refused = True
+            self._note("refused")
+        if given and connection not in self._came and self._came:
+            self._note("from several")
+        self._came[connection] = given
+        self.queue.done(connection, chunk, chunk.extents - given)
+        self._ask()
+        self._changed()
+
+    def lost(self, connection: SimConnection) -> None:
+        """A donor is gone."""
+        if connection not in self.asked:
+            return
+        chunk = self.asked.pop(connection)
+        if chunk is not None:
+            self._owed |= chunk.extents
+        self.queue.lost(connection)
+        self._ask()
+        self._changed()
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        for connection in self.asked:
+            connection.close(self.life)
+        self.asked = {}
+
+    def _ask(self) -> None:
+        for connection, chunk in list(self.asked.items()):
+            if chunk is None:
+                found = self.queue.next(connection)
+                self.asked[connection] = found
+                if found is not None:
+                    connection.send(self.life, self._say(found.stage, found.extents))
+
+    def _note(self, name: str) -> None:
+        self.life.world.seen["copies", name] += 1

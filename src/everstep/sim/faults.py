@@ -6,35 +6,20 @@ first one's recovery; so settling, fetching, healing and switching get their sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from everstep.base.extents import Extents
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as wire
+from everstep.sim.control import CONTROL_HOST, Control
+from everstep.sim.model import PLANES
+from everstep.sim.worker import SimWorker
+from everstep.sim.world import MS, SECOND
+
 PHASES = ("settling", "fetching", "heal", "computing", "reducing", "agreeing", "updating", "gathering")
-_WEIGHTS = {
-    "kill": 8,
-    "freeze": 3,
-    "coordinator": 3,
-    "coordinator_mid_effects": 3,
-    "cut_workers": 2,
-    "cut_control": 2,
-    "isolate": 1,
-    "link": 2,
-    "bad_link": 1,
-    "host": 1,
-    "drop_control": 2,
-    "scale": 3,
-    "drain": 2,
-    "coordinator_freeze": 1,
-    "agent_freeze": 1,
-    "last_words": 2,
-    "stale_plan": 2,
-    "raises": 2,
-    "damage": 1,
-    "stop": 1,
-}
-_KINDS = tuple(_WEIGHTS)
 _LOSSES = ("lose", "lose", "lose_all", "lose_kept")
-KNOWN = tuple(("faults", kind) for kind in (*_KINDS, "pool", *dict.fromkeys(_LOSSES)))
 
 
 @dataclass(frozen=True)
@@ -101,7 +86,7 @@ def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
 
 def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> SimFault:
     """Any fault at a time, perhaps aimed at a phase."""
-    kind = rng.choices(_KINDS, weights=tuple(_WEIGHTS.values()))[0]
+    kind = rng.choices(list(_KINDS), weights=[weight for weight, _ in _KINDS.values()])[0]
     if phase is None:
         phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
     long = rng.random() < 0.3
@@ -115,3 +100,330 @@ def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> SimFault:
         for_ms=rng.randint(1000, 4000) if long else rng.randint(5, 600),
         same=rng.random() < 0.5,
     )
+
+
+class SimInjector:
+    """The faults that are still to strike. verify_every: steps between comparisons of the copies."""
+
+    def __init__(self, control: Control, faults: tuple[SimFault, ...], verify_every: int) -> None:
+        self.control = control
+        self.world = control.world
+        self.verify_every = verify_every
+        self.stopped = False
+        for fault in faults:
+            self.world.later(fault.at_ms * MS, self._arm, fault)
+
+    def _arm(self, fault: SimFault) -> None:
+        if self.stopped:
+            return
+        if not fault.phase:
+            self._strike(fault, None)
+            return
+        hooks = self.control.site.phases.hooks
+        left = [fault.count]
+
+        def hook(who: WorkerKey, phase: str) -> None:
+            if phase != fault.phase:
+                return
+            left[0] -= 1
+            if left[0] == 0:
+                hooks.remove(hook)
+                worker = self.control.workers[who] if fault.same else None
+                self.world.later(fault.delay_us * 1000, self._strike, fault, worker)
+
+        hooks.append(hook)
+
+    def _strike(self, fault: SimFault, worker: SimWorker | None) -> None:
+        if not self.stopped:
+            self.world.log("chaos", f"*** {fault}")
+            self.world.seen["faults", fault.kind] += 1
+            _KINDS[fault.kind][1](self, fault, worker)
+
+    def for_a_while(self, fault: SimFault, end: Callable[..., None], *args: object) -> None:
+        """What has begun ends."""
+        self.world.later(fault.for_ms * MS, end, *args)
+
+    def host(self, fault: SimFault, worker: SimWorker | None = None) -> str:
+        """That of the worker, or any."""
+        hosts = self.control.hosts
+        return worker.host if worker is not None else hosts[fault.pick % len(hosts)]
+
+    def cut(self, fault: SimFault, a: str, b: str) -> None:
+        """Two hosts cannot reach each other for a while."""
+        self.world.cut(a, b)
+        self.for_a_while(fault, self.world.mend, a, b)
+
+    def lose(self, target: SimWorker, pick: int, mask: int) -> bool:
+        """Some blocks of a stage that it holds; whether it was the time for it. Late ones are no matter."""
+        if not target.alive or self.stopped:
+            return True
+        driver = target.driver
+        held = sorted(set(driver.machine.stages) & set(target.state.stages))
+        if not held or not driver.still or target.frozen_ns is not None or driver.position.step != target.state.at:
+            return False
+        self.world.log(target.name, "LOSES", held[pick % len(held)], mask)
+        target.lose(held[pick % len(held)], _blocks(mask))
+        return True
+
+    def stop(self) -> None:
+        """From here on nothing fails: what is cut, frozen or down comes back."""
+        self.stopped = True
+        control = self.control
+        control.site.phases.hooks.clear()
+        self.world.log("chaos", "*** the faults stop")
+        self.world.mend_all()
+        control.coordinator.crash_after(None)
+        control.coordinator.thaw()
+        control.start_coordinator()
+        for worker in control.live_workers():
+            worker.thaw()
+        for host in control.hosts:
+            control.agents[host].thaw()
+        for host in control.hosts:
+            control.boot(host)
+
+
+Strikes = Callable[[SimInjector, SimFault, SimWorker | None], None]
+
+
+# ---- one worker: the one that entered the phase, or any
+
+
+def _one(strikes: Callable[[SimInjector, SimFault, SimWorker], None]) -> Strikes:
+    """A fault of one worker, if anybody lives."""
+
+    def strike(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+        live = injector.control.live_workers()
+        if worker is not None or live:
+            strikes(injector, fault, worker or live[fault.pick % len(live)])
+
+    return strike
+
+
+def _kill(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    target.die("SIGKILL")
+
+
+def _freeze(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    target.freeze()
+    if fault.for_ms < 3000:
+        injector.for_a_while(fault, target.thaw)
+
+
+def _last_words(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """An exception in a worker: it says so and ends."""
+    if target.frozen_ns is None:
+        target.ties.fail(f"error of {target.me} at {injector.world.now_ns}")
+
+
+def _raises(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """An exception in a worker's application, which stays for a while with what it holds."""
+    target.later(0, target.loop.raises, f"error of {target.me} at {injector.world.now_ns}")
+
+
+def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """A plan comes once more, late."""
+    plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
+    if plans:
+        plan = plans[-1 - fault.pick % min(3, len(plans))]
+        again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
+        target.later(injector.world.latency_ns(), target.ties.deliver, again)
+
+
+def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """Blocks of its state, as soon as it may be noticed."""
+    if not injector.lose(target, fault.pick, 1 + fault.pick % 15):
+        injector.world.later(3 * MS, _lose, injector, fault, target)
+
+
+def _pair(injector: SimInjector, fault: SimFault, target: SimWorker) -> tuple[str, str] | None:
+    """The names of it and of another."""
+    others = [w.name for w in injector.control.live_workers() if w is not target]
+    return (target.name, others[fault.pick % len(others)]) if others else None
+
+
+def _link(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """Break its connections with another, once."""
+    pair = _pair(injector, fault, target)
+    for connection in list(injector.world.connections):
+        if pair is not None and connection.pair == tuple(sorted(pair)):
+            connection.fail()
+
+
+def _bad_link(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    pair = _pair(injector, fault, target)
+    if pair is not None:
+        injector.world.spoil(*pair)
+        injector.for_a_while(fault, injector.world.unspoil, *pair)
+
+
+def _drain(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    injector.control.command("drain", {"worker_id": target.me.worker_id})
+
+
+# ---- several workers
+
+
+def _pool(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Everybody who has a seat in one stage, by the newest plan; `for_ms`: time between the deaths."""
+    plans = injector.control.checks.records.plans
+    if not plans:
+        return
+    plan = plans[max(plans)]
+    for n, seat in enumerate(plan.pool(fault.pick % plan.stages)):
+        target = injector.control.workers.get(plan.member(seat.worker_id).key)
+        if target is not None:
+            injector.world.later(n * fault.for_ms * MS, target.die, "SIGKILL")
+
+
+def _flip(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A bit of one copy of a stage, as soon as there is another copy, and time for a comparison to show it."""
+    site = injector.control.site
+    found = [
+        (one, stage)
+        for one in ([worker] if worker is not None else injector.control.live_workers())
+        if one.can_flip and one.state.at + 2 * injector.verify_every <= site.checks.job.steps
+        for stage in sorted(set(one.driver.machine.stages) & set(one.state.stages))
+        if site.copies(one, stage) > 1
+    ]
+    if found:
+        target, stage = found[fault.pick % len(found)]
+        injector.world.log(target.name, "FLIPPED", stage, "at", target.state.at)
+        target.state.flip(stage)
+        site.checks.taint.flip()
+    elif not injector.stopped:
+        injector.world.later(7 * MS, _flip, injector, fault, None)
+
+
+def _lose_all(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Of all workers at once, of each another block: what is left is whole together, unless it is one alone."""
+    live = injector.control.live_workers()
+    if all(one.driver.still for one in live):
+        for n, one in enumerate(live):
+            injector.lose(one, fault.pick, 1 << (n + fault.pick) % 4)
+    elif not injector.stopped:
+        injector.world.later(MS, _lose_all, injector, fault, worker)
+
+
+def _lose_kept(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Blocks of a snapshot in memory: of one worker, or of all."""
+    live = injector.control.live_workers()
+    for n, one in enumerate(live):
+        if one.holdings and (fault.same or n == fault.pick % len(live)):
+            mask = 1 << (n + fault.pick) % 4 if fault.same else 1 + fault.pick % 15
+            one.memory.lose(*one.holdings[-1], _blocks(mask))
+
+
+def _blocks(mask: int) -> Extents:
+    return Extents.numbered(PLANES, (k for k in range(4) if mask >> k & 1))
+
+
+# ---- the coordinator and hosts
+
+
+def _coordinator(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.control.coordinator.die("SIGKILL")
+    injector.for_a_while(fault, injector.control.start_coordinator)
+
+
+def _coordinator_mid_effects(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.control.coordinator.crash_after(fault.pick % 12)
+    injector.world.later((fault.for_ms + 500) * MS, injector.control.start_coordinator)
+
+
+def _coordinator_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.control.coordinator.freeze()
+    injector.for_a_while(fault, injector.control.coordinator.thaw)
+
+
+def _agent_freeze(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    agent = injector.control.agents[injector.host(fault)]
+    agent.freeze()
+    injector.for_a_while(fault, agent.thaw)
+
+
+def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    host = injector.host(fault)
+    injector.control.agents[host].die("the host lost power")
+    injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
+
+
+def _damage(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The newest checkpoint can be listed, but not read."""
+    injector.control.site.disk.damage()
+
+
+# ---- the network
+
+
+def _cut_workers(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    hosts = injector.control.hosts
+    if len(hosts) > 1:
+        first = fault.pick % len(hosts)
+        second = (first + 1 + fault.pick // len(hosts) % (len(hosts) - 1)) % len(hosts)
+        injector.cut(fault, hosts[first], hosts[second])
+
+
+def _cut_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.cut(fault, injector.host(fault, worker), CONTROL_HOST)
+
+
+def _isolate(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    host = injector.host(fault, worker)
+    for other in [*injector.control.hosts, CONTROL_HOST]:
+        if other != host:
+            injector.cut(fault, host, other)
+
+
+def _drop_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Break control connections, of one process or of all."""
+    control = [c for c in injector.world.connections if c.ends[1].name == "coordinator"]
+    owner = None if worker is None else worker
+    for connection in control:
+        if fault.pick % 2 or connection.ends[0] is (owner or control[fault.pick % len(control)].ends[0]):
+            connection.fail()
+
+
+# ---- what users do
+
+
+def _scale(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.control.command("scale", {"workers": 1 + fault.pick % injector.control.checks.job.lanes})
+
+
+def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The user ends the job, with a checkpoint if there is time."""
+    if fault.pick % 3 == 0:  # most seeds are to see the end
+        injector.control.command("stop", {"grace_s": fault.for_ms / 1000})
+
+
+_KINDS: dict[str, tuple[int, Strikes]] = {
+    "kill": (8, _one(_kill)),
+    "freeze": (3, _one(_freeze)),
+    "coordinator": (3, _coordinator),
+    "coordinator_mid_effects": (3, _coordinator_mid_effects),
+    "cut_workers": (2, _cut_workers),
+    "cut_control": (2, _cut_control),
+    "isolate": (1, _isolate),
+    "link": (2, _one(_link)),
+    "bad_link": (1, _one(_bad_link)),
+    "host": (1, _host),
+    "drop_control": (2, _drop_control),
+    "scale": (3, _scale),
+    "drain": (2, _one(_drain)),
+    "coordinator_freeze": (1, _coordinator_freeze),
+    "agent_freeze": (1, _agent_freeze),
+    "last_words": (2, _one(_last_words)),
+    "stale_plan": (2, _one(_stale_plan)),
+    "raises": (2, _one(_raises)),
+    "damage": (1, _damage),
+    "stop": (1, _stop),
+    "pool": (0, _pool),
+    "lose": (0, _one(_lose)),
+    "lose_all": (0, _lose_all),
+    "lose_kept": (0, _lose_kept),
+    "flip": (0, _flip),
+}
+"""How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
+KNOWN = tuple(("faults", kind) for kind in _KINDS if kind != "flip")
+"""What `World.seen` counts of them; few seeds flip a bit."""

@@ -1,4 +1,4 @@
-"""One life of a slot: its process, the driver of production, and who carries out what that says.
+"""One life of a slot: its process, the driver of production, the state that it holds, and who carries out what.
 
 Nothing is decided here, and nothing is carried out: each part says by its `handlers` what it does.
 """
@@ -6,26 +6,199 @@ Nothing is decided here, and nothing is carried out: each part says by its `hand
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.driver.operations import GatheredRecords
+from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.disk import Disk
-from everstep.sim.model import SimJob
-from everstep.sim.phases import Phases
-from everstep.sim.state import SimState
-from everstep.sim.world import MS, Process, SimConnection, World
+from everstep.sim.model import Blocks, SimGradient, SimJob, flipped, initial, update, without
+from everstep.sim.world import MS, Process, SimConnection, World, connect
 
-SimHandlers = Mapping[type, Callable[[Any], None]]
+_PHASES: dict[type[do.Operation], str] = {
+    do.Open: "settling",
+    do.Fetch: "fetching",
+    do.Restore: "fetching",
+    do.OpenFeeds: "heal",
+    do.Compute: "computing",
+    do.Reduce: "reducing",
+    do.Update: "updating",
+}
+
+
+class Phases:
+    """The phase of every worker. `hooks`: called when one enters a phase."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Callable[[WorkerKey, str], None]] = []
+        self._of: dict[WorkerKey, str] = {}
+
+    def note(self, who: WorkerKey, operation: do.Operation) -> None:
+        """A worker begins an operation."""
+        phase = _PHASES.get(type(operation), "")
+        if isinstance(operation, do.Exchange):
+            phase = "settling" if operation.tag.kind == "settle" else "gathering" if operation.tag.seq else "agreeing"
+        if phase and (phase != self._of.get(who, "") or phase == "gathering"):
+            for hook in self.hooks[:]:
+                hook(who, phase)
+        self._of[who] = phase
+
+    def forget(self, who: WorkerKey) -> None:
+        """The next phase of a worker is a new one, whichever it is."""
+        self._of[who] = ""
+
+
+class Disk:
+    """Checkpoints, by step and stage. `hosts`: who sees the directory; everybody if None."""
+
+    def __init__(self, stages: int, hosts: frozenset[str] | None) -> None:
+        self.stages = stages
+        self.hosts = hosts
+        self.parts: dict[int, dict[int, Blocks]] = {}
+        self.damaged: set[int] = set()
+        self._asking: dict[int, Callable[[], None]] = {}
+
+    def ask(self, step: int, complete: Callable[[], None]) -> None:
+        """Call `complete` when the parts of all stages are there."""
+        self._asking = {step: complete}
+
+    def write(self, stage: int, step: int, state: Blocks) -> None:
+        """One stage's part is on disk; the last one completes the checkpoint."""
+        self.parts.setdefault(step, {})[stage] = state
+        self.damaged.discard(step)
+        if len(self.parts[step]) == self.stages and step in self._asking:
+            self._asking.pop(step)()
+
+    def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
+        """Steps of the newest two checkpoints that a host can read, up to the limit."""
+        if self.hosts is not None and host not in self.hosts:
+            return ()
+        whole = (step for step, parts in self.parts.items() if len(parts) == self.stages)
+        return tuple(sorted(step for step in whole if limit is None or step <= limit)[-2:])
+
+    def damage(self) -> None:
+        """The newest complete checkpoint cannot be read any more."""
+        self.damaged.update(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages)[-1:])
+
+    def read(self, stage: int, step: int) -> Blocks | None:
+        """A stage's state, or None if the checkpoint turns out to be damaged: then it is set aside."""
+        if step in self.damaged or step not in self.parts:
+            self.parts.pop(step, None)
+            return None
+        return self.parts[step][stage]
+
+    def invalidate(self, sound: int) -> None:
+        """Later checkpoints are set aside."""
+        self.parts = {step: parts for step, parts in self.parts.items() if step <= sound}
+
+
+@dataclass(frozen=True)
+class SimCopy:
+    """State of some stages: everything a worker needs to be at `position`, effects not yet released included."""
+
+    position: Key
+    records: Mapping[int, Record]
+    states: Mapping[int, Blocks]
+    effects: tuple[tuple[int, int], ...] = ()
+    gathers: GatheredRecords = field(default_factory=dict)
+
+
+class SimState:
+    """Of the stages that a worker holds, all of one step. `records`: of that step's agree, as far as known."""
+
+    def __init__(self, me: WorkerKey, job: SimJob, checks: Checks) -> None:
+        self.me = me
+        self.checks = checks
+        self.at = 0
+        self.stages = {stage: initial(stage) for stage in range(job.stages)}
+        self.records: Mapping[int, Record] = {}
+        self.gradients: tuple[int, dict[int, SimGradient]] | None = None
+        self.effects: dict[int, int] = {}
+        self._all = range(job.stages)
+
+    def build(self) -> None:
+        """What nobody has trained can be built."""
+        if self.at == 0:
+            self.stages = {k: self.stages.get(k, initial(k)) for k in self._all}
+
+    def flip(self, stage: int) -> None:
+        """A bit of a stage's state flips."""
+        self.stages[stage] = flipped(self.stages[stage])
+
+    def lose(self, stage: int, lost: Extents) -> None:
+        """Blocks of a stage are gone."""
+        self.stages[stage] = without(self.stages[stage], lost)
+
+    def reduced(self, step: int, gradients: dict[int, SimGradient]) -> None:
+        """The gradient of a step is complete, for all own stages."""
+        for stage, gradient in gradients.items():
+            if None in self.stages[stage]:
+                continue
+            self.checks.exact.reduced(self.me, step, stage, self.stages[stage], gradient)
+        self.gradients = (step, gradients)
+
+    def gradient(self, step: int) -> dict[int, SimGradient]:
+        """That of the step, which must be the next one."""
+        if self.gradients is None or self.gradients[0] != step or self.at != step - 1:
+            raise AssertionError(f"{self.me} at {self.at} is to apply step {step} with {self.gradients}")
+        return self.gradients[1]
+
+    def apply(self, step: int, records: Mapping[int, Record], gradients: Mapping[int, SimGradient]) -> None:
+        """One step further; stages that are not named are dropped."""
+        self.at, self.records = step, records
+        self.stages = {k: update(self.stages[k], step, gradient) for k, gradient in gradients.items()}
+        self._check()
+        self.effects[step] = self.checks.exact.effect(step)
+
+    def copy(
+        self, position: Key, records: Mapping[int, Record], gathers: GatheredRecords, stages: Iterable[int]
+    ) -> SimCopy:
+        """What a peer needs to be where this worker is."""
+        effects = ((self.at, self.checks.exact.effect(self.at)),) if self.at else ()
+        return SimCopy(position, records, {k: self.stages[k] for k in stages}, effects, gathers)
+
+    def install(self, copy: SimCopy, only: bool = False) -> None:
+        """Become a copy; stages of the same step that are not part of it stay, unless `only`."""
+        step = copy.position.step
+        kept = self.stages if step == self.at and not only else {}
+        if step != self.at:
+            self.gradients = None
+        self.at, self.stages = step, {**kept, **copy.states}
+        agreed = copy.gathers.get(Key(step, 0)) or ({} if copy.position.seq else copy.records)
+        self.records = agreed or (self.records if kept else {})
+        self.effects.update(copy.effects)
+        self._check()
+
+    def release(self, step: int, position: Key) -> None:
+        """The effects of a step, and of older ones, leave the process."""
+        released = self.checks.effects.released.get(self.me, 0)
+        for held in sorted(s for s in self.effects if s <= step):
+            effect = self.effects.pop(held)
+            if held > released:
+                self.checks.effects.release(self.me, position, held, effect)
+
+    def _check(self) -> None:
+        for stage, state in self.stages.items():
+            self.checks.exact.state(self.me, self.at, stage, state)
+
+
+SimHandlers = Mapping[Hashable, Callable[..., Any]]
+"""Who does what, by kind of effect or operation. By ("abort", kind): who ends such an operation before its time; by
+("owes", kind): whether a peer still owes it something; by ("message", kind): who takes messages of members; by
+("door", name): who takes connections of peers that ask for this."""
 Exited = Callable[[WorkerKey, Cause, str, bool, bool], None]
 UNINTERRUPTED = do.Update | do.Adopt | do.Replay
 
 
-def nothing(effect: object) -> None:
+def nothing(*what: object) -> None:
     """What has no counterpart on an abstract state."""
 
 
@@ -66,10 +239,7 @@ class Life(Process):
         self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
         self.cut_to = -1  # operations of this generation and older ones are over
         self._exited = exited
-        self._handlers: dict[type, Callable[[Any], None]] = {}
-        self._doors: dict[str, Callable[..., None]] = {}
-        self._leave: dict[type, Callable[[Any, tuple[int, ...], str], None]] = {}
-        self._look: Callable[[], None] | None = None
+        self.handlers: dict[Hashable, Callable[..., Any]] = {}
         self._events: deque[object] = deque()
         self._handling = False
 
@@ -85,24 +255,28 @@ class Life(Process):
     # ---- parts
 
     def install(self, handlers: SimHandlers) -> None:
-        """Who carries out what."""
-        self._handlers.update(handlers)
+        """Who does what."""
+        self.handlers.update(handlers)
 
-    def install_leaving(self, kind: type[do.Operation], leave: Callable[[Any, tuple[int, ...], str], None]) -> None:
-        """Who ends operations of a kind that are to be aborted; by default it is done at once."""
-        self._leave[kind] = leave
+    def look(self) -> None:
+        """Whether the operation under way can end at all."""
 
-    def install_look(self, look: Callable[[], None]) -> None:
-        """Who looks, when an operation has begun, whether it can end at all."""
-        self._look = look
-
-    def install_door(self, name: str, accept: Callable[..., None]) -> None:
-        """Who takes connections of peers that ask for this."""
-        self._doors[name] = accept
-
-    def accept(self, door: str, connection: SimConnection, *args: Any) -> None:
-        """A peer has connected."""
-        self._doors[door](connection, *args)
+    def reach(
+        self,
+        key: WorkerKey,
+        door: str,
+        receive: Callable[[SimConnection, Any], None],
+        lost: Callable[[SimConnection], None],
+        *said: Any,
+        timeout_ns: int = 500 * MS,
+    ) -> SimConnection | None:
+        """A connection to another life; None if that cannot be reached."""
+        peer = self.site.lives.get(key)
+        connection = connect(self.world, self, peer, timeout_ns)
+        if connection is not None and peer is not None:
+            connection.listen(self, partial(receive, connection), partial(lost, connection))
+            peer.handlers["door", door](connection, *said)
+        return connection
 
     # ---- the driver
 
@@ -124,6 +298,14 @@ class Life(Process):
                 self.finished = None
         self._handling = False
 
+    def during(self, operation: do.Operation, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
+        """Have `act(operation, *args)` called after the delay, unless the operation has been answered by then."""
+        self.later(delay_ns, self._during, operation, act, args)
+
+    def _during(self, operation: do.Operation, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.operation is operation:
+            act(operation, *args)
+
     def done(self, operation: do.Operation, result: object = None) -> None:
         """The operation was carried out, unless it has been answered."""
         if self.operation is operation:
@@ -139,7 +321,7 @@ class Life(Process):
     def abort(self, operation: do.Operation, accused: tuple[int, ...] = (), reason: str = "interrupted") -> None:
         """End the operation, unless it has been answered."""
         if self.operation is operation and not isinstance(operation, UNINTERRUPTED):
-            self._leave.get(type(operation), self.aborted)(operation, accused, reason)
+            self.handlers.get(("abort", type(operation)), self.aborted)(operation, accused, reason)
 
     def aborted(self, operation: do.Operation, accused: tuple[int, ...], reason: str) -> None:
         """The operation was left."""
@@ -161,19 +343,32 @@ class Life(Process):
             self._begin(effect)
         else:
             self.world.seen["effects", type(effect).__name__] += 1
-            self._handlers[type(effect)](effect)
+            self.handlers[type(effect)](effect)
 
     def _begin(self, operation: do.Operation) -> None:
         self.operation = operation
         self.site.phases.note(self.me, operation)
         if 0 < operation.generation <= self.cut_to and not isinstance(operation, UNINTERRUPTED):
-            self.later(self.world.between(0, MS // 4), self.abort, operation)
+            self.soon(0, MS // 4, self.abort, operation)
         else:
-            self._handlers[type(operation)](operation)
-            if self._look is not None:
-                self._look()
+            self.handlers[type(operation)](operation)
+            self.look()
 
     # ---- the end
+
+    def last_words(self, cause: Cause, reason: str, **more: Any) -> wire.WorkerFailed:
+        """What it tells the coordinator when something was raised."""
+        return wire.WorkerFailed(
+            worker_id=self.me.worker_id,
+            incarnation=self.me.incarnation,
+            cause=cause,
+            step=self.driver.machine.step,
+            reason=reason,
+            signature=reason,
+            fatal=False,
+            generation=self.driver.generation,
+            **more,
+        )
 
     def die(self, reason: str) -> None:
         """End by SIGKILL."""

@@ -1,20 +1,25 @@
-"""The data plane of one simulated worker: one connection to every peer per generation.
+"""What ties one simulated worker to others: a connection to every peer per generation, and to the coordinator.
 
-It stands where shared memory, gloo or NCCL stand in production, with what they have in common: a peer's death or a
-broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the operation
-that needs it; nothing else does.
+The first stand where shared memory, gloo or NCCL stand in production, with what they have in common: a peer's death or
+a broken link is seen, silence is not (a limit on how long a message may be stuck is). What is lost ends the operation
+that needs it; nothing else does. What the coordinator says is treated as in production: it is asked at once whether it
+interrupts the operation under way, and handed in; the driver takes it in when it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from everstep.base.plan import Plan
+from everstep.base.cause import Cause
+from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
+from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.sim.life import Life, SimHandlers
-from everstep.sim.world import MS, SimConnection, connect
+from everstep.protocol.driver.driver import interrupts
+from everstep.sim.life import Life, nothing
+from everstep.sim.world import MS, SECOND, Process, SimConnection
 
 _CONNECT_NS = 1000 * MS
 
@@ -31,25 +36,16 @@ class Mesh:
         self._early: dict[int, list[tuple[Any, ...]]] = {}
         self._records: dict[Tag, dict[int, bytes]] = {}
         self._opened: Callable[[do.Open], None] | None = None
-        self._on: dict[str, Callable[..., None]] = {"lost": self._on_lost, "record": self._on_record}
-        self._owes: dict[type, Callable[[Any, int], bool]] = {
-            do.Open: lambda operation, worker_id: worker_id not in self.out,
-            do.Exchange: lambda operation, worker_id: worker_id not in self._records.get(operation.tag, {}),
-        }
-        life.install_door("mesh", self._accept)
-        life.install_look(self.look)
-
-    def handlers(self) -> SimHandlers:
-        """What it carries out."""
-        return {do.Exchange: self._exchange}
-
-    def on(self, kind: str, receive: Callable[..., None]) -> None:
-        """Who takes messages of a kind."""
-        self._on[kind] = receive
-
-    def install_owes(self, kind: type[do.Operation], owes: Callable[[Any, int], bool]) -> None:
-        """Who says whether a peer still owes something to an operation of a kind."""
-        self._owes[kind] = owes
+        life.install(
+            {
+                do.Exchange: self._exchange,
+                ("door", "mesh"): self._accept,
+                ("message", "lost"): self._on_lost,
+                ("message", "record"): self._on_record,
+                ("owes", do.Open): lambda operation, peer: peer not in self.out,
+                ("owes", do.Exchange): lambda operation, peer: peer not in self._records.get(operation.tag, {}),
+            }
+        )
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
@@ -88,25 +84,23 @@ class Mesh:
         self._met(operation)
 
     def _connect(self, operation: do.Open, worker_id: int, until_ns: int) -> None:
-        me, plan = self.life, operation.plan
-        if me.operation is not operation:
-            return
-        world = me.world
-        peer = me.site.lives.get(plan.member(worker_id).key)
-        connection = connect(world, me, peer)
-        if connection is not None and peer is not None:
+        life, generation = self.life, operation.generation
+        key, mine = operation.plan.member(worker_id).key, life.me.worker_id
+        lost = partial(self._lost, generation, worker_id)
+        connection = life.reach(key, "mesh", nothing, lost, generation, mine, timeout_ns=SECOND)
+        peer = life.site.lives.get(key)
+        waits = peer is not None and peer.alive and not life.world.spoiled(life.name, peer.name)
+        if connection is not None:
             self.out[worker_id] = connection
-            connection.listen(me, lambda _: None, lambda: self._lost(plan.generation, worker_id))
-            peer.accept("mesh", connection, plan.generation, me.me.worker_id)
             self._met(operation)
-        elif peer is not None and peer.alive and not world.spoiled(me.name, peer.name) and world.now_ns < until_ns:
-            me.later(100 * MS, self._connect, operation, worker_id, until_ns)
+        elif waits and life.world.now_ns < until_ns:
+            life.during(operation, 100 * MS, self._connect, worker_id, until_ns)
         else:
-            me.later(world.latency_ns(), self._lost, plan.generation, worker_id)
+            life.later(life.world.latency_ns(), lost)
 
     def _met(self, operation: do.Open) -> None:
         if len(self.out) == len(operation.plan.worker_ids) - 1 and self._opened is not None:
-            self.life.later(self.life.world.latency_ns(), self._opened, operation)
+            self.life.during(operation, self.life.world.latency_ns(), self._opened)
 
     def _accept(self, connection: SimConnection, generation: int, worker_id: int) -> None:
         """A peer has connected, perhaps for a generation that this worker has not heard of yet."""
@@ -114,13 +108,12 @@ class Mesh:
             connection.close(self.life)
             return
         self.incoming.append((generation, connection))
-        connection.listen(self.life, self.received, lambda: self._lost(generation, worker_id))
+        connection.listen(self.life, self.received, partial(self._lost, generation, worker_id))
 
-    def _lost(self, generation: int, worker_id: int) -> None:
+    def _lost(self, generation: int, worker_id: int, connection: SimConnection | None = None) -> None:
         self.incoming = [(g, c) for g, c in self.incoming if c.open]
         if generation == self.generation:
-            self.lost.add(worker_id)
-            self.look()
+            self._on_lost(worker_id)
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(("lost", generation, worker_id))
 
@@ -138,7 +131,7 @@ class Mesh:
         """A message of some generation: (kind, generation, ...). Older ones have no effect, newer ones wait."""
         kind, generation = message[0], message[1]
         if generation == self.generation:
-            self._on[kind](*message[2:])
+            self.life.handlers["message", kind](*message[2:])
         elif generation > self.generation:
             self._early.setdefault(generation, []).append(message)
 
@@ -174,10 +167,140 @@ class Mesh:
     def look(self) -> None:
         """End the operation under way if lost peers owe it something."""
         operation = self.life.operation
-        missing = tuple(i for i in sorted(self.lost) if self._needs(operation, i))
+        owes = self.life.handlers.get(("owes", type(operation)))
+        missing = tuple(i for i in sorted(self.lost) if owes is not None and owes(operation, i))
         if missing and operation is not None:
             self.life.abort(operation, missing, "a transfer failed")
 
-    def _needs(self, operation: do.Operation | None, worker_id: int) -> bool:
-        owes = self._owes.get(type(operation))
-        return owes is not None and owes(operation, worker_id)
+
+Dial = Callable[[Process, str, Callable[[Any], None], Callable[[], None]], SimConnection | None]
+"""Connects a process, in a role, to the coordinator: what takes what comes, and what to do at the end."""
+
+
+class SimControlClient:
+    """A connection to the coordinator that is always being kept up, once begun: hello first, then what waits."""
+
+    def __init__(
+        self,
+        owner: Process,
+        dial: Dial,
+        role: str,
+        hello: Callable[[], Sequence[wire.AnyMessage]],
+        deliver: Callable[[Any], None],
+    ) -> None:
+        self.owner, self.role, self.hello, self.deliver = owner, role, hello, deliver
+        self._dial = dial
+        self.connection: SimConnection | None = None
+        self.queue: list[wire.AnyMessage] = []
+        self.closed = True
+
+    def begin(self) -> None:
+        """Find the coordinator."""
+        self.closed = False
+        self._try()
+
+    def _try(self) -> None:
+        if self.closed or self.connection is not None:
+            return
+        connection = self._dial(self.owner, self.role, lambda body: self.deliver(wire.decode(body)), self._lost)
+        if connection is None:
+            self.owner.soon(20 * MS, 300 * MS, self._try)
+            return
+        self.connection = connection
+        connection.send(self.owner, b"")
+        waiting, self.queue = self.queue, []
+        for message in [*self.hello(), *waiting]:
+            connection.send(self.owner, wire.encode(message))
+
+    def _lost(self) -> None:
+        self.connection = None
+        self.owner.soon(20 * MS, 100 * MS, self._try)
+
+    def send(self, message: wire.AnyMessage) -> None:
+        """Now, or once connected again; heartbeats and progress only now."""
+        if self.connection is not None and self.connection.open:
+            self.connection.send(self.owner, wire.encode(message))
+        elif not self.closed and not isinstance(message, wire.Heartbeat | wire.Progress):
+            self.queue.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.connection is not None:
+            self.connection.close(self.owner)
+
+
+class Ties:
+    """The connection to the coordinator, what is said over it, and what the agent reads."""
+
+    def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
+        self.life = life
+        self.mesh = mesh
+        self.client = SimControlClient(life, dial, "worker", self._hello, self.deliver)
+        life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
+
+    def _hello(self) -> list[wire.AnyMessage]:
+        """Everything that the coordinator may have missed, anew."""
+        life, standing = self.life, self.life.driver.standing
+        member = Member(life.me.worker_id, life.me.incarnation, life.host, life.pid, life.name)
+        size = life.job.state_bytes
+        hello = wire.WorkerHello(
+            member=member,
+            step=standing.step,
+            plan=standing.plan,
+            stages=standing.stages,
+            state_bytes=size,
+        )
+        return [hello, *standing.messages]
+
+    def uses(self, connection: SimConnection) -> bool:
+        """Whether something may still be sent or expected here."""
+        return self.client.connection is connection
+
+    def pulse(self) -> wire.WorkerPulse:
+        """What the agent reads of it from shared memory."""
+        life = self.life
+        still = 0 if life.frozen_ns is None else (life.world.now_ns - life.frozen_ns) // MS
+        return wire.WorkerPulse(
+            worker_id=life.me.worker_id,
+            incarnation=life.me.incarnation,
+            step=life.driver.machine.step,
+            phase=str(life.driver.machine.phase),
+            still_ms=still,
+            samples_per_s=100.0 / life.slowness,
+            compute_ms_per_lane=2.0 * life.slowness,
+        )
+
+    def deliver(self, message: wire.AnyMessage) -> None:
+        """A message of the coordinator."""
+        life = self.life
+        if isinstance(message, wire.PlanNow | wire.PlanPrepared):
+            life.site.checks.records.plan(message.plan)
+        life.world.seen["messages", type(message).__name__] += 1
+        newest = interrupts(message)
+        if newest is not None:
+            self._interrupt(newest)
+        life.handle(do.Heard(message, life.world.now_ns))
+        if isinstance(life.operation, do.Watch):
+            life.soon(0, MS, life.done, life.operation, ())
+
+    def _interrupt(self, generation: int) -> None:
+        """The transfers of this generation and older ones are over."""
+        life, operation = self.life, self.life.operation
+        life.cut(generation)
+        if life.world.rng.random() < 0.5:
+            self.mesh.leave(generation)
+        if operation is not None and operation.generation <= generation:
+            life.soon(0, 2 * MS, life.abort, operation)
+
+    def fail(self, reason: str, cause: Cause = Cause.EXCEPTION, sound: int = -1) -> None:
+        """End by an exception, with last words."""
+        self.client.send(self.life.last_words(cause, reason, sound=sound))
+        self.life.end(cause, reason)
+
+    def _tell(self, effect: do.Tell) -> None:
+        if isinstance(effect.message, wire.PeerFault):
+            self.life.world.log(self.life.name, "accuses", effect.message.accused)
+        self.client.send(effect.message)
+
+    def _outvoted(self, effect: do.Outvoted) -> None:
+        self.fail(effect.reason, Cause.CORRUPT, effect.sound)

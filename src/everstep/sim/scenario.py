@@ -1,14 +1,18 @@
-"""One simulation from its seed: what runs, which faults strike, and whether the promises held.
+"""One simulation from its seed, or many: what runs, which faults strike, and whether the promises held.
 
 First safety under faults; then the faults stop, everything that is down comes back, and the training must finish within
-a bound of virtual time.
+a bound of virtual time. Of a seed that breaks a promise it is said what replays it.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -22,28 +26,24 @@ from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key
-from everstep.sim.application import METRIC
-from everstep.sim.checks import Checks, Views
+from everstep.sim.checks import Checks, Views, freed
 from everstep.sim.control import (
     HEARTBEAT_NS,
     AgentProcess,
     Client,
     Control,
-    CoordinatorMachine,
     SimCoordinator,
 )
-from everstep.sim.disk import Disk
-from everstep.sim.exact import Corruption
-from everstep.sim.faults import SimFault, draw, draw_losses, draw_one, draw_split
-from everstep.sim.injector import SimInjector
-from everstep.sim.life import Life, SimSite
+from everstep.sim.faults import KNOWN as FAULTS
+from everstep.sim.faults import SimFault, SimInjector, draw, draw_losses, draw_one, draw_split
+from everstep.sim.life import Disk, Life, SimSite
 from everstep.sim.model import INITIAL, SimJob, wrong
-from everstep.sim.promise import freed
+from everstep.sim.worker import KNOWN as WAYS
+from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
-MakeMachine = Callable[[WorkerKey], StepMachine]
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
-NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], CoordinatorMachine]
+NewCoordinator = Callable[[CoordinatorConfig, Callable[..., Any], Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
@@ -176,28 +176,9 @@ class Verdict:
     def ok(self) -> bool:
         return not self.problem
 
-    @property
-    def went_back(self) -> int:
-        """How often a worker did."""
-        return len(self.targets)
-
-    @property
-    def newest_target(self) -> int:
-        """The newest step that any went back to."""
-        return max(self.targets, default=0)
-
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.problem}"
         return f"seed {self.seed}: {verdict}\n{self.setup}"
-
-
-def make_machine(key: WorkerKey) -> StepMachine:
-    """The step machine of production."""
-    return StepMachine(key, digest=str(INITIAL))
-
-
-def _production_coordinator(config: CoordinatorConfig, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-    return Coordinator(config, place, journal)
 
 
 class Simulation:
@@ -208,23 +189,19 @@ class Simulation:
         seed: int,
         setup: Setup,
         tracing: bool,
-        make_machine: MakeMachine = make_machine,
-        make_coordinator: NewCoordinator | None = None,
-        make_driver: NewDriver = Driver,
+        machine: type[StepMachine] = StepMachine,
+        coordinator: NewCoordinator = Coordinator,
+        driver: NewDriver = Driver,
     ) -> None:
         self.setup = setup
         self.world = World(seed, tracing)
-        corruption = Corruption(setup.verify_every)
-        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), corruption)
-        self.make_machine = make_machine
-        self.make_driver = make_driver
-        self.make_coordinator = make_coordinator or _production_coordinator
+        self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), setup.verify_every)
+        self.new_machine, self.new_driver, self.new_coordinator = machine, driver, coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
         numbers = range(setup.workers + setup.spares)
         slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
-        self.control = Control(site, slots, self._coordinator, self._driver)
         self.config = CoordinatorConfig(
             lanes=setup.job.lanes,
             stages=setup.job.stages,
@@ -244,15 +221,15 @@ class Simulation:
             ),
             lasting_ns=setup.lasting_ms * MS,
         )
-        self.control.start_coordinator()
+        self.control = Control(site, slots, self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
         self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
-    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-        return self.make_coordinator(self.config, list(journal))
+    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> Coordinator:
+        return self.new_coordinator(self.config, place, list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every
@@ -260,13 +237,13 @@ class Simulation:
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
-        return self.make_driver(key, config, self.make_machine(key))
+        return self.new_driver(key, config, self.new_machine(key, str(INITIAL)))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""
         live = [
             w
-            for w in self._live()
+            for w in self.control.live_workers()
             if w.frozen_ns is None and w.driver.plan is not None and self.world.reachable(w.host, "control")
         ]
         tops = {w.state.at for w in live}  # nobody takes a decision whose records nobody has
@@ -280,14 +257,11 @@ class Simulation:
         return found
 
     def _settled(self, generation: int) -> dict[WorkerKey, Key]:
-        live = self._live()
+        live = self.control.live_workers()
         return {w.me: w.driver.position for w in live if w.driver.machine.settled and w.driver.generation == generation}
 
     def _positions(self) -> dict[WorkerKey, Key]:
-        return {w.me: w.driver.position for w in self._live() if w.driver.plan is not None}
-
-    def _live(self) -> list[Life]:
-        return [worker.life for worker in self.control.live_workers()]
+        return {w.me: w.driver.position for w in self.control.live_workers() if w.driver.plan is not None}
 
     def ended(self) -> bool:
         return self.control.fate.ended
@@ -309,7 +283,7 @@ class Simulation:
         """What is left when the job has ended, and a while later, when nobody should be there any more."""
         self.injector.stop()
         self.world.run(self.world.now_ns + DRAIN_NS, lambda: False)
-        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self._live()])
+        freed("the job", "workers", [f"{w.me} in {w.operation}" for w in self.control.live_workers()])
         control = (AgentProcess, SimCoordinator, Client)
         left = [c.pair for c in self.world.connections if not all(isinstance(end, control) for end in c.ends)]
         freed("the network", "connections of workers", left)
@@ -331,11 +305,10 @@ class Simulation:
         self.world.later(LOOK_NS, self._look)
 
     def _where(self) -> str:
-        coordinator = self.control.coordinator
-        status = coordinator.machine.status() if coordinator is not None else {}
+        status = self.control.coordinator.machine.status()
         workers = [
             f"{w.me} {w.driver.machine.phase} generation {w.driver.generation} at {w.driver.position} in {w.operation}"
-            for w in self._live()
+            for w in self.control.live_workers()
         ]
         return f"workers: {workers}; coordinator: {status}"
 
@@ -346,16 +319,13 @@ def simulate(
     split: bool = False,
     setup: Setup | None = None,
     tracing: bool = False,
-    make_machine: MakeMachine = make_machine,
-    make_coordinator: NewCoordinator | None = None,
-    make_driver: NewDriver = Driver,
-    faults: Sequence[SimFault] | None = None,
+    machine: type[StepMachine] = StepMachine,
+    coordinator: NewCoordinator = Coordinator,
+    driver: NewDriver = Driver,
 ) -> Verdict:
-    """Run one seed. `split`: of a model in several stages. `setup` and `faults` replace what the seed would draw."""
+    """Run one seed. `split`: of a model in several stages. `setup` replaces what the seed would draw."""
     chosen = setup if setup is not None else set_up_split(seed) if split else set_up(seed)
-    if faults is not None:
-        chosen = replace(chosen, faults=tuple(faults))
-    simulation = Simulation(seed, chosen, tracing, make_machine, make_coordinator, make_driver)
+    simulation = Simulation(seed, chosen, tracing, machine, coordinator, driver)
     try:
         problem = simulation.run()
     except Exception as error:  # whatever it is, it is this seed's finding
@@ -373,9 +343,97 @@ def simulate(
         lost_everything=simulation.checks.lost_everything,
         reports=dict(simulation.control.fate.reports),
         targets=tuple(simulation.control.site.went_back),
-        flipped=simulation.checks.corruption.flipped is not None,
-        found=bool(simulation.checks.corruption.found_by),
-        unnoticed=simulation.checks.corruption.unnoticed,
+        flipped=simulation.checks.taint.flipped,
+        found=simulation.checks.taint.found,
+        unnoticed=simulation.checks.taint.unnoticed,
         trace=tuple(simulation.world.lines),
         seen=simulation.world.seen,
     )
+
+
+@dataclass
+class SeedTally:
+    """What came of many seeds. seen: how often what happened, by group and name; what never did counts 0."""
+
+    count: int = 0
+    events: int = 0
+    failed: list[Verdict] = field(default_factory=list)
+    seen: Counter[tuple[str, str]] = field(default_factory=lambda: Counter(dict.fromkeys((*WAYS, *FAULTS), 0)))
+
+    def add(self, outcome: Verdict) -> None:
+        """One more seed."""
+        self.count += 1
+        self.events += outcome.events
+        self.seen.update(outcome.seen)
+        self.seen.update({("reports", kind): n for kind, n in outcome.reports.items()})
+        if not outcome.ok:
+            self.failed.append(outcome)
+
+    def as_json(self, split: bool, cpu_s: float) -> dict[str, Any]:
+        """For programs. cpu_s: what it took."""
+        coverage: dict[str, dict[str, int]] = {}
+        for (group, name), n in sorted(self.seen.items()):
+            coverage.setdefault(group, {})[name] = n
+        violations = [
+            {
+                "seed": outcome.seed,
+                "promise": outcome.problem.partition(":")[0],
+                "problem": outcome.problem,
+                "schedule": [str(fault) for fault in outcome.setup.faults],
+                "replay": _replay(outcome.seed, split),
+            }
+            for outcome in self.failed
+        ]
+        return {
+            "seeds": self.count,
+            "violations": violations,
+            "seeds_per_cpu_s": round(self.count / max(cpu_s, 1e-9), 2),
+            "coverage": coverage,
+        }
+
+
+def run_one(seed: int, split: bool, trace: bool) -> int:
+    """Returns the exit code: 0 all promises held, 1 one was broken."""
+    outcome = simulate(seed, split=split, tracing=trace)
+    for line in outcome.trace:
+        print(line)
+    print(outcome)
+    print(
+        f"{outcome.steps} steps, {outcome.generations} generations, {outcome.virtual_ms:.0f} virtual ms, "
+        f"{outcome.events} events, {outcome.reports}"
+    )
+    return 0 if outcome.ok else 1
+
+
+def run_many(start: int, stop: int | None, split: bool, keep_going: bool, as_json: bool) -> int:
+    """Seeds from `start` to before `stop`; None: until one fails or the user interrupts. Exit codes as `run_one`."""
+    tally, begin_s, begin_cpu_s = SeedTally(), time.monotonic(), time.process_time()
+    seeds: Iterable[int] = itertools.count(start) if stop is None else range(start, stop)
+    try:
+        for seed in seeds:
+            outcome = simulate(seed, split=split)
+            tally.add(outcome)
+            if not as_json:
+                _tell(tally, outcome, split)
+            if not outcome.ok and not keep_going:
+                break
+    except KeyboardInterrupt:
+        if stop is not None:
+            raise
+    if as_json:
+        print(json.dumps(tally.as_json(split, time.process_time() - begin_cpu_s)))
+    else:
+        took = time.monotonic() - begin_s
+        print(f"{tally.count} seeds, {len(tally.failed)} failed, {tally.events} events, {took:.1f} s")
+    return 1 if tally.failed else 0
+
+
+def _tell(tally: SeedTally, outcome: Verdict, split: bool) -> None:
+    if not outcome.ok:
+        print(f"{outcome}\n  replay with: {_replay(outcome.seed, split)}", flush=True)
+    if tally.count % 1000 == 0:
+        print(f"{tally.count} seeds, {len(tally.failed)} failed", flush=True)
+
+
+def _replay(seed: int, split: bool) -> str:
+    return f"everstep sim --seed {seed}{' --split' if split else ''} --trace"

@@ -1,81 +1,222 @@
 """One worker in the simulation, put together: on an abstract state it carries out what the driver of production says.
 
-Who carries out what is said by each part's `handlers`.
+Each part says by what it installs what it carries out.
 """
 
 from __future__ import annotations
 
-from typing import get_args
-
+from everstep.base.cause import Cause
 from everstep.base.extents import Extents
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.step_types import BlocksLost
-from everstep.sim.client import FindServer
-from everstep.sim.copying import SimDonor
-from everstep.sim.fetching import Fetcher
-from everstep.sim.following import Follower
-from everstep.sim.keep import Memory
-from everstep.sim.lanes import SimLanes
-from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite
-from everstep.sim.loop import Loop
-from everstep.sim.membership import Decisions, SimMembership
-from everstep.sim.mesh import Mesh
-from everstep.sim.reduction import Reduction
-from everstep.sim.saving import SimSaver
-from everstep.sim.taking import KNOWN as COPIES
-from everstep.sim.ties import Ties
+from everstep.protocol.step_types import BlocksLost, Discard, Key, Release
+from everstep.sim.checks import freed
+from everstep.sim.copying import KNOWN as COPIES
+from everstep.sim.copying import Memory, SimDonor, SimSaver
+from everstep.sim.fetching import Fetcher, Follower
+from everstep.sim.lanes import Reduction, SimLanes
+from everstep.sim.life import UNINTERRUPTED, Exited, Life, SimSite, nothing
+from everstep.sim.mesh import Dial, Mesh, Ties
+from everstep.sim.model import SimGradient, evaluates
 from everstep.sim.world import MS, SimConnection
 
+METRIC = "score"
+"""What every other gather is about: how good the state is."""
+_HOLD_NS = 1000 * MS
+
+
+class Loop:
+    """The user's loop: a step, the gathers that belong after it, the next step; at the end it says so.
+
+    It asks on after each answer, and holds what it has when it has raised.
+    """
+
+    def __init__(self, life: Life, lanes: SimLanes) -> None:
+        self.life = life
+        self.lanes = lanes
+        self.raised = ""
+        self._step = self._gathers = 0
+        self._evaluated = False
+        lanes.when_left(self._left)
+        life.install(
+            {
+                do.Arrived: self._stepped,
+                do.Stepped: self._stepped,
+                do.WentBack: self._stepped,
+                do.GatherDone: self._gathered,
+                do.Evaluated: self._judged,
+                do.Evaluate: lambda operation: life.soon(0, 5 * MS, life.done, operation),
+                do.Exit: self._exit,
+                do.Released: lambda effect: life.end(Cause.EXCEPTION, self.raised),
+                do.JobOver: lambda effect: life.end(Cause.EXITED, "the job is over", restart=False),
+                do.Skipped: nothing,
+            }
+        )
+
+    def raises(self, reason: str) -> None:
+        """The application raises: where it computes, or as soon as it has the turn."""
+        self.raised = self.raised or reason
+        if isinstance(self.life.operation, do.Compute):
+            self.life.abort(self.life.operation, (), reason)
+
+    def _left(self) -> None:
+        if self.raised:
+            self._hold()
+
+    def _hold(self) -> None:
+        """What it holds may be needed: stay for a while."""
+        life, until_ns = self.life, self.life.world.now_ns + _HOLD_NS
+        life.later(_HOLD_NS, life.handle, do.TimePassed())
+        life.handle(do.HoldAsked(life.last_words(Cause.EXCEPTION, self.raised, holds=True), until_ns))
+
+    def _stepped(self, effect: do.Arrived | do.Stepped | do.WentBack) -> None:
+        life, at = self.life, self.life.state.at
+        life.site.checks.exact.stands(life.me, effect.step, at)
+        freed(life.me, f"lanes, at step {at}", [s for s in self.lanes.held if s != at + 1])
+        freed(life.me, f"gathers, at step {at}", [k for k in life.driver.gathered if k.step != at])
+        self._step, self._gathers, self._evaluated = effect.step, 0, False
+        self._go_on()
+
+    def _gathered(self, effect: do.GatherDone) -> None:
+        self._gathers += 1
+        self._go_on()
+
+    def _judged(self, effect: do.Evaluated) -> None:
+        self._evaluated = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        life = self.life
+        life.site.phases.forget(life.me)
+        pause = life.world.between(0, MS) if life.world.rng.random() < 0.3 else 0
+        if self.raised:
+            life.later(pause, self._hold)
+        else:
+            life.later(pause, life.handle, self._next())
+
+    def _next(self) -> do.Ask:
+        job, step, gathers = self.life.job, self._step, self._gathers
+        if evaluates(job, step) and not self._evaluated:
+            return do.EvaluateAsked()
+        if gathers < job.gathers(step):
+            if gathers % 2:
+                return do.SaveAsked({METRIC: float(step % 5)})
+            return do.GatherAsked(f"{self.life.me} {step} {gathers}".encode())
+        return do.StepAsked(step + 1) if step < job.steps else do.EndAsked()
+
+    def _exit(self, effect: do.Exit) -> None:
+        self.life.end(Cause.EXITED, effect.reason, not (effect.drained or effect.failed), effect.drained)
+
+
+_EFFECTS: tuple[type, ...] = (*do.AtOnce.__subclasses__(), *do.Answer.__subclasses__(), Release, Discard)
 KNOWN = (
     *(("operations", f"{kind.__name__} done") for kind in do.Operation.__subclasses__()),
-    *(("effects", kind.__name__) for kind in get_args(do.Effect) if kind is not do.Operation),
+    *(("effects", kind.__name__) for kind in _EFFECTS),
     *COPIES,
 )
 """What a driver may say, as `World.seen` counts it."""
 
 
-class SimWorker:
-    """One life of one slot, and what it needs of the world."""
+class SimWorker(Life):
+    """One life of one slot with all of its parts, and what concerns several of them: generations and decisions."""
 
-    def __init__(self, site: SimSite, host: str, server: FindServer, driver: Driver, exited: Exited) -> None:
-        life = self.life = Life(site, host, driver, exited)
-        mesh = Mesh(life)
-        lanes, memory = SimLanes(life, mesh), Memory(life, mesh)
-        donor, fetcher, follower = SimDonor(life, memory), Fetcher(life, memory), Follower(life)
-        reduction = Reduction(life, mesh, lanes)
-        self.ties = Ties(life, server, mesh)
-        self.loop = Loop(life, lanes)
-        both = SimMembership(life, mesh, lanes, reduction), Decisions(life, self.ties, mesh, donor, follower)
-        parts = (mesh, lanes, memory, donor, fetcher, follower, reduction, SimSaver(life), self.ties, self.loop, *both)
-        for part in parts:
-            life.install(part.handlers())
-        self._memory, self._donor = memory, donor
-        self._users = (self.ties, mesh, donor, fetcher, follower)
-        life.world.log(life.name, "STARTED", f"pid {life.pid} on {life.host}")
-        life.later(life.world.between(5 * MS, 40 * MS), self.ties.connect, self.loop.begin)
+    def __init__(self, site: SimSite, host: str, dial: Dial, driver: Driver, exited: Exited) -> None:
+        super().__init__(site, host, driver, exited)
+        self.mesh = Mesh(self)
+        self.lanes = SimLanes(self, self.mesh)
+        self.memory = Memory(self, self.mesh)
+        self.donor, self.follower = SimDonor(self, self.memory), Follower(self)
+        self.reduction = Reduction(self, self.mesh, self.lanes)
+        self.ties = Ties(self, dial, self.mesh)
+        self.loop = Loop(self, self.lanes)
+        self._users = (self.ties, self.mesh, self.donor, Fetcher(self, self.memory), self.follower)
+        self.saver = SimSaver(self)
+        self.install({do.Open: self._open, do.Cut: self._cut, do.Decided: self._decided, do.EnteredPlan: self._entered})
+        self.install({do.Update: self._update, Release: self._release})
+        self.world.log(self.name, "STARTED", f"pid {self.pid} on {self.host}")
+        self.soon(5 * MS, 40 * MS, self._begin_loop)
+
+    def _begin_loop(self) -> None:
+        """The process is up."""
+        self.ties.client.begin()
+        self.handle(do.JoinAsked())
 
     @property
     def can_flip(self) -> bool:
         """Whether it is a member between two updates."""
-        return self.life.driver.machine.settled and not isinstance(self.life.operation, UNINTERRUPTED)
+        return self.driver.machine.settled and not isinstance(self.operation, UNINTERRUPTED)
 
     @property
     def holdings(self) -> list[tuple[int, int]]:
         """(stage, step) of the whole snapshots in its memory."""
-        return sorted(key for key, value in self._memory.kept.items() if None not in value)
+        return sorted(key for key, value in self.memory.kept.items() if None not in value)
 
     def lose(self, stage: int, lost: Extents) -> None:
         """Blocks of a stage's state are gone, and it has noticed."""
-        life = self.life
-        life.state.lose(stage, lost)
-        self._donor.lose(stage, lost)
-        life.handle(BlocksLost(stage, lost))
-
-    def lose_kept(self, stage: int, step: int, lost: Extents) -> None:
-        """Blocks of a snapshot are gone, and it has noticed."""
-        self._memory.lose(stage, step, lost)
+        self.state.lose(stage, lost)
+        self.donor.lose(stage, lost)
+        self.handle(BlocksLost(stage, lost))
 
     def uses(self, connection: SimConnection) -> bool:
         """Whether something may still be sent or expected here."""
         return any(part.uses(connection) for part in self._users)
+
+    def look(self) -> None:
+        """Whether the members still there are all that the operation needs."""
+        self.mesh.look()
+
+    # ---- generations
+
+    def _open(self, operation: do.Open) -> None:
+        self.state.build()
+        self.reduction.clear()
+        self.mesh.open(operation, self._opened)
+
+    def _opened(self, operation: do.Open) -> None:
+        """All members have been reached."""
+        lost = self.lanes.open(operation.plan, operation.step)
+        disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
+        self.done(operation, do.Opened(lost, disk))
+
+    def _cut(self, effect: do.Cut) -> None:
+        self.cut(effect.generation)
+        self.mesh.leave(effect.generation)
+        self.donor.cut(effect.generation)
+
+    def _entered(self, effect: do.EnteredPlan) -> None:
+        held = self.state.stages if self.state.at == effect.step else {}
+        self.site.checks.entered(self.me, effect.plan.generation, effect.step, held)
+        freed(self.me, "feeds, as a member", self.follower.feeds)
+
+    # ---- decisions
+
+    def _decided(self, effect: do.Decided) -> None:
+        """With records of this generation's exchange, or with some that were handed over."""
+        made, machine = self.finished, self.driver.machine
+        own = isinstance(made, do.Exchange) and Key(made.tag.step, made.tag.seq) == effect.key
+        if machine.position != effect.key:
+            raise AssertionError(f"{self.me} decided {effect.key} and is at {machine.position}")
+        freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
+        generation = made.generation if own and made is not None else effect.generation
+        self.site.checks.decision(generation, effect.key, machine.records, not own)
+
+    def _update(self, operation: do.Update) -> None:
+        self.site.checks.taint.applies(self.me, operation.step, operation.records)
+        gradients = self.state.gradient(operation.step)
+        gradients = {k: gradients[k] for k in operation.stages}
+        self.donor.feed(operation.step, operation.records, gradients)
+        slow = self.world.rng.random() < 0.15  # long enough for plans to come in the middle
+        self.soon(MS // 2, 25 * MS if slow else 3 * MS, self._updated, operation, gradients)
+
+    def _updated(self, operation: do.Update, gradients: dict[int, SimGradient]) -> None:
+        self.state.apply(operation.step, operation.records, gradients)
+        self.done(operation, self.world.now_ns)
+
+    def _release(self, effect: Release) -> None:
+        driver = self.driver
+        position = driver.position
+        if driver.machine.sound >= 0 and effect.step == position.step:  # the decision was not carried out
+            position = Key(effect.step + 1, 0)
+        self.state.release(effect.step, position)
+        if driver.plan is not None and driver.plan.leader(0) == self.me.worker_id:
+            self.ties.client.send(driver.progress(effect.step, 10.0))

@@ -139,6 +139,10 @@ class Process:
         """A timer of this process."""
         self.world.later(delay_ns, self.wake, act, args)
 
+    def soon(self, low_ns: int, high_ns: int, act: Act, *args: Any) -> None:
+        """One that rings somewhen in between."""
+        self.later(self.world.between(low_ns, high_ns), act, *args)
+
     def wake(self, act: Act, args: tuple[Any, ...]) -> None:
         if not self.alive:
             return
@@ -201,7 +205,7 @@ class SimConnection:
         if not self.open:
             return
         to = 1 - self.ends.index(side)
-        if self._held[to] or not self.world.reachable(self.ends[0].host, self.ends[1].host):
+        if self._held[to] or not self._reachable:
             self._hold(to, message)
         else:
             self._transmit(to, message)
@@ -220,29 +224,30 @@ class SimConnection:
             self.fail()
 
     @property
+    def _reachable(self) -> bool:
+        return self.world.reachable(self.ends[0].host, self.ends[1].host)
+
+    @property
     def stuck(self) -> bool:
         """Whether a message waits for the hosts to reach each other again."""
         return any(self._held)
 
     def flush(self) -> None:
         """The hosts may reach each other again."""
-        if not self.open or not self.world.reachable(self.ends[0].host, self.ends[1].host):
-            return
-        for to in (0, 1):
-            held = self._held[to][:]
-            self._held[to].clear()
-            for message in held:
-                self._transmit(to, message)
+        if self.open and self._reachable:
+            for to in (0, 1):
+                held = self._held[to][:]
+                self._held[to].clear()
+                for message in held:
+                    self._transmit(to, message)
 
     def _deliver(self, to: int, message: Any) -> None:
         if not self.open:
             return
-        if not self.world.reachable(self.ends[0].host, self.ends[1].host):
-            self._held[to].append(message)
-            if len(self._held[to]) == 1:
-                self.world.later(self.timeout_ns, self._stuck, to, message)
-            return
-        self.ends[to].wake(self._received, (to, message))
+        if self._reachable:
+            self.ends[to].wake(self._received, (to, message))
+        else:
+            self._hold(to, message)
 
     def _received(self, to: int, message: Any) -> None:
         receive = self._receive[to]
@@ -256,10 +261,8 @@ class SimConnection:
         to = 1 - self.ends.index(side)
         self.closing = True
         self._lost[1 - to] = self._receive[1 - to] = None
-        if self._held[to] or not self.world.reachable(self.ends[0].host, self.ends[1].host):
-            self.world.later(self.timeout_ns, self.fail)
-            return
-        delay = max(self._due[to] - self.world.now_ns, self.world.latency_ns())
+        waits = self._held[to] or not self._reachable
+        delay = self.timeout_ns if waits else max(self._due[to] - self.world.now_ns, self.world.latency_ns())
         self.world.later(delay, self.fail)
 
     def fail(self) -> None:

@@ -31,7 +31,7 @@ from everstep.exact.image import Image, Scatter, sealed
 from everstep.exact.numbering import sizes_of
 from everstep.exact.state import ModelState
 from everstep.exact.ties import TiePlace
-from everstep.protocol.driver.records import decode_records, encode_records
+from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
 
@@ -219,7 +219,7 @@ class Donor:
             feeds = [f for f in self._feeds if f.follows]
         if not feeds:
             return
-        common = [encode_records(records), application()]
+        common = [encode(records), application()]
         packed = {k: _pack_gradient(gradients[k], numel[k]) for k in gradients}
         for feed in feeds:
             if feed.items.qsize() >= MAX_BACKLOG or not set(feed.stages) <= set(packed):
@@ -346,10 +346,10 @@ def serve_blocks(
 
 def _header(offer: Offer, stages: Sequence[int], manifests: bool) -> dict[str, Any]:
     """manifests: else whoever takes only blocks has them of another donor."""
-    gathers = {f"{k.step},{k.seq}": encode_records(v).hex() for k, v in offer.gathers.items()}
+    gathers = {f"{k.step},{k.seq}": encode(v).hex() for k, v in offer.gathers.items()}
     header = {
         "position": list(offer.position),
-        "records": encode_records(offer.records).hex(),
+        "records": encode(offer.records).hex(),
         "gathers": gathers,
         "application": offer.application.hex(),
         "manifests": [offer.snapshots[k].manifest() for k in stages] if manifests else [],

@@ -20,7 +20,7 @@ from everstep.exact.digest import digest_bytes
 from everstep.exact.numbering import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
-from everstep.protocol.driver.records import decode_records, encode_records
+from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Record
 from everstep.runtime.peer import PeerConnection, peer_connect
 from everstep.train.heal import Held, receive_blocks, send_blocks
@@ -72,7 +72,7 @@ class SnapshotKeeper:
             snapshots[stage] = snapshot
         if effect.to:
             wanted = [(stage, snapshots[stage], to) for stage, to in effect.to.items() if stage in snapshots]
-            records = encode_records(effect.records)
+            records = encode(effect.records)
             threading.Thread(
                 target=self._send, args=(effect.step, wanted, records), name="everstep-keep", daemon=True
             ).start()

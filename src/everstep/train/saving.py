@@ -29,9 +29,9 @@ from everstep.checkpoint.pointers import read_pointer_value
 from everstep.checkpoint.reader import steps_in
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import decode_records, encode_records
+from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.driver.saver import SavingRules
-from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.step_types import Record
 from everstep.runtime.address import CHECKPOINTS_DIR
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -179,7 +179,7 @@ class PartSaver:
             parts = {**self._loop_part(effect), **parts}
         states = {stage: view.stages[stage].state for stage in plan.stages_of(view.me)}
         self._leaders = {**dict(list(self._leaders.items())[-3:]), number: plan.member(plan.leader(0))}
-        extent = Extent(number, effect.due, encode_records(effect.records), parts, effect.metrics)
+        extent = Extent(number, effect.due, encode(effect.records), parts, effect.metrics)
         checkpointer.start(extent, states, plan)
 
     def _loop_part(self, effect: Save) -> dict[str, bytes]:

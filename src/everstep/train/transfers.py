@@ -16,7 +16,7 @@ from everstep.base.extents import NONE, WHOLE, union
 from everstep.checkpoint.checkpointer import Restored
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import conclude, stages_in
+from everstep.protocol.driver.records import conclude
 from everstep.protocol.step_types import Key
 from everstep.train import heal
 from everstep.train.executor import Unusable
@@ -155,7 +155,7 @@ class Transfers:
         number, outcome = offer.position.step, None
         agreed = offer.gathers.get(Key(number, 0)) or (offer.records if not offer.position.seq else None)
         if agreed:
-            outcome = conclude(number, self._view.config.lanes, agreed, stages_in(agreed))
+            outcome = conclude(number, self._view.config.lanes, agreed)
             self._view.publisher.hold(outcome, self._view.driver.generation, {})  # who gave it may be gone then
         self._updates.arrive(outcome, number)
 
@@ -181,7 +181,7 @@ class Transfers:
             records = records or self._restorer.records_of(restored)
         self.past = 0
         self._updates.forget()
-        outcome = conclude(number, view.config.lanes, records, stages_in(records)) if records else None
+        outcome = conclude(number, view.config.lanes, records) if records else None
         with _loop_goes_on(view, Key(number, 0)) as goes_on:
             self._put(operation, own)
             for offer in received:

@@ -22,9 +22,8 @@ from everstep.protocol.driver.records import (
     StageSection,
     decode_holding,
     decode_record,
+    encode,
     encode_holding,
-    encode_payload,
-    encode_record,
 )
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Holding, Key, LaneDone, Record
@@ -70,14 +69,12 @@ def records_of(
 ) -> dict[int, Record]:
     """The records of an agree of all members (`but` one)."""
     found = digests or {}
-    return {
-        i: Record(prepared, encode_payload(payload(given, i, found.get(i, "")))) for i in given.worker_ids if i != but
-    }
+    return {i: Record(prepared, encode(payload(given, i, found.get(i, "")))) for i in given.worker_ids if i != but}
 
 
 def gather_records(given: Plan, **data: bytes) -> dict[int, Record]:
     """The records of a gather; data: w0=b"...", by worker."""
-    return {i: Record(0, encode_payload(GatherPayload(data.get(f"w{i}", b""), 0))) for i in given.worker_ids}
+    return {i: Record(0, encode(GatherPayload(data.get(f"w{i}", b""), 0))) for i in given.worker_ids}
 
 
 def at(step: int, seq: int = 0, stages: tuple[int, ...] = (0,), **more: Any) -> Holding:
@@ -210,7 +207,7 @@ class Worker:
     def exchange(self, others: Mapping[int, Record]) -> list[Any]:
         """Everybody's records for the decision that this worker contributes to."""
         assert isinstance(self.op, do.Exchange) and self.op.tag.kind == "decide"
-        return self.done({**{i: encode_record(r) for i, r in others.items()}, self.me.worker_id: self.op.payload})
+        return self.done({**{i: encode(r) for i, r in others.items()}, self.me.worker_id: self.op.payload})
 
     def sent(self) -> Record:
         """What this worker contributes to the outstanding decision."""

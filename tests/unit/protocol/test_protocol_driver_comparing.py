@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.protocol.driver.comparing import differing
-from everstep.protocol.driver.records import StepOutcome
+from everstep.protocol.driver.records import StepOutcome, differing
 
 
 def outcome(

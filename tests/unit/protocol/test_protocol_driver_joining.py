@@ -11,8 +11,8 @@ from everstep.base.cause import Cause
 from everstep.base.errors import InvariantViolation
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.joiner import groups
 from everstep.protocol.driver.records import conclude
+from everstep.protocol.driver.stepper import groups
 from everstep.protocol.step_types import Key, Record, Release
 
 MEMBERS = plan(1, (1, 2))
@@ -24,7 +24,7 @@ def fed(step: int, feed: int = 0, of: Any = MEMBERS, **more: Any) -> do.Seen:
 
 
 def outcome(step: int, of: Any = MEMBERS) -> Any:
-    return conclude(step, LANES, records_of(of), of.stages)
+    return conclude(step, LANES, records_of(of))
 
 
 def following(given: Any = MEMBERS, *positions: Key, stages: tuple[int, ...] = (0,)) -> Worker:

@@ -13,9 +13,8 @@ from everstep.protocol.driver.records import (
     LaneReport,
     StageSection,
     conclude,
-    encode_payload,
+    encode,
     gathered,
-    stages_in,
 )
 from everstep.protocol.step_types import Record
 
@@ -29,7 +28,7 @@ def record(
 ) -> Record:
     lanes = [LaneReport(lane, loss, 1.0, 2, 0) for lane, loss in losses.items()]
     section = StageSection(0, lanes, owned, struct.pack(f"{len(norms)}d", *norms), ties or [], [b"b"], "")
-    return Record(0, encode_payload(AgreePayload([section], **more)))
+    return Record(0, encode(AgreePayload([section], **more)))
 
 
 def test_the_loss_is_folded_by_lanes_and_not_by_workers() -> None:
@@ -62,11 +61,11 @@ def test_the_one_who_leads_says_what_is_saved_and_why() -> None:
 
 def test_of_how_many_stages_records_are() -> None:
     for given in (plan(1, (0, 1)), plan(1, (0,), (1,)), plan(1, (2,), (0, 2), (1,))):
-        assert stages_in(records_of(given)) == given.stages
+        assert len(conclude(1, 4, records_of(given)).buffers) == given.stages
 
 
 def test_digests_and_buffers_are_sorted_by_stage_and_worker() -> None:
-    outcome = conclude(2, 4, records_of(plan(1, (0, 1), (0,)), {0: {0: "a", 1: "b"}, 1: "c"}), 2)
+    outcome = conclude(2, 4, records_of(plan(1, (0, 1), (0,)), {0: {0: "a", 1: "b"}, 1: "c"}))
     assert outcome.digests == {0: {0: "a", 1: "c"}, 1: {0: "b"}}
     assert outcome.buffers == {0: ((b"",), (b"",)), 1: ((b"",),)}
 

@@ -8,7 +8,6 @@ import struct
 import pytest
 
 from everstep.base.errors import InvariantViolation
-from everstep.protocol.driver.comparing import differing
 from everstep.protocol.driver.records import (
     AgreePayload,
     GatherPayload,
@@ -17,8 +16,9 @@ from everstep.protocol.driver.records import (
     committed_unix_ns,
     conclude,
     decode_holding,
+    differing,
+    encode,
     encode_holding,
-    encode_payload,
 )
 from everstep.protocol.step_types import Holding, Key, Record
 
@@ -27,7 +27,7 @@ def record(
     lanes: list[LaneReport], owned: tuple[int, int] = (0, 0), norms: tuple[float, ...] = (), at: int = 0
 ) -> Record:
     packed = struct.pack(f"{len(norms)}d", *norms)
-    return Record(0, encode_payload(AgreePayload([StageSection(0, lanes, owned, packed, [], [b""], "")], at)))
+    return Record(0, encode(AgreePayload([StageSection(0, lanes, owned, packed, [], [b""], "")], at)))
 
 
 def lane(number: int, loss: float, weight: float = 1.0, count: int = 8) -> LaneReport:
@@ -74,7 +74,7 @@ def test_unknown_norms_are_nan() -> None:
 def test_first_commit_counts() -> None:
     records = {0: record([lane(0, 1.0)], at=30), 1: record([], at=20), 2: record([], at=0)}
     assert committed_unix_ns(records, is_agree=True) == 20
-    assert committed_unix_ns({0: Record(0, encode_payload(GatherPayload(b"", 9)))}, is_agree=False) == 9
+    assert committed_unix_ns({0: Record(0, encode(GatherPayload(b"", 9)))}, is_agree=False) == 9
 
 
 def test_holdings_survive_the_way() -> None:
@@ -86,8 +86,8 @@ def test_holdings_survive_the_way() -> None:
 def test_copies_of_a_tied_parameter_are_compared_across_stages(there: str) -> None:
     first = StageSection(0, [], (0, 0), b"", [], [b""], "x", {"embed.weight": "aa"})
     last = StageSection(1, [lane(0, 0.1)], (0, 0), b"", [], [b""], "y", {"embed.weight": there})
-    records = {w: Record(0, encode_payload(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
-    outcome = conclude(6, 1, records, 2)
+    records = {w: Record(0, encode(AgreePayload([s], 0))) for w, s in ((3, first), (4, last))}
+    outcome = conclude(6, 1, records)
     assert outcome.ties == {"embed.weight": {(0, 3): "aa", (1, 4): there}}
     found = differing(outcome)
     assert (found is None) == (there == "aa")

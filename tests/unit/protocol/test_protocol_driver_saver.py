@@ -14,7 +14,8 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
-from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
+from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import (
     AgreePayload,
@@ -24,12 +25,9 @@ from everstep.protocol.driver.records import (
     StepOutcome,
     conclude,
     decode_record,
-    encode_payload,
-    encode_record,
+    encode,
 )
 from everstep.protocol.driver.saver import GIVE_UP_S, Saver, SavingRules
-from everstep.protocol.driver.saves import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
-from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Key, Record
 
@@ -56,6 +54,7 @@ class Alone:
         self.machine = SimpleNamespace(
             me=WorkerKey(me, 0), plan=plan_of(0, 1), settled=True, position=Key(5, 0), records=RECORDS
         )
+        self.machine.current_plan = lambda: self.machine.plan
         self.out, self.gathers = Outbox(WorkerKey(me, 0)), Gathers()
         self.saver = Saver(self.machine, self.out, self.gathers, saving)  # type: ignore[arg-type]
 
@@ -71,7 +70,7 @@ class Alone:
 
     def judge(self, data: bytes, event: SaveAsked, past: bool = False) -> list[do.Effect]:
         """All gather what the job's leader says."""
-        records = {0: Record(0, encode_payload(GatherPayload(data, 0))), 1: Record(0, encode_payload(nothing()))}
+        records = {0: Record(0, encode(GatherPayload(data, 0))), 1: Record(0, encode(nothing()))}
         self.saver.judged(event, records, past=past)
         return self.out.drain()
 
@@ -476,8 +475,8 @@ class Job:
     def _contributed(self, operation: do.Exchange, worker_id: int) -> bytes:
         if operation.tag.kind == "settle" or operation.tag.seq:
             return operation.payload
-        payload = encode_payload(AgreePayload([self._section(worker_id)]))
-        return encode_record(Record(decode_record(operation.payload).prepared, payload))
+        payload = encode(AgreePayload([self._section(worker_id)]))
+        return encode(Record(decode_record(operation.payload).prepared, payload))
 
     def step(self, number: int) -> None:
         self.handle(do.StepAsked(number))

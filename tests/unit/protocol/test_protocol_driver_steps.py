@@ -29,9 +29,8 @@ from everstep.protocol.driver.records import (
     GatherPayload,
     committed_unix_ns,
     decode_holding,
+    encode,
     encode_holding,
-    encode_payload,
-    encode_record,
 )
 from everstep.protocol.step_types import Discard, Holding, Key, LaneDone, Record, Release
 
@@ -50,7 +49,7 @@ def test_a_step_is_compute_reduce_agree_update_and_then_the_answer() -> None:
     assert w.out == [do.Reduce(4, 1, given, 1)]
     w.reduce()
     assert w.out == [do.Exchange(5, 1, Tag("decide", 1, 0), w.op.payload)]
-    assert w.sent() == Record(0, encode_payload(payload(given, 0).stamped(0, 0, Due())))
+    assert w.sent() == Record(0, encode(payload(given, 0).stamped(0, 0, Due())))
     w.agree()
     assert [type(e) for e in w.out] == [do.Decided, do.Update]
     assert w.out[0] == do.Decided(Key(1, 0), 1, True)
@@ -125,7 +124,7 @@ def test_a_gather_is_one_exchange() -> None:
     w.step(1)
     w.ask(do.GatherAsked(b"mine"))
     assert w.op.tag == Tag("decide", 1, 1)
-    assert w.sent() == Record(0, encode_payload(GatherPayload(b"mine", 1001)))
+    assert w.sent() == Record(0, encode(GatherPayload(b"mine", 1001)))
     found = gather_records(w.plan, w1=b"theirs") | {0: w.sent()}
     w.exchange(found)
     assert w.out == [Release(1), do.Decided(Key(1, 1), 1, False), do.GatherDone(found)]
@@ -298,7 +297,7 @@ def test_holdings_go_through_the_wire() -> None:
     w.ask(do.StepAsked(1))
     w.done(do.Opened())
     assert decode_holding(w.op.payload) == Holding(Key(0, 0), {}, 0, lacking=(0, 2))
-    w.done({i: encode_record(Record(0, b"")) if i > 5 else w.op.payload for i in (0, 1)})
+    w.done({i: encode(Record(0, b"")) if i > 5 else w.op.payload for i in (0, 1)})
     assert isinstance(w.op, do.Compute)
     stamped = AgreePayload([]).stamped(4, 3, Due())
     assert (stamped.committed_unix_ns, stamped.kept) == (4, 3)

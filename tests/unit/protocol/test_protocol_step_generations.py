@@ -46,7 +46,7 @@ class Machine:
         self.enter(plan(1, 0, 1))
 
     def on(self, event: StepEvent) -> list[StepEffect]:
-        return self.machine.handle(0, event)
+        return self.machine.handle(event)
 
     def enter(self, given: Plan, *others: Holding) -> list[StepEffect]:
         [mine] = [e.holding for e in self.on(PlanArrived(given)) if isinstance(e, SendHolding)]

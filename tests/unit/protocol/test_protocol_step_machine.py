@@ -81,7 +81,7 @@ class Peers:
             self.hold_all(1)
 
     def on(self, event: StepEvent) -> list[StepEffect]:
-        self.effects = self.machine.handle(0, event)
+        self.effects = self.machine.handle(event)
         return self.effects
 
     def holding(self, position: Key = START, *, gradient: int = 0, digest: str = "same", records=None) -> Holding:
@@ -366,13 +366,13 @@ def test_other_initial_states_are_replaced_by_that_of_the_lowest_id():
     w.on(PlanArrived(plan(1, [0, 1])))
     assert w.hold_all(1, w.holding(digest="other")) == [ServeState(1, Key(0, 0), (1,)), Entered(1, 0)]
     late = StepMachine(WorkerKey(3, 0), "other")
-    late.handle(0, PlanArrived(plan(1, [2, 3])))
-    late.handle(0, HoldingArrived(1, 2, w.holding()))
-    late.handle(0, LaneDone(1, 0, 0))
-    assert late.handle(0, HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
-    assert late.handle(0, StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
+    late.handle(PlanArrived(plan(1, [2, 3])))
+    late.handle(HoldingArrived(1, 2, w.holding()))
+    late.handle(LaneDone(1, 0, 0))
+    assert late.handle(HoldingArrived(1, 3, w.holding(digest="other"))) == [FetchState(1, Key(0, 0), {0: (2,)})]
+    assert late.handle(StateCopied(1, Key(0, 0), {})) == [Discard(1), Entered(1, 0)]
     assert late._held == frozenset()
-    again = late.handle(0, PlanArrived(plan(2, [2, 3])))
+    again = late.handle(PlanArrived(plan(2, [2, 3])))
     assert again[-1] == SendHolding(2, Holding(Key(0, 0), {}, 0, "same", lacking=(1, 3)))
 
 

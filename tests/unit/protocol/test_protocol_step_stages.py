@@ -56,7 +56,7 @@ class Worker:
         self.seen: list = []
 
     def on(self, event):
-        effects = self.machine.handle(0, event)
+        effects = self.machine.handle(event)
         self.seen += effects
         return effects
 

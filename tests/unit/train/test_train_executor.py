@@ -7,7 +7,7 @@ from typing import Any, cast
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver
-from everstep.protocol.driver.saves import SaveEnded
+from everstep.protocol.driver.operations import SaveEnded
 from everstep.protocol.step_types import LaneDone
 from everstep.train.executor import Cutter, Executor
 

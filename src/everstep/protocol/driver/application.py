@@ -9,10 +9,9 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.operations import SaveAsked
+from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.saver import Saver
-from everstep.protocol.driver.saves import SaveAsked
-from everstep.protocol.driver.settler import Gathers
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key

@@ -15,7 +15,7 @@ out keeps to this:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,11 @@ from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.application import Application
-from everstep.protocol.driver.joiner import Joiner
-from everstep.protocol.driver.keeper import Keeper
-from everstep.protocol.driver.outbox import Outbox, Standing
-from everstep.protocol.driver.saver import Saver, SavingRules
-from everstep.protocol.driver.saves import PartsThere, SaveEnded
-from everstep.protocol.driver.settler import SETTLE, Gathers, Settler
-from everstep.protocol.driver.stepper import Stepper
+from everstep.protocol.driver.outbox import Gathers, Outbox, Standing
+from everstep.protocol.driver.records import AgreePayload
+from everstep.protocol.driver.saver import Keeper, Saver, SavingRules
+from everstep.protocol.driver.settler import SETTLE, Settler
+from everstep.protocol.driver.stepper import Joiner, Stepper
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
@@ -54,7 +52,7 @@ def interrupts(message: wire.AnyMessage) -> int | None:
 @dataclass(frozen=True)
 class DriverConfig:
     """What a driver goes by. lanes: of the global batch. rewindable: the application can go on from an earlier step;
-    else this worker starts anew for that. verify_every, begins_after: as for `proven_step`. saving: of checkpoints."""
+    else this worker starts anew for that. verify_every, begins_after: as for `Stepper`. saving: of checkpoints."""
 
     lanes: int
     rewindable: bool = True
@@ -79,9 +77,10 @@ class Driver:
         self._saver = Saver(machine, out, self._gathers, config.saving)
         self._application = Application(machine, out, self._gathers, self._saver, config.rewindable)
         self._joiner = Joiner(out, self._stepper, self._gathers)
-        self._table = self._means()
         self._queue: deque[step.StepEffect] = deque()
         self._news: deque[do.Heard] = deque()
+        self._events, self._messages = self._heard_of(), self._told()
+        self._effects, self._ended = self._means(), self._made()
 
     # ---- what others may look at
 
@@ -126,52 +125,37 @@ class Driver:
 
     def progress(self, number: int, step_ms: float) -> wire.AnyMessage:
         """How far the job is, as told of this generation."""
-        return wire.Progress(
-            worker_id=self.me.worker_id,
-            incarnation=self.me.incarnation,
-            generation=self.generation,
-            step=number,
-            step_ms=step_ms,
-        )
+        return self._out.signed(wire.Progress, generation=self.generation, step=number, step_ms=step_ms)
 
     # ---- events
 
     def handle(self, now_ns: int, event: object) -> list[do.Effect]:
         """Take in one event; the effects are to be carried out in order."""
         self._out.times.tick(now_ns)
-        match event:
-            case do.Heard():
-                self._news.append(event)
-            case do.Done():
-                self._done(self._out.answered(event.op), event.result)
-            case do.Aborted():
-                self._aborted(self._out.answered(event.op), event)
-            case do.Tainted():
-                self._unusable(self._out.answered(event.op), event)
-            case step.LaneDone():
-                self._feed(event)
-            case do.InMemory():
-                self._feed(*self._keeper.there(event))
-            case do.HandedOver():
-                self._keeper.handed_over(event)
-            case do.NotKept():
-                self._keeper.refused(event)
-            case PartsThere():
-                self._saver.parts_there(event)
-            case SaveEnded():
-                self._saver.ended(event)
-            case step.BlocksLost():
-                self._lost(event)
-            case do.FollowerAsked():
-                self._application.follower_asked()
-            case do.TimePassed():
-                pass
-            case _:
-                self._asked(event)  # type: ignore[arg-type]
+        self._events.get(type(event), self._asked)(event)
         self._advance()
         machine = self.machine
         self.standing = Standing(machine.step, machine.stages, machine.plan, self._out.standing)
         return self._out.drain()
+
+    def _heard_of(self) -> dict[type, Callable[[Any], object]]:
+        """The table of what each event means that is no ask."""
+        out, keeper, saver = self._out, self._keeper, self._saver
+        return {
+            do.Heard: self._news.append,
+            do.Done: lambda e: self._done(out.answered(e.op), e.result),
+            do.Aborted: lambda e: self._aborted(out.answered(e.op), e),
+            do.Tainted: lambda e: self._unusable(out.answered(e.op), e),
+            step.LaneDone: self._feed,
+            step.BlocksLost: self._lost,
+            do.InMemory: lambda e: self._feed(*keeper.there(e)),
+            do.HandedOver: keeper.handed_over,
+            do.NotKept: keeper.refused,
+            do.PartsThere: saver.parts_there,
+            do.SaveEnded: saver.ended,
+            do.FollowerAsked: lambda e: self._application.follower_asked(),
+            do.TimePassed: lambda e: None,
+        }
 
     def _asked(self, event: do.Ask) -> None:
         data = self._application.take(event)
@@ -187,7 +171,7 @@ class Driver:
                 self._take(self._news.popleft())
             elif self._queue:
                 effect = self._queue.popleft()
-                self._table[type(effect)](effect)
+                self._effects[type(effect)](effect)
             else:
                 self._go_on()
                 return
@@ -211,7 +195,7 @@ class Driver:
     def _feed(self, *events: step.StepEvent) -> None:
         """Give the machine events; its effects are carried out in turn."""
         for event in events:
-            effects = self.machine.handle(self._out.times.now_ns, event)
+            effects = self.machine.handle(event)
             if any(isinstance(e, step.Leave | step.Regroup) for e in effects):
                 self._drop_transfers()
             if any(isinstance(e, step.StepDecided | step.Gathered) for e in effects):
@@ -224,22 +208,24 @@ class Driver:
 
     # ---- messages
 
+    def _told(self) -> dict[type, Callable[[Any], object]]:
+        """The table of what each message means; others are for somebody else."""
+        application = self._application
+        return {
+            wire.PlanNow: lambda m: self._feed(step.PlanArrived(m.plan)),
+            wire.PlanPrepared: lambda m: self._feed(step.PreparedArrived(m.plan)),
+            wire.Heal: self._heal,
+            wire.SaveNow: lambda m: self._saver.request(Why(m.cause, m.reason)),
+            wire.Dismissed: lambda m: application.answer(do.Exit(m.reason, drained=m.drained)),
+            wire.JobEnded: application.end,
+        }
+
     def _take(self, heard: do.Heard) -> None:
         message = heard.message
-        match message:
-            case wire.PlanNow():
-                self._out.times.plan_arrived(message.plan.generation, heard.arrived_ns)
-                self._feed(step.PlanArrived(message.plan))
-            case wire.PlanPrepared():
-                self._feed(step.PreparedArrived(message.plan))
-            case wire.Heal():
-                self._heal(message)
-            case wire.SaveNow():
-                self._saver.request(Why(message.cause, message.reason))
-            case wire.Dismissed():
-                self._application.answer(do.Exit(message.reason, drained=message.drained))
-            case wire.JobEnded():
-                self._application.end(message)
+        if isinstance(message, wire.PlanNow):
+            self._out.times.plan_arrived(message.plan.generation, heard.arrived_ns)
+        if type(message) in self._messages:
+            self._messages[type(message)](message)
 
     def _heal(self, ticket: wire.Heal) -> None:
         plan = self.machine.plan
@@ -291,7 +277,7 @@ class Driver:
     def _entered(self, effect: step.Entered) -> None:
         self._stepper.entered(effect.generation)
         self._settler.entered(effect)
-        plan = self._settler.plan
+        plan = self.machine.current_plan()
         why = Why(plan.cause, plan.save)
         if plan.save and self._saver.on:
             save = None if self.ended else self._saver.boundary(why, past=self._application.past)
@@ -327,42 +313,56 @@ class Driver:
 
     # ---- operations that have ended
 
+    def _made(self) -> dict[type, Callable[[Any, Any], Iterable[step.StepEvent] | None]]:
+        """The table of what follows when an operation has been done, from its result."""
+        settler, joiner = self._settler, self._joiner
+        return {
+            do.Open: settler.opened,
+            do.Exchange: self._exchanged,
+            do.Reduce: self._reduced,
+            do.Update: self._updated,
+            do.Fetch: settler.fetched,
+            do.Restore: self._restored,
+            do.OpenFeeds: joiner.opened,
+            do.Watch: joiner.saw,
+            do.Adopt: joiner.adopted,
+            do.Replay: self._replayed,
+            do.Evaluate: lambda operation, result: self._application.answer(do.Evaluated()),
+            do.SaveLast: self._saved_last,
+            do.Finish: self._finished,
+            **dict.fromkeys((do.Compute, do.Linger), lambda operation, result: None),
+        }
+
     def _done(self, operation: do.Operation, result: Any) -> None:
-        settler, stepper = self._settler, self._stepper
-        events: Iterable[step.StepEvent] = ()
-        match operation:
-            case do.Open():
-                events = settler.opened(operation, result)
-            case do.Exchange() if operation.tag == SETTLE:
-                events = settler.all_stated(operation, result)
-            case do.Exchange():
-                events = stepper.all_contributed(operation, result)
-            case do.Reduce():
-                events = stepper.reduced(operation, result, self._keeper.complete, self._saver.due(operation.step))
-            case do.Update():
-                self._saver.updated(operation.outcome, operation.records)
-                self._keeper.updated(operation.outcome, operation.records)
-                events = stepper.updated(operation, result)
-            case do.Fetch():
-                events = settler.fetched(operation, result)
-            case do.Restore():
-                events = self._restored(operation, result)
-            case do.OpenFeeds() | do.Watch() | do.Adopt() | do.Replay():
-                if isinstance(operation, do.Replay):
-                    self._keeper.updated(operation.outcome, operation.records)
-                events = self._joiner.done(operation, result)
-            case do.Evaluate():
-                self._application.answer(do.Evaluated())
-            case do.SaveLast():
-                self._saver.last(operation, result)
-                self._out.start(do.Linger, operation.generation)
-            case do.Finish():
-                at = operation.step
-                self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(result))
-        self._feed(*events)
+        self._feed(*(self._ended[type(operation)](operation, result) or ()))
+
+    def _exchanged(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
+        if operation.tag == SETTLE:
+            return self._settler.all_stated(operation, payloads)
+        return self._stepper.all_contributed(operation, payloads)
+
+    def _reduced(self, operation: do.Reduce, payload: AgreePayload) -> Iterable[step.StepEvent]:
+        return self._stepper.reduced(operation, payload, self._keeper.complete, self._saver.due(operation.step))
+
+    def _updated(self, operation: do.Update, began_unix_ns: int) -> Iterable[step.StepEvent]:
+        self._saver.updated(operation.outcome, operation.records)
+        self._keeper.updated(operation.outcome, operation.records)
+        return self._stepper.updated(operation, began_unix_ns)
+
+    def _replayed(self, operation: do.Replay, result: None) -> Iterable[step.StepEvent]:
+        self._keeper.updated(operation.outcome, operation.records)
+        return self._joiner.replayed(operation)
+
+    def _saved_last(self, operation: do.SaveLast, where: str) -> None:
+        self._saver.last(operation, where)
+        self._out.start(do.Linger, operation.generation)
+
+    def _finished(self, operation: do.Finish, written: bool) -> None:
+        at = operation.step
+        self._out.tell(wire.WorkerDone, generation=operation.generation, step=at, final_written=bool(written))
 
     def _restored(self, operation: do.Restore, result: do.Copied) -> Iterable[step.StepEvent]:
-        moved = self.machine.position != Key(operation.step, 0)  # else the application is where it should be
+        moved = self.machine.position != operation.position  # else the application is where it should be
         if moved:
             self._application.went_back()
         return self._settler.restored(operation, result)

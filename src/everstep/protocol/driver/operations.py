@@ -8,15 +8,16 @@ it gets exactly one *answer*.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
+from everstep.protocol.driver.policy import Due
 from everstep.protocol.driver.records import StepOutcome
-from everstep.protocol.driver.saves import AbandonSave, Save, SaveAsked
 from everstep.protocol.step_types import Discard, Key, Piecewise, Record, Release
 
 LEFT = Why(Cause.LINK, "")
@@ -29,8 +30,7 @@ GatheredRecords = Mapping[Key, Records]
 # ---- operations
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """op: its number. generation: whoever interrupts that generation, or a later one, ends it; a joiner's is that of
     the plan in its ticket."""
 
@@ -38,8 +38,7 @@ class Operation:
     generation: int
 
 
-@dataclass(frozen=True)
-class Open(Operation):
+class Open(Operation, frozen=True):
     """Have the stages of the plan's seats, and meet its members; answered with `Opened`.
 
     step: the one that is computed next. disk: whether readable checkpoints are to be stated; limit: not later ones.
@@ -51,16 +50,14 @@ class Open(Operation):
     limit: int | None
 
 
-@dataclass(frozen=True)
-class Exchange(Operation):
+class Exchange(Operation, frozen=True):
     """All-gather of small records; answered with the payloads of all members by worker id."""
 
     tag: Tag
     payload: bytes
 
 
-@dataclass(frozen=True)
-class Compute(Operation):
+class Compute(Operation, frozen=True):
     """Compute lanes of the step; each is reported at each stage by `LaneDone`, in between.
 
     lanes: of an unsplit model, those that this worker lacks; of a split one, those that some member lacks, the same at
@@ -72,8 +69,7 @@ class Compute(Operation):
     lanes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Reduce(Operation):
+class Reduce(Operation, frozen=True):
     """Offer the lanes' sums and finish the reduction, of all own stages; answered with the agree record's
     `AgreePayload`."""
 
@@ -81,8 +77,7 @@ class Reduce(Operation):
     step: int
 
 
-@dataclass(frozen=True)
-class Update(Operation):
+class Update(Operation, frozen=True):
     """Apply the decided step to the stages held; let go of others. Nothing interrupts it. Answered with the unix time
     in ns at which it began. outcome: what the records say."""
 
@@ -92,8 +87,7 @@ class Update(Operation):
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Fetch(Operation):
+class Fetch(Operation, frozen=True):
     """Copy the state at a position from the donors (worker ids by stage, in order of preference); answered with
     `Copied`, or `Tainted` if blocks that were stated are not to be had. All or nothing.
 
@@ -103,11 +97,10 @@ class Fetch(Operation):
     plan: Plan
     position: Key
     sources: Mapping[int, tuple[int, ...]]
-    pieces: Piecewise = field(default_factory=dict)
+    pieces: Piecewise = {}
 
 
-@dataclass(frozen=True)
-class Restore(Operation):
+class Restore(Operation, frozen=True):
     """Take on the state of a step: for each stage from the first of its sources (oneself: own memory; nobody: disk, or
     at step 0 the initial state); answered with `Copied`, or `Tainted` if what is on disk cannot be used, or blocks that
     were stated are not to be had.
@@ -121,11 +114,15 @@ class Restore(Operation):
     sources: Mapping[int, tuple[int, ...]]
     own: Mapping[int, Record]
     stands: tuple[int, ...]
-    pieces: Piecewise = field(default_factory=dict)
+    pieces: Piecewise = {}
+
+    @property
+    def position(self) -> Key:
+        """Where this worker is then."""
+        return Key(self.step, 0)
 
 
-@dataclass(frozen=True)
-class OpenFeeds(Operation):
+class OpenFeeds(Operation, frozen=True):
     """A joiner: connect to the first donor of each group that can be reached and copy what it offers, in memory;
     answered with the position of each offer.
 
@@ -136,14 +133,12 @@ class OpenFeeds(Operation):
     groups: tuple[tuple[tuple[Member, ...], tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Watch(Operation):
+class Watch(Operation, frozen=True):
     """A joiner: wait until something comes from a feed, or from the coordinator; answered with a `Seen` for each feed
     that had something. A feed that ends aborts it."""
 
 
-@dataclass(frozen=True)
-class Adopt(Operation):
+class Adopt(Operation, frozen=True):
     """A joiner: load what was offered, and bring every stage to the newest position with the steps that have come.
     Nothing interrupts it. Answered with `Copied`.
 
@@ -155,8 +150,7 @@ class Adopt(Operation):
     passed: tuple[tuple[StepOutcome, ...], ...]
 
 
-@dataclass(frozen=True)
-class Replay(Operation):
+class Replay(Operation, frozen=True):
     """A joiner: apply the step that is next in all feeds. Nothing interrupts it. Answered.
 
     plan: of the ticket, with the generation in which the step counts as made."""
@@ -167,8 +161,7 @@ class Replay(Operation):
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Evaluate(Operation):
+class Evaluate(Operation, frozen=True):
     """What the application does with the members of this generation beside a step: chunks that pass through the pools.
     Answered, or aborted; the gather that follows says what became of it."""
 
@@ -176,8 +169,7 @@ class Evaluate(Operation):
     number: int
 
 
-@dataclass(frozen=True)
-class SaveLast(Operation):
+class SaveLast(Operation, frozen=True):
     """Take a checkpoint, since the plan asks for one, and wait until it is durable; answered with where that of the
     step is, empty if it is not there. save: None if it has begun already, or there is none to begin."""
 
@@ -186,14 +178,12 @@ class SaveLast(Operation):
     save: Save | None
 
 
-@dataclass(frozen=True)
-class Linger(Operation):
+class Linger(Operation, frozen=True):
     """A checkpoint was taken before the end: do nothing until that comes, or for as long as such a checkpoint may
     take."""
 
 
-@dataclass(frozen=True)
-class Finish(Operation):
+class Finish(Operation, frozen=True):
     """All steps are done: leave a checkpoint, and where this worker is the job's leader write final/; answered with
     whether that was written. save: as in `SaveLast`."""
 
@@ -202,8 +192,7 @@ class Finish(Operation):
     save: Save | None
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """Answers `Open`. lost: (stage, lane) of results that were held as part of a sum that the plan tears apart. disk:
     steps of checkpoints that can be read."""
 
@@ -211,42 +200,41 @@ class Opened:
     disk: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Copied:
+class Copied(msgspec.Struct, frozen=True):
     """The state has been copied. records: of its position's decision. gathers: those of that step known so far."""
 
-    records: Mapping[int, Record] = field(default_factory=dict)
-    gathers: GatheredRecords = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
+    gathers: GatheredRecords = {}
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True):
     """What came from a feed. step: the number of the one that came, with its records; 0: the donor has no more now."""
 
     feed: int
     step: int = 0
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
 
 
 # ---- effects
 
 
-@dataclass(frozen=True)
-class Cut:
+class AtOnce(msgspec.Struct, frozen=True):
+    """An effect that is never answered."""
+
+
+class Cut(AtOnce, frozen=True):
     """Leave every transfer of this generation and older ones."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(AtOnce, frozen=True):
     """Send to the coordinator."""
 
     message: wire.AnyMessage
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(AtOnce, frozen=True):
     """A decision was taken here. first: the first one of a generation."""
 
     key: Key
@@ -254,8 +242,7 @@ class Decided:
     first: bool
 
 
-@dataclass(frozen=True)
-class Shelve:
+class Shelve(AtOnce, frozen=True):
     """Put what is held of the state at `position` on the shelf of a generation, for members that lack it; it stays as
     it is until `Unshelve`. gathers: that belong to it. live: whether it is the present state, or a kept one; of the
     present one the application's part is given as it was right after the update, be the position a later one: whoever
@@ -267,16 +254,14 @@ class Shelve:
     gathers: GatheredRecords
     stages: tuple[int, ...]
     live: bool
-    parts: Mapping[int, Extents] = field(default_factory=dict)
+    parts: Mapping[int, Extents] = {}
 
 
-@dataclass(frozen=True)
-class Unshelve:
+class Unshelve(AtOnce, frozen=True):
     """Nobody asks for what is on the shelf any more."""
 
 
-@dataclass(frozen=True)
-class OfferFeeds:
+class OfferFeeds(AtOnce, frozen=True):
     """Everybody who has asked to follow gets the state as it is now, and then the steps that follow."""
 
     position: Key
@@ -285,34 +270,29 @@ class OfferFeeds:
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class CutFeeds:
+class CutFeeds(AtOnce, frozen=True):
     """The state jumps: who follows this worker has to begin anew."""
 
 
-@dataclass(frozen=True)
-class CloseFeeds:
+class CloseFeeds(AtOnce, frozen=True):
     """This worker follows nobody any more."""
 
 
-@dataclass(frozen=True)
-class EnteredPlan:
+class EnteredPlan(AtOnce, frozen=True):
     """All have settled: a generation goes on from here."""
 
     plan: Plan
     step: int
 
 
-@dataclass(frozen=True)
-class Invalidate:
+class Invalidate(AtOnce, frozen=True):
     """Checkpoints and snapshots of steps after `sound` count for nothing. first: this worker sees to what all share."""
 
     sound: int
     first: bool
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(AtOnce, frozen=True):
     """Take a snapshot in memory of all stages held, as they are now, of this step; hand some to members of other pools.
     `HandedOver` or `NotKept` says what came of it, `InMemory` what there is then.
 
@@ -324,8 +304,7 @@ class Keep:
     to: Mapping[int, Member]
 
 
-@dataclass(frozen=True)
-class RetireKept:
+class RetireKept(AtOnce, frozen=True):
     """All stages have a snapshot of this step: of older ones may go what no rule keeps. proven: up to which step states
     are known to be right."""
 
@@ -333,15 +312,13 @@ class RetireKept:
     proven: int
 
 
-@dataclass(frozen=True)
-class ForgetKept:
+class ForgetKept(AtOnce, frozen=True):
     """Snapshots of steps after this one count for nothing, since these are done again."""
 
     after: int
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(AtOnce, frozen=True):
     """A tier took nothing of a step. tell: it has not been told yet."""
 
     step: int
@@ -350,59 +327,79 @@ class Skipped:
     tier: str = "memory"
 
 
-@dataclass(frozen=True)
-class DropLanes:
+class DropLanes(AtOnce, frozen=True):
     """The application has raised: what it was computing is dropped, and the state stands as after the last update."""
+
+
+class Save(AtOnce, frozen=True):
+    """Begin a checkpoint of the state as it is, that of this step. Where this worker is the job's leader, `PartsThere`
+    says when all has come that is to go into it, and `SaveEnded` what became of it.
+
+    boundary: it does not follow directly upon the update, so the application may have learnt something since; then one
+    that is on disk already is not taken again. past: it is through with the step.
+    """
+
+    plan: Plan
+    step: int
+    due: Due
+    records: Mapping[int, Record]
+    boundary: bool = False
+    past: bool = False
+    metrics: Mapping[str, float] = {}
+
+
+class AbandonSave(AtOnce, frozen=True):
+    """The checkpoint that is incomplete will never be complete. plan: of the generation that is the reason, if one is:
+    then what is still to be written of the own part is copied now."""
+
+    why: Why
+    plan: Plan | None
 
 
 # ---- answers
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Answer(msgspec.Struct, frozen=True):
+    """What an ask has come to."""
+
+
+class Arrived(Answer, frozen=True):
     """To `JoinAsked`: this worker is a member, and its state is that of `step`."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Stepped:
+class Stepped(Answer, frozen=True):
     """To `StepAsked`: the step has been applied here."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class GatherDone:
+class GatherDone(Answer, frozen=True):
     """To `GatherAsked` and `SaveAsked`: the same at all; nothing once the job has ended."""
 
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, Record] = {}
 
 
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Answer, frozen=True):
     """To `EvaluateAsked`."""
 
 
-@dataclass(frozen=True)
-class WentBack:
+class WentBack(Answer, frozen=True):
     """To any ask: the state is that of another step now, be it a later one; the application goes on from there."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class JobOver:
+class JobOver(Answer, frozen=True):
     """To `EndAsked`: the job has ended."""
 
 
-@dataclass(frozen=True)
-class Released:
+class Released(Answer, frozen=True):
     """To `HoldAsked`: nobody needs the state, or its time is over."""
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(Answer, frozen=True):
     """To any ask: this worker ends. drained: it is not to come back. failed: the job has failed."""
 
     reason: str
@@ -410,8 +407,7 @@ class Exit:
     failed: bool = False
 
 
-@dataclass(frozen=True)
-class Outvoted:
+class Outvoted(Answer, frozen=True):
     """To any ask: this worker's state is not that of the others; it starts anew."""
 
     reason: str
@@ -420,53 +416,31 @@ class Outvoted:
     sound: int
 
 
-Answer = Arrived | Stepped | GatherDone | Evaluated | WentBack | JobOver | Released | Exit | Outvoted
-Effect = (
-    Operation
-    | Cut
-    | Tell
-    | Decided
-    | Release
-    | Discard
-    | Shelve
-    | Unshelve
-    | OfferFeeds
-    | CutFeeds
-    | CloseFeeds
-    | EnteredPlan
-    | Invalidate
-    | Keep
-    | RetireKept
-    | ForgetKept
-    | Skipped
-    | Save
-    | AbandonSave
-    | DropLanes
-    | Answer
-)
+Effect = Operation | AtOnce | Answer | Release | Discard
 
 
 # ---- events
 
 
-@dataclass(frozen=True)
-class Heard:
+class DriverEvent(msgspec.Struct, frozen=True):
+    """What a driver takes in."""
+
+
+class Heard(DriverEvent, frozen=True):
     """A message of the coordinator. arrived_ns: monotonic, when it came to this process."""
 
     message: wire.AnyMessage
     arrived_ns: int = 0
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(DriverEvent, frozen=True):
     """An operation was carried out."""
 
     op: int
     result: object = None
 
 
-@dataclass(frozen=True)
-class Aborted:
+class Aborted(DriverEvent, frozen=True):
     """An operation was left. accused: members that something was expected from in vain."""
 
     op: int
@@ -474,8 +448,7 @@ class Aborted:
     why: Why = LEFT
 
 
-@dataclass(frozen=True)
-class Tainted:
+class Tainted(DriverEvent, frozen=True):
     """An operation came upon something that must not be used, and all have to settle anew. torn: the state has been
     written in part and cannot be mended here."""
 
@@ -484,77 +457,93 @@ class Tainted:
     torn: bool = False
 
 
-@dataclass(frozen=True)
-class TimePassed:
+class TimePassed(DriverEvent, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
-class FollowerAsked:
+class FollowerAsked(DriverEvent, frozen=True):
     """Somebody wants to follow this worker, from its next step's beginning on."""
 
 
-@dataclass(frozen=True)
-class InMemory:
+class InMemory(DriverEvent, frozen=True):
     """What is kept in memory here: (stage, step), ascending. records: of steps that others have handed over. parts: of
     snapshots that are not whole, the blocks that are there."""
 
     snapshots: tuple[tuple[int, int], ...]
-    records: Mapping[int, Mapping[int, Record]] = field(default_factory=dict)
-    parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
+    records: Mapping[int, Mapping[int, Record]] = {}
+    parts: Mapping[tuple[int, int], Extents] = {}
 
 
-@dataclass(frozen=True)
-class HandedOver:
+class HandedOver(DriverEvent, frozen=True):
     """Other pools have got what they are to keep of a step; or not, since somebody is gone."""
 
     step: int
     done: bool
 
 
-@dataclass(frozen=True)
-class NotKept:
+class NotKept(DriverEvent, frozen=True):
     """There was no room for a snapshot."""
 
     step: int
     why: Why
 
 
-@dataclass(frozen=True)
-class JoinAsked:
+class PartsThere(DriverEvent, frozen=True):
+    """Of a checkpoint nothing is lacking any more, or it was given up: the next one may begin."""
+
+    step: int
+
+
+class SaveEnded(DriverEvent, frozen=True):
+    """A checkpoint is on disk, or will never be. reason: it was taken; or was not completed. where: it is. cost_s: what
+    one costs, if that is known by now."""
+
+    step: int
+    ok: bool
+    reason: str
+    where: str = ""
+    cost_s: float | None = None
+
+
+class Ask(DriverEvent, frozen=True):
+    """Of the application; it waits until it gets an answer."""
+
+
+class JoinAsked(Ask, frozen=True):
     """The application waits to be a member of the job."""
 
 
-@dataclass(frozen=True)
-class StepAsked:
+class StepAsked(Ask, frozen=True):
     """The application wants this step."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class GatherAsked:
+class GatherAsked(Ask, frozen=True):
     """The application wants everybody's data; each member asks for the same, in the same order."""
 
     data: bytes
 
 
-@dataclass(frozen=True)
-class EvaluateAsked:
+class EvaluateAsked(Ask, frozen=True):
     """The application wants `Evaluate` done in the present generation."""
 
 
-@dataclass(frozen=True)
-class EndAsked:
+class EndAsked(Ask, frozen=True):
     """The application is through with the last step."""
 
 
-@dataclass(frozen=True)
-class HoldAsked:
+class HoldAsked(Ask, frozen=True):
     """The application has raised. words: what to tell; until_ns: how long to stay."""
 
     words: wire.AnyMessage
     until_ns: int
 
 
-Ask = JoinAsked | StepAsked | GatherAsked | SaveAsked | EvaluateAsked | EndAsked | HoldAsked
+class SaveAsked(Ask, frozen=True):
+    """The application has evaluated, and a checkpoint may follow from what came of it; each member asks, in the same
+    order as it gathers. Answered as `GatherAsked`. stored: the best value by now according to what is on disk, if
+    anything is; from the job's leader alone."""
+
+    metrics: Mapping[str, float]
+    stored: float | None = None

@@ -1,19 +1,23 @@
-"""What leaves a driver: effects in order, at most one operation, and what would have to be told again. Pure."""
+"""What leaves a driver: effects in order, at most one operation, and what would have to be told again. Pure.
+
+And what its parts share: how long things took, and the gathers of the present step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.step_types import Key, Record
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """What a coordinator that has missed something is to hear again: messages, and for the hello what it stands at.
 
     step, stages: the state that it has all of. plan: the newest that it follows.
@@ -56,7 +60,11 @@ class Outbox:
 
     def tell(self, kind: Callable[..., wire.AnyMessage], *, lasting: bool = True, **fields: Any) -> None:
         """Send to the coordinator in this worker's name. lasting: one that missed it has to hear it again."""
-        self.send(kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields), lasting=lasting)
+        self.send(self.signed(kind, **fields), lasting=lasting)
+
+    def signed(self, kind: Callable[..., wire.AnyMessage], **fields: Any) -> wire.AnyMessage:
+        """A message in this worker's name."""
+        return kind(worker_id=self.me.worker_id, incarnation=self.me.incarnation, **fields)
 
     def send(self, message: wire.AnyMessage, *, lasting: bool = True) -> None:
         """The same, of a message as it is."""
@@ -109,3 +117,32 @@ class Times:
         """All since the last generation, in ms by phase."""
         taken, self._phases_ms = self._phases_ms, {}
         return taken
+
+
+class Gathers:
+    """Records of the decisions of the present step, by key: what answers the application's gathers."""
+
+    def __init__(self) -> None:
+        self.known: dict[Key, Mapping[int, Record]] = {}
+
+    def applied(self, number: int, records: Mapping[int, Record]) -> None:
+        """The state is that of this step, decided by these records (none if they are not known)."""
+        self.known = {Key(number, 0): records} if records else {}
+
+    def decided(self, key: Key, records: Mapping[int, Record]) -> None:
+        """A gather."""
+        self.known = {k: v for k, v in self.known.items() if k.step == key.step}
+        self.known[key] = records
+
+    def copied(self, gathers: do.GatheredRecords) -> None:
+        """Of the state that was copied from somebody."""
+        self.known = dict(gathers)
+
+    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:
+        """For somebody who is given the state: with the one that was decided by these records, though the application
+        here may not have asked for it yet."""
+        return {**self.known, position: records} if records else dict(self.known)
+
+    def of_update(self, number: int) -> Mapping[int, Record]:
+        """By which the step itself was decided, if it is known."""
+        return self.known.get(Key(number, 0), {})

@@ -1,12 +1,14 @@
 """What travels in the records of decisions, and what everybody concludes from them.
 
 Apart because both halves must agree to the bit: a conclusion is a function of the records alone, folded in lane order.
+So all workers come to the same one, also about whether all copies of the state are alike, and which one is not.
 Pure.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,18 +110,20 @@ class StepOutcome:
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _gather = msgspec.msgpack.Decoder(GatherPayload)
-_encode = msgspec.msgpack.Encoder().encode
+_record = msgspec.msgpack.Decoder(Record)
+_records = msgspec.msgpack.Decoder(dict[int, Record])
 
 
-def encode_payload(payload: AgreePayload | GatherPayload) -> bytes:
-    """For the payload of a `Record`."""
-    return _encode(payload)
+def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -> bytes:
+    """The payload of a `Record`; a record for one exchange; or all records of a decision, by worker id."""
+    return msgspec.msgpack.encode(said)
 
 
-def conclude(step: int, n_lanes: int, records: Mapping[int, Record], stages: int = 1) -> StepOutcome:
+def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutcome:
     """Fold the records of one agree, in lane and block order."""
-    sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     payloads = {worker_id: _agree.decode(records[worker_id].payload) for worker_id in sorted(records)}
+    stages = 1 + max(section.stage for payload in payloads.values() for section in payload.sections)
+    sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     for worker_id, payload in payloads.items():
         for section in payload.sections:
             sections[section.stage][worker_id] = section
@@ -161,11 +165,6 @@ def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tupl
     return found
 
 
-def stages_in(records: Mapping[int, Record]) -> int:
-    """Of how many stages the records of an agree are."""
-    return 1 + max(s.stage for r in records.values() for s in _agree.decode(r.payload).sections)
-
-
 def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
     """The same two sums, each exact, however many stages there are."""
     values: list[float] = []
@@ -202,7 +201,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     gradient_step: int
     digest: str
-    records: dict[int, tuple[int, bytes]]
+    records: dict[int, Record]
     stages: tuple[int, ...] = (0,)
     lacking: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
@@ -216,63 +215,73 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 _held = msgspec.msgpack.Decoder(_Held)
 
 
-def encode_record(record: Record) -> bytes:
-    """For one exchange."""
-    return _encode((record.prepared, record.payload))
+_ALIKE = ("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound")
 
 
 def decode_record(data: bytes) -> Record:
-    """What `encode_record` made."""
-    prepared, payload = msgspec.msgpack.decode(data, type=tuple[int, bytes])
-    return Record(prepared, payload)
-
-
-def encode_records(records: Mapping[int, Record]) -> bytes:
-    """All records of a decision, by worker id."""
-    return _encode({w: (r.prepared, r.payload) for w, r in records.items()})
+    """What was encoded of one."""
+    return _record.decode(data)
 
 
 def decode_records(data: bytes) -> dict[int, Record]:
-    """What `encode_records` made."""
-    rows = msgspec.msgpack.decode(data, type=dict[int, tuple[int, bytes]])
-    return {w: Record(*row) for w, row in rows.items()}
+    """What was encoded of a decision's."""
+    return _records.decode(data)
 
 
 def encode_holding(holding: Holding) -> bytes:
     """For the exchange in which members settle."""
-    return _encode(
-        _Held(
-            step=holding.position.step,
-            seq=holding.position.seq,
-            gradient_step=holding.gradient_step,
-            digest=holding.digest,
-            records={w: (r.prepared, r.payload) for w, r in holding.records.items()},
-            stages=holding.stages,
-            lacking=holding.lacking,
-            snapshots=holding.snapshots,
-            disk=holding.disk,
-            gradient_stages=holding.gradient_stages,
-            sound=holding.sound,
-            parts={k: part.encoded() for k, part in holding.parts.items()},
-            kept_parts=tuple((k, step, part.encoded()) for (k, step), part in sorted(holding.kept_parts.items())),
-        )
-    )
+    step, seq = holding.position
+    parts = {k: part.encoded() for k, part in holding.parts.items()}
+    kept_parts = tuple((k, at, part.encoded()) for (k, at), part in sorted(holding.kept_parts.items()))
+    alike = {name: getattr(holding, name) for name in _ALIKE}
+    return msgspec.msgpack.encode(_Held(step=step, seq=seq, parts=parts, kept_parts=kept_parts, **alike))
 
 
 def decode_holding(data: bytes) -> Holding:
     """What `encode_holding` made."""
     held = _held.decode(data)
-    return Holding(
-        position=Key(held.step, held.seq),
-        records={w: Record(*row) for w, row in held.records.items()},
-        gradient_step=held.gradient_step,
-        digest=held.digest,
-        stages=held.stages,
-        lacking=held.lacking,
-        snapshots=held.snapshots,
-        disk=held.disk,
-        gradient_stages=held.gradient_stages,
-        sound=held.sound,
-        parts={k: Extents.decoded(coded) for k, coded in held.parts.items()},
-        kept_parts={(k, step): Extents.decoded(coded) for k, step, coded in held.kept_parts},
-    )
+    parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
+    kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+    alike = {name: getattr(held, name) for name in _ALIKE}
+    return Holding(position=Key(held.step, held.seq), parts=parts, kept_parts=kept_parts, **alike)
+
+
+def differing(outcome: StepOutcome) -> tuple[str, frozenset[int]] | None:
+    """What is wrong with the states before the step, in words, and which workers are outvoted; None if all are alike.
+
+    A worker is outvoted where more than half of the copies (of a stage, or of a parameter that several stages hold)
+    agree on another state.
+    """
+    split = any(outcome.digests)
+    places = [
+        (f"stage {stage}" if split else "the state", {str(worker): (worker, digest) for worker, digest in of.items()})
+        for stage, of in sorted(outcome.digests.items())
+    ]
+    for name, of_ties in sorted(outcome.ties.items()):
+        copies = {f"{worker} (stage {k})": (worker, digest) for (k, worker), digest in sorted(of_ties.items())}
+        places.append((f"the tied parameter {name}", copies))
+    found: list[str] = []
+    outvoted: set[int] = set()
+    for place, copies in places:
+        digests = {who: digest for who, (_, digest) in copies.items()}
+        if len(set(digests.values())) > 1:
+            odd = _minority(digests)
+            outvoted.update(copies[who][0] for who in odd)
+            found.append(_words(place, outcome.step, digests, odd))
+    return ("; ".join(found), frozenset(outvoted)) if found else None
+
+
+def _minority(digests: Mapping[str, str]) -> list[str]:
+    """Whoever has another digest than more than half of all; nobody if there is no such digest."""
+    (common, count), *_ = Counter(digests.values()).most_common(1)
+    return [who for who, digest in digests.items() if digest != common] if 2 * count > len(digests) else []
+
+
+def _words(place: str, step: int, digests: Mapping[str, str], odd: list[str]) -> str:
+    by: dict[str, list[str]] = {}
+    for who, digest in digests.items():
+        by.setdefault(digest, []).append(who)
+    said = ", ".join(f"{digest[:12]} at worker {' and '.join(who)}" for digest, who in sorted(by.items()))
+    deviates = " and ".join(odd)
+    verdict = f"worker {deviates} deviates" if deviates else "no copy is outvoted"
+    return f"{place} differs among the workers before step {step} ({said}): {verdict}"

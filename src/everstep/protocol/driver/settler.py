@@ -9,48 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import InvariantViolation
 from everstep.base.plan import Plan
 from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.keeper import Keeper
-from everstep.protocol.driver.outbox import Outbox
+from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
+from everstep.protocol.driver.saver import Keeper
 from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Key, Record
+from everstep.protocol.step_types import Record
 
 SETTLE = Tag("settle", 0, 0)
-
-
-class Gathers:
-    """Records of the decisions of the present step, by key: what answers the application's gathers."""
-
-    def __init__(self) -> None:
-        self.known: dict[Key, Mapping[int, Record]] = {}
-
-    def applied(self, number: int, records: Mapping[int, Record]) -> None:
-        """The state is that of this step, decided by these records (none if they are not known)."""
-        self.known = {Key(number, 0): records} if records else {}
-
-    def decided(self, key: Key, records: Mapping[int, Record]) -> None:
-        """A gather."""
-        self.known = {k: v for k, v in self.known.items() if k.step == key.step}
-        self.known[key] = records
-
-    def copied(self, gathers: do.GatheredRecords) -> None:
-        """Of the state that was copied from somebody."""
-        self.known = dict(gathers)
-
-    def up_to(self, position: Key, records: Mapping[int, Record]) -> do.GatheredRecords:
-        """For somebody who is given the state: with the one that was decided by these records, though the application
-        here may not have asked for it yet."""
-        return {**self.known, position: records} if records else dict(self.known)
-
-    def of_update(self, number: int) -> Mapping[int, Record]:
-        """By which the step itself was decided, if it is known."""
-        return self.known.get(Key(number, 0), {})
 
 
 class Settler:
@@ -65,14 +35,6 @@ class Settler:
         self._stated: Mapping[int, step.Holding] = {}
         self._disk: tuple[int, ...] = ()
         self._shelved = False
-
-    @property
-    def plan(self) -> Plan:
-        """The present one. Raises: InvariantViolation if there is none."""
-        plan = self._machine.plan
-        if plan is None:
-            raise InvariantViolation(f"no plan while {self._machine.phase}")
-        return plan
 
     def in_memory(self, number: int) -> bool:
         """Whether a member stated, when this generation settled, that it has state of this step in memory."""
@@ -132,14 +94,16 @@ class Settler:
     def lacks(self, event: step.BlocksLost) -> None:
         """Blocks are gone: all settle anew, for that repairs them."""
         machine = self._machine
-        if self.plan.prepared:  # the coordinator may not have heard yet that the members have switched to it
+        if (
+            machine.current_plan().prepared
+        ):  # the coordinator may not have heard yet that the members have switched to it
             at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
             self._out.tell(wire.Progress, lasting=False, **at)
         self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
 
     def entered(self, effect: step.Entered) -> None:
         """All go on from here."""
-        plan = self.plan
+        plan = self._machine.current_plan()
         self._out.put(do.EnteredPlan(plan, effect.step))
         top = max((h.position.step for h in self._stated.values()), default=0)
         if top > effect.step:  # so that it is known how many steps are done again
@@ -176,13 +140,15 @@ class Settler:
     def fetch(self, effect: step.FetchState) -> None:
         """Copy what is lacking."""
         generation = self._machine.generation
-        self._out.start(do.Fetch, generation, self.plan, effect.position, effect.donors, effect.pieces)
+        self._out.start(
+            do.Fetch, generation, self._machine.current_plan(), effect.position, effect.donors, effect.pieces
+        )
 
     def go_back(self, effect: step.GoBack) -> do.Exit | None:
         """Take on another step's state; unless the application cannot go on from there."""
         machine, at = self._machine, self._machine.position
         rebuilt = not effect.step and not all(effect.sources.values())
-        unable = not effect.step and self.plan.stages == 1  # what is not split is built once
+        unable = not effect.step and self._machine.current_plan().stages == 1  # what is not split is built once
         if (at.step and not self._rewindable) or ((at.step or rebuilt) and unable):
             return do.Exit(f"the job goes back to step {effect.step}, from where this worker starts anew")
         stands = at.step == effect.step
@@ -190,7 +156,7 @@ class Settler:
         own = own or self._keeper.records_of(effect.step)
         held = machine.stages if stands else ()
         where = effect.step, effect.sources, own, held, effect.pieces
-        self._out.start(do.Restore, machine.generation, self.plan, *where)
+        self._out.start(do.Restore, machine.generation, self._machine.current_plan(), *where)
         return None
 
     def fetched(self, operation: do.Fetch, result: do.Copied) -> Iterable[step.StepEvent]:
@@ -207,4 +173,4 @@ class Settler:
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
         kept = self._keeper.went_back(operation.step)
-        return [*kept, step.StateCopied(operation.generation, Key(operation.step, 0), result.records)]
+        return [*kept, step.StateCopied(operation.generation, operation.position, result.records)]
