@@ -15,7 +15,6 @@ from typing import Any
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
-from everstep.placement.lanes import place
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
@@ -196,10 +195,6 @@ def make_machine(key: WorkerKey) -> StepMachine:
     return StepMachine(key, digest=str(INITIAL))
 
 
-def _production_coordinator(config: CoordinatorConfig, journal: Sequence[dict[str, Any]]) -> CoordinatorMachine:
-    return Coordinator(config, place, journal)
-
-
 class Simulation:
     """Everything of one run, put together."""
 
@@ -218,7 +213,7 @@ class Simulation:
         self.checks = Checks(setup.job, Views(self._holders, self._positions, self._settled), corruption)
         self.make_machine = make_machine
         self.make_driver = make_driver
-        self.make_coordinator = make_coordinator or _production_coordinator
+        self.make_coordinator = make_coordinator or Coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import asdict, dataclass
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
-from everstep.protocol.coordinator.alarms import GraceDue
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.desk import Alarm, Desk
 from everstep.protocol.messages import WorkerHello, WorkerLife, WorkerPulse
 
 
@@ -43,6 +42,11 @@ class Worker:
     @property
     def pid(self) -> int:
         return self.pids[0]
+
+    @property
+    def named(self) -> dict[str, int]:
+        """For events: which life it is, and its process."""
+        return {**asdict(self.key), "pid": self.pid}
 
     @property
     def ready(self) -> bool:
@@ -86,14 +90,10 @@ class Worker:
         """It was given a plan or a ticket."""
         self.ordered_ns = now_ns
 
-    def suspect(self) -> bool:
-        """It may be in trouble. Returns whether that is new."""
-        known, self.suspected = self.suspected, True
-        return not known
-
-    def trust(self) -> None:
-        """It is in no trouble, as far as is known."""
-        self.suspected = False
+    def suspect(self, in_trouble: bool = True) -> bool:
+        """Whether it may be in trouble. Returns whether that is new."""
+        known, self.suspected = self.suspected, in_trouble
+        return in_trouble and not known
 
     def pardon(self, gap_ns: int) -> None:
         """The coordinator was away for so long: that was no silence of the worker."""
@@ -102,23 +102,21 @@ class Worker:
 
 
 class Membership:
-    """The newest lives by worker id; fences, so that no message of an older life takes effect; and the time that the
-    workers of a journal have to come back."""
+    """The newest lives; fences, so that no message of an older life takes effect; and the time that the workers of a
+    journal have to come back.
+
+    workers: the newest life of each slot that has one, by worker id.
+    """
 
     def __init__(self, desk: Desk) -> None:
         self.version = 0
-        self.grace_until_ns: int | None = None
+        self.grace_until_ns = 0
+        self.workers: dict[int, Worker] = {}
         self._desk = desk
-        self._workers: dict[int, Worker] = {}
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
         self._came: set[int] = set()
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
-
-    @property
-    def workers(self) -> Mapping[int, Worker]:
-        """The newest life of each slot that has one, by worker id."""
-        return self._workers
 
     @property
     def came(self) -> int:
@@ -127,23 +125,23 @@ class Membership:
 
     def alive(self, key: WorkerKey) -> Worker | None:
         """The worker, if this life of its slot is the present one and is not known to be dead."""
-        worker = self._workers.get(key.worker_id)
+        worker = self.workers.get(key.worker_id)
         return worker if worker is not None and worker.key == key else None
 
     def newer(self, key: WorkerKey) -> bool:
         """Whether a newer life of the same slot is known."""
-        known = self._workers.get(key.worker_id)
+        known = self.workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
     def next_incarnation(self, worker_id: int) -> int:
         """The least that a life of this slot may have that is to be started where the others are not known."""
-        known, newest = self._workers.get(worker_id), self._fenced.get(worker_id, -1)
-        return 1 + (newest if known is None else max(newest, known.key.incarnation))
+        known, fenced = self.workers.get(worker_id), self._fenced.get(worker_id, -1)
+        return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
         """A new life of a slot, which had none, or whose last one is over."""
         self.version += 1
-        worker = self._workers[key.worker_id] = Worker(key, host=host)
+        worker = self.workers[key.worker_id] = Worker(key, host=host)
         return worker
 
     def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
@@ -160,11 +158,10 @@ class Membership:
     def remove(self, key: WorkerKey, why: Why) -> None:
         """This life is over. No message of it, or of an older one of its slot, takes effect from here on."""
         self.version += 1
-        del self._workers[key.worker_id]
+        del self.workers[key.worker_id]
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
-        who = {"worker_id": key.worker_id, "incarnation": key.incarnation}
-        self._desk.persist("evict", **who, cause=why.cause, reason=why.reason)
+        self._desk.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
 
     def is_fenced(self, key: WorkerKey) -> bool:
         """Whether this life, or a newer one of its slot, was declared over."""
@@ -185,29 +182,28 @@ class Membership:
         """A life that a former life of the coordinator has declared over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
-        worker = self._workers.get(key.worker_id)
+        worker = self.workers.get(key.worker_id)
         if worker is not None and self.is_fenced(worker.key):
-            del self._workers[key.worker_id]
+            del self.workers[key.worker_id]
 
-    def keep_only(self, keys: Iterable[WorkerKey]) -> None:
+    def keep_only(self, keys: Container[WorkerKey]) -> None:
         """Forget all lives but these."""
-        kept = set(keys)
-        self._workers = {i: w for i, w in self._workers.items() if w.key in kept}
+        self.workers = {i: worker for i, worker in self.workers.items() if worker.key in keys}
 
     # ---- time to come back
 
     @property
     def in_grace(self) -> bool:
-        return self.grace_until_ns is not None and self._desk.now < self.grace_until_ns
+        return self._desk.now < self.grace_until_ns
 
     def begin_grace(self) -> None:
         """The workers of the journal have some time from now on to come back."""
         self.grace_until_ns = self._desk.now + self._desk.config.grace_ns
-        self._desk.alarms.set(GraceDue(), self.grace_until_ns)
+        self._desk.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
     def absent(self) -> list[Worker]:
         """The workers of the journal that have yet to come back."""
-        return [w for _, w in sorted(self._workers.items()) if not w.greeted and w.member is not None]
+        return [w for _, w in sorted(self.workers.items()) if not w.greeted and w.member is not None]
 
     def waited_ns(self) -> int:
         """For how long grace has been prolonged: the first call begins the count."""
@@ -218,4 +214,4 @@ class Membership:
     def end_grace(self) -> None:
         """The time to come back is over."""
         self.version += 1
-        self.grace_until_ns = self._absent_since_ns = None
+        self.grace_until_ns, self._absent_since_ns = 0, None

@@ -1,4 +1,4 @@
-"""How far the job is, how fast, what has thrown it back, and how it ended. Pure.
+"""How far the job is, how fast, what has thrown it back, how long that took, and how it ended. Pure.
 
 States can be lost (all who held a stage are gone) or be in doubt (they differ among workers). How far the members then
 go back is known when the first of them has settled; only then it is told.
@@ -8,45 +8,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import Plan
+from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import Agreement
-from everstep.protocol.coordinator.desk import Desk
-from everstep.protocol.coordinator.words import listed
+from everstep.protocol.coordinator.desk import Desk, listed
 from everstep.protocol.messages import JobEnded
+
+PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
 
 
 class JobProgress:
-    """step: the newest that is known to be committed. lost_stages: whose whole pool was gone, until it is told what
-    they were restored from. sound: states after this step are tainted, and no generation was entered yet whose plan
-    says so; -1 if there is no doubt. ended: how the job has, if it has.
+    """step: the newest that is known to be committed. step_times_ms: how long the last steps took. lost_stages: whose
+    whole pool was gone, until it is told what they were restored from. sound: states after this step are tainted, and
+    no generation was entered yet whose plan says so; -1 if there is no doubt. ended: how the job has, if it has.
     """
 
     def __init__(self, desk: Desk, agreement: Agreement) -> None:
         self.step = 0
+        self.step_times_ms: deque[float] = deque(maxlen=100)
         self.lost_stages: tuple[int, ...] = ()
         self.sound = -1
         self.ended: JobEnded | None = None
         self._desk, self._agreement = desk, agreement
-        self._step_times_ms: deque[float] = deque(maxlen=100)
         self._fell_from = 0  # the step that had been reached when all state was lost
         self._doubt: Why | None = None  # why all go back
         self._tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
 
-    @property
-    def step_times_ms(self) -> Sequence[float]:
-        """How long the last steps took."""
-        return self._step_times_ms
-
-    def reached(self, step: int) -> None:
-        """Somebody has committed this step."""
+    def reached(self, step: int, step_ms: float = 0) -> None:
+        """Somebody has committed this step, which has taken so long; 0: that is not known."""
         self.step = max(self.step, step)
-
-    def took(self, step_ms: float) -> None:
-        """A step has taken so long; 0: that is not known."""
         if step_ms > 0:
-            self._step_times_ms.append(step_ms)
+            self.step_times_ms.append(step_ms)
 
     # ---- set-backs
 
@@ -66,11 +61,6 @@ class JobProgress:
         self._doubt = why
         self.sound = sound if self.sound < 0 else min(self.sound, sound)
 
-    def known_to_all(self, plan: Plan) -> None:
-        """Somebody has settled in a plan, so all members know which states it says are sound."""
-        if plan.sound == self.sound:
-            self.sound = -1
-
     def differed_before(self, step: int, generation: int) -> bool:
         """States differed before this step, as was found in this generation. Returns whether they had before, in
         another one: then that is no chance."""
@@ -79,18 +69,20 @@ class JobProgress:
     def settled(self, plan: Plan, step: int, cause: Cause) -> None:
         """A member has settled at this step; the first one of a generation knows whether there was a way back.
 
-        cause: of what the members recover from.
+        So all members know which states the plan says are sound. cause: of what the members recover from.
         """
         first = not self._agreement.entered
         if first and (self._fell_from or self.lost_stages):
             self._tell_fallback(plan, step, cause)
-        if not first or plan.prepared or step >= self.step:
+        if first and not plan.prepared and step < self.step:
+            if self._doubt:
+                self._tell_fallback(plan, step, cause)
+            self.step, self._doubt = step, None
+        else:
             self.reached(step)
-            self._doubt = None if not first else self._doubt
-            return
-        if self._doubt:
-            self._tell_fallback(plan, step, cause)
-        self.step, self._doubt = step, None
+            self._doubt = self._doubt if first else None
+        if plan.sound == self.sound:
+            self.sound = -1
 
     def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
         """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
@@ -100,20 +92,16 @@ class JobProgress:
             source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
             what = f"every worker that held the training state was gone: all go on from {source}"
         elif self._doubt:
+            cause = self._doubt.cause
             what = f"{self._doubt.reason}; all go back to {source}"
         else:
-            who = "; ".join(f"worker {listed({s.worker_id for s in plan.pool(k)})} takes stage {k}" for k in lost)
-            what = f"stage {listed(set(lost))} had lost its whole pool: {who}, and every stage goes on from {source}"
+            who = "; ".join(f"worker {listed(s.worker_id for s in plan.pool(k))} takes stage {k}" for k in lost)
+            what = f"stage {listed(lost)} had lost its whole pool: {who}, and every stage goes on from {source}"
         redone = max(0, reached - step)
         text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits"
-        self._desk.report(
-            "fallback",
-            Why(self._doubt.cause if self._doubt and not self._fell_from else cause, text),
-            step=step,
-            generation=plan.generation,
-            steps_redone=redone,
-            source="start" if not step else "checkpoint" if self._fell_from else "copy",
-        )
+        from_what = "start" if not step else "checkpoint" if self._fell_from else "copy"
+        fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
+        self._desk.report("fallback", Why(cause, text), **fields)
         self._fell_from, self.lost_stages, self._doubt = 0, (), None
 
     # ---- the end
@@ -125,14 +113,17 @@ class JobProgress:
         self.ended = JobEnded(state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
         self._desk.persist("ended", state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
         self._desk.send_all(self.ended)
-        self._desk.report(
-            "job_completed" if state == "completed" else "job_failed",
-            why,
-            state=state,
-            exit_code=exit_code,
-            step=self.step,
-            generation=self._agreement.in_force,
-        )
+        kind = "job_completed" if state == "completed" else "job_failed"
+        where = {"step": self.step, "generation": self._agreement.plan.generation}
+        self._desk.report(kind, why, state=state, exit_code=exit_code, **where)
+
+    def tell_end(self, connection: str) -> bool:
+        """Tell somebody who says hello that the job is over, if it is. Returns whether it is."""
+        if self.ended is not None:
+            self._desk.send(connection, self.ended)
+        return self.ended is not None
+
+    # ---- from the journal
 
     def replay_ended(self, ended: JobEnded) -> None:
         """A former life of the coordinator had ended the job."""
@@ -141,3 +132,97 @@ class JobProgress:
     def replay_plan(self, plan: Plan) -> None:
         """The newest plan of the journal: nobody may have entered it yet."""
         self.sound = plan.sound
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """noticed_ns: on the coordinator's clock; notice_s: how long that took."""
+
+    noticed_ns: int
+    notice_s: float
+    why: Why
+    key: WorkerKey | None
+    died_unix_ns: int | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The plan that answers it. phases_ms: of the slowest member."""
+
+    generation: int
+    decided_ns: int
+    settled_ns: int | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Recovery:
+    """From a fault until training goes on; faults meanwhile belong to it.
+
+    Times are durations on the coordinator's clock; the phases between are what the members measured themselves, of
+    which the slowest counts. A recovery ends with the first step that is committed after all have settled. The
+    wall-clock time of a death is passed through: `noticed` is for the runtime, which knows the time of day.
+    """
+
+    def __init__(self, desk: Desk, agreement: Agreement) -> None:
+        self._desk, self._agreement = desk, agreement
+        self._fault: _Fault | None = None
+        self._answer: _Answer | None = None
+
+    def begin(
+        self, why: Why, *, key: WorkerKey | None = None, notice_ns: int = 0, died_unix_ns: int | None = None
+    ) -> None:
+        """A fault has been noticed, `notice_ns` after it happened."""
+        if self._fault is None:
+            self._fault = _Fault(self._desk.now, notice_ns / 1e9, why, key, died_unix_ns)
+
+    def cause(self, otherwise: Cause) -> Cause:
+        """Cause of the fault from which the job recovers, if it does."""
+        return self._fault.why.cause if self._fault is not None else otherwise
+
+    def decided(self, generation: int) -> None:
+        """The plan that answers the fault is out; if another fault followed, this is the newer one."""
+        if self._fault is not None:
+            self._answer = _Answer(generation, self._desk.now)
+
+    def entered(self, generation: int, phases_ms: dict[str, float]) -> None:
+        """A member has settled. When all have, the lost work is done again."""
+        answer = self._answer
+        if answer is None or generation < answer.generation:
+            return
+        for phase, duration in phases_ms.items():
+            answer.phases_ms[phase] = max(duration, answer.phases_ms.get(phase, 0.0))
+        if self._agreement.entered >= set(self._agreement.plan.worker_ids):
+            self._answer = replace(answer, settled_ns=self._desk.now)
+
+    def complete(self, step: int) -> None:
+        """A step was committed in the new generation: training goes on. Say how long it took."""
+        fault, answer, now = self._fault, self._answer, self._desk.now
+        if fault is None or answer is None or self._agreement.broken:
+            return
+        phases = {phase: answer.phases_ms.get(phase, 0.0) / 1e3 for phase in PHASES}
+        phases["notice"] = fault.notice_s
+        phases["decide"] = (answer.decided_ns - fault.noticed_ns) / 1e9
+        phases["redo"] = (now - answer.settled_ns) / 1e9 if answer.settled_ns is not None else 0.0
+        self._desk.report(
+            "recovery_completed",
+            fault.why,
+            generation=self._agreement.plan.generation,
+            step=step,
+            worker_id=fault.key.worker_id if fault.key is not None else None,
+            incarnation=fault.key.incarnation if fault.key is not None else None,
+            duration_s=fault.notice_s + (now - fault.noticed_ns) / 1e9,
+            phases_s=phases,
+            died_unix_ns=fault.died_unix_ns,
+        )
+        self._fault = self._answer = None
+
+
+def noticed(fields: dict[str, Any], now_unix_ns: int) -> dict[str, Any]:
+    """The report of a recovery, with the notice of a death whose time of day is known. now_unix_ns: of the report."""
+    died_ns = fields.get("died_unix_ns")
+    if died_ns is None:
+        return fields
+    phases = fields["phases_s"]
+    known_s = fields["duration_s"] - phases["notice"]
+    notice_s = max(0.0, (now_unix_ns - died_ns) / 1e9 - known_s)
+    return {**fields, "duration_s": known_s + notice_s, "phases_s": {**phases, "notice": notice_s}}
