@@ -28,7 +28,6 @@ def place(
     stages: int = 1,
     speeds: Mapping[int, float] | None = None,
     previous: Sequence[Seat] = (),
-    standby: Collection[int] = (),
     wish: PoolWish = NO_WISH,
     anew: bool = False,
 ) -> tuple[Seat, ...]:
@@ -36,14 +35,14 @@ def place(
 
     Fresh (`previous` empty): one run of lanes each. Without speeds (or with equal ones) the sizes differ by at most
     one and the runs are those with the fewest tree nodes; with speeds the slowest finishes as early as possible.
-    Repair: survivors keep their stages and every lane; only lanes of workers that are gone (or now standby) move, to
+    Repair: survivors keep their stages and every lane; only lanes of workers that are gone move, to
     where the slowest finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get
     lanes only from the lost ones; those for whom none is left become standby.
 
     worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing,
-    zero or non-finite speed is unknown and counts as the mean of the others. standby: workers to be kept without lanes
-    as long as others can have them. wish: who is wanted where, and how many of a pool active. anew: stages are kept as
-    in a repair, but the lanes are laid out afresh, and who sat in several stages leaves those that others hold too.
+    zero or non-finite speed is unknown and counts as the mean of the others. wish: who is wanted where, and how many of
+    a pool active. anew: stages are kept as in a repair, but the lanes are laid out afresh, and who sat in several
+    stages leaves those that others hold too.
 
     Raises: ConfigError if there is no worker for lanes, or, at a start, a stage has more active workers than there
     are lanes; later the surplus of a pool is standby.
@@ -59,7 +58,7 @@ def place(
     seats: list[Seat] = []
     for stage, pool in enumerate(seat_pools(ids, stages, previous, wish, settle=anew)):
         kept = [] if anew else before[stage]
-        active = actives(pool, stage, kept, wish, standby, most=lanes if previous else None)
+        active = actives(pool, stage, kept, wish, most=lanes if previous else None)
         _check_size(active, lanes, stage, stages)
         known = _speeds(active, speeds)
         held = _held(active, lanes, kept)
@@ -82,9 +81,8 @@ def _check_size(active: list[int], lanes: int, stage: int, stages: int) -> None:
 def _speeds(active: list[int], speeds: Mapping[int, float] | None) -> dict[int, float]:
     """A usable speed for every active worker."""
     given = {i: float((speeds or {}).get(i, 0.0)) for i in active}
-    known = [v for v in given.values() if math.isfinite(v) and v > 0]
-    mean = sum(known) / len(known) if known else 1.0
-    return {i: v if math.isfinite(v) and v > 0 else mean for i, v in given.items()}
+    known = {i: v for i, v in given.items() if math.isfinite(v) and v > 0}
+    return dict.fromkeys(active, sum(known.values()) / len(known) if known else 1.0) | known
 
 
 def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, list[int]]:

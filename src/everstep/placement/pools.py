@@ -8,7 +8,8 @@ of a stage nearby serves it in addition.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from everstep.base.errors import ConfigError
 from everstep.base.plan import Seat
@@ -27,14 +28,11 @@ def seat_pools(ids: Sequence[int], stages: int, previous: Sequence[Seat], wish: 
         raise ConfigError("expected at least 1 active worker, got 0: start more workers")
     if stages == 1:
         return [list(ids)]
-    here = set(ids)
-    pools: Pools = [[] for _ in range(stages)]
-    for seat in sorted(previous, key=lambda s: s.worker_id):
-        if seat.worker_id in here:
-            pools[seat.stage].append(seat.worker_id)
+    sat = {(s.stage, s.worker_id) for s in previous}
+    pools = [[i for i in ids if (stage, i) in sat] for stage in range(stages)]
     if not any(pools):
         pools = _start(ids, stages, wish)
-    seated = {i for pool in pools for i in pool}
+    seated = _seats(pools)
     waiting = [i for i in ids if i not in seated]
     waiting = _fill_empty(pools, waiting, wish)
     waiting = _relieve(pools, waiting, wish)
@@ -50,19 +48,15 @@ def seat_pools(ids: Sequence[int], stages: int, previous: Sequence[Seat], wish: 
 
 def _start(ids: Sequence[int], stages: int, wish: PoolWish) -> Pools:
     """Without anybody's past: home, if all homes are there; else evenly, unless the homes are named one by one."""
-    named = wish.homes and wish.homes != even_homes(len({i for pool in wish.homes for i in pool}), stages)
-    if wish.homes and (named or {i for pool in wish.homes for i in pool} == set(ids)):
+    at_home = {i for pool in wish.homes for i in pool}
+    if wish.homes and (at_home == set(ids) or wish.homes != even_homes(len(at_home), stages)):
         return [[i for i in pool if i in ids] for pool in wish.homes]
     return [[ids[position] for position in pool] for pool in even_homes(len(ids), stages)]
 
 
-def _seats(pools: Pools) -> dict[int, int]:
+def _seats(pools: Pools) -> Counter[int]:
     """In how many stages each worker sits."""
-    found: dict[int, int] = {}
-    for pool in pools:
-        for i in pool:
-            found[i] = found.get(i, 0) + 1
-    return found
+    return Counter(i for pool in pools for i in pool)
 
 
 def _fill_empty(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
@@ -145,31 +139,22 @@ def _leave_extras(pools: Pools, wish: PoolWish) -> None:
 
 
 def actives(
-    pool: Sequence[int],
-    stage: int,
-    previous: Sequence[Seat],
-    wish: PoolWish,
-    standby: Collection[int],
-    most: int | None = None,
+    pool: Sequence[int], stage: int, previous: Sequence[Seat], wish: PoolWish, most: int | None = None
 ) -> list[int]:
     """Who of a pool may get lanes, ascending: all, or as many as the wish says, at most `most`.
 
     Those who had lanes before (`previous`: empty for a placement anew) come first, then those whom the wish does not
-    name as standby, then the others: so a standby is promoted when an active member is gone. standby: never active,
-    unless nobody else is left.
+    name as standby, then the others: so a standby is promoted when an active member is gone.
     """
-    willing = [i for i in pool if i not in standby] or list(pool)
-    wished = wish.active[stage] if stage < len(wish.active) else len(willing)
+    wished = wish.active[stage] if stage < len(wish.active) else len(pool)
     most = wished if most is None else min(wished, most)
     had = {s.worker_id for s in previous if s.stage == stage and s.lanes}
-    willing.sort(key=lambda i: (i not in had, i in wish.standby, i))
-    return sorted(willing[: max(1, most)])
+    preferred = sorted(pool, key=lambda i: (i not in had, i in wish.standby, i))
+    return sorted(preferred[: max(1, most)])
 
 
 def leaders(seats: Sequence[Seat], wish: PoolWish) -> tuple[int | None, ...]:
     """By stage: the leader that the wish names, None where it is not a member; empty if it names nobody."""
-    sitting: Mapping[int, set[int]] = {
-        stage: {s.worker_id for s in seats if s.stage == stage} for stage in range(len(wish.leaders))
-    }
-    found = tuple(i if i in sitting[stage] else None for stage, i in enumerate(wish.leaders))
+    sitting = {(s.stage, s.worker_id) for s in seats}
+    found = tuple(i if (stage, i) in sitting else None for stage, i in enumerate(wish.leaders))
     return found if any(i is not None for i in found) else ()
