@@ -22,8 +22,8 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
+from everstep.protocol.coordinator.agreement import noticed
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.progress import noticed
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,

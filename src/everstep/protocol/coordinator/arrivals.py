@@ -21,7 +21,6 @@ class Quorum:
     """
 
     def __init__(self, desk: Desk) -> None:
-        self.version = 0
         self.waiting: Why | None = None
         self.starting_over = False
         self._desk = desk
@@ -81,10 +80,6 @@ class Quorum:
         if self._first_came_ns is not None:
             self._desk.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
 
-    def patience_over(self) -> None:
-        """The workers after the first have had time enough."""
-        self.version += 1
-
     def start_over(self) -> None:
         """All state is lost: whoever comes from now on counts."""
         if not self.starting_over:
@@ -118,7 +113,6 @@ class Healing:
     """
 
     def __init__(self, desk: Desk) -> None:
-        self.version = 0
         self.joins: dict[int, Join] = {}
         self._desk = desk
         self._failures: dict[WorkerKey, int] = {}
@@ -153,20 +147,16 @@ class Healing:
 
     def succeed(self, join: Join) -> None:
         """A joiner follows closely enough."""
-        self.version += 1
+        self._desk.change()
         self.joins[join.key.worker_id] = replace(join, healed_ns=self._desk.now)
 
     def fail(self, join: Join) -> int:
         """A joiner has lost its donor: it may try again, later each time. Returns how often this life has failed."""
-        self.version += 1
+        self._desk.change()
         failures = self._failures[join.key] = self._failures.get(join.key, 0) + 1
         delay_ns = 0 if failures == 1 else min(RETRY_NS << (failures - 2), RETRY_MOST_NS)
         self.joins[join.key.worker_id] = replace(join, healed_ns=None, retry_ns=self._desk.now + delay_ns)
         return failures
-
-    def moment_came(self) -> None:
-        """The time has come for which joiners were waited for, or for the next attempt of one."""
-        self.version += 1
 
     def keep(self, worker_ids: Collection[int]) -> None:
         """All others need not come in any more."""

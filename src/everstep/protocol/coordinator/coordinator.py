@@ -17,11 +17,10 @@ from typing import Any
 from everstep.base.errors import check
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import commands, joins, liveness, plans, types, workers
-from everstep.protocol.coordinator.agents import Agent
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState, replay
-from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.membership import Agent, Worker
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
@@ -63,11 +62,11 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,
-    Alarm.JOINS: lambda job, about: job.healing.moment_came(),
+    Alarm.JOINS: lambda job, about: job.desk.change(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
     Alarm.SPEEDS: joins.speeds_due,
-    Alarm.START: lambda job, about: job.quorum.patience_over(),
+    Alarm.START: lambda job, about: job.desk.change(),
 }
 
 

@@ -91,12 +91,13 @@ class Connection:
 class Desk:
     """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
 
-    connections: all that are open, by name.
+    version: of what decisions look at. connections: all that are open, by name.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.now = 0
+        self.version = 0
         self.alarms = Alarms()
         self.connections: dict[str, Connection] = {}
         self._persists: list[CoordinatorEffect] = []
@@ -106,6 +107,10 @@ class Desk:
     def advance(self, now_ns: int) -> None:
         """It is that late; time never runs backwards."""
         self.now = max(self.now, now_ns)
+
+    def change(self) -> None:
+        """Something has changed that decisions look at."""
+        self.version += 1
 
     def number(self) -> int:
         """A number that no life of this coordinator has given out before."""

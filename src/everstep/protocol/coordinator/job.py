@@ -17,14 +17,12 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.coordinator.agents import Agents, Slots
-from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement
+from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgress, Recovery
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
 from everstep.protocol.coordinator.desk import Desk
 from everstep.protocol.coordinator.links import Links
-from everstep.protocol.coordinator.membership import Membership
+from everstep.protocol.coordinator.membership import Agents, Membership, Slots
 from everstep.protocol.coordinator.profiling import Profiling
-from everstep.protocol.coordinator.progress import JobProgress, Recovery
 from everstep.protocol.coordinator.saving import Saving
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.store import RendezvousStore
@@ -58,11 +56,9 @@ class JobState:
         While members train in slots that are their agents' own, none looks at agents: a thousand that come back one by
         one cost no decision each.
         """
-        agreement, slots = self.agreement, self.slots
-        trains = agreement.plan is not NO_PLAN and not agreement.broken
-        agents = 0 if trains and not slots.shared_out else self.agents.version
-        others = (self.membership.version, slots.version, agreement.version, self.quorum.version, self.healing.version)
-        return (agents, int(self.saving.ending is not None), *others)
+        trains = self.agreement.plan is not NO_PLAN and not self.agreement.broken
+        agents = 0 if trains and not self.slots.shared_out else self.agents.version
+        return agents, self.desk.version, int(self.saving.ending is not None)
 
 
 def replay(job: JobState, journal: Iterable[dict[str, Any]]) -> bool:

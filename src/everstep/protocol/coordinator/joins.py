@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.protocol.coordinator.arrivals import Join
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
@@ -137,15 +136,15 @@ def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
         evict(job, worker, why, kill=True)
 
 
-def _may_go(job: JobState, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:
+def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
     """Of those who are to leave, the last ones for whom enough others stay: in all, and in each of their stages."""
     plan, survivors = job.agreement.plan, job.agreement.survivors()
-    may_leave = len(survivors) + len(joiners) - job.slots.least
+    may_leave = len(survivors) + len(joining) - job.slots.least
     going = leaving[-may_leave:] if may_leave > 0 else []
     if plan.stages == 1:
         return going
     staying = [w.key.worker_id for w in survivors if w not in going]
-    held = {stage for i in staying for stage in plan.stages_of(i)} | {k for j in joiners for k in j.stages}
+    held = {stage for i in staying for stage in plan.stages_of(i)} | {k for stages in joining for k in stages}
     free = []
     for worker in reversed(going):
         own = set(plan.stages_of(worker.key.worker_id))
@@ -157,7 +156,7 @@ def _may_go(job: JobState, leaving: list[Worker], joiners: list[Join]) -> list[W
 
 
 def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
-    joins, alive = job.healing.joins, job.membership.alive
+    joins = job.healing.joins
     healed = [join for _, join in sorted(joins.items()) if join.healed_ns is not None]
     until_ns = min((join.healed_ns + BATCH_NS for join in healed if join.healed_ns is not None), default=0)
     if job.desk.now < until_ns and any(join.copying for join in joins.values()):
@@ -165,9 +164,9 @@ def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
         job.desk.alarms.set(Alarm.JOINS, until_ns)
         return
     room = max(0, job.desk.config.room - len(job.agreement.survivors()) + len(leaving))
-    healed = [join for join in healed if alive(join.key) is not None][:room]
-    joiners = [(worker, join.stages) for join in healed if (worker := alive(join.key)) is not None]
-    going = _may_go(job, leaving, healed)
+    joiners = [(worker, joins[worker.key.worker_id].stages) for worker in job.membership.living(j.key for j in healed)]
+    joiners = joiners[:room]
+    going = _may_go(job, leaving, [stages for _, stages in joiners])
     parts, cause = [], Cause.REBALANCED
     if joiners:
         cause = Cause.JOINED

@@ -14,10 +14,9 @@ from itertools import combinations
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.coordinator.agreement import Agreement
+from everstep.protocol.coordinator.agreement import Agreement, Recovery
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import Recovery
 from everstep.protocol.messages import PeerFault
 
 WINDOW_NS = 100 * MILLISECOND_NS

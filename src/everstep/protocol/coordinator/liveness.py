@@ -11,10 +11,9 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.agents import Agent
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
-from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.profiling import STANDSTILL_NS
 from everstep.protocol.coordinator.types import Disconnected
 from everstep.protocol.coordinator.workers import evict, kill_life, left_in_order, runs_elsewhere
@@ -46,9 +45,8 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     if anew:
         why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
     # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
-    for key in sorted(before - agent.lives):
-        worker = job.membership.alive(key)
-        if worker is not None and worker.agent_id == agent.agent_id:
+    for worker in job.membership.living(sorted(before - agent.lives)):
+        if worker.agent_id == agent.agent_id:
             evict(job, worker, why, kill=False)
     job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
 
@@ -139,9 +137,8 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
             _check_hang(job, worker, pulse)
         elif membership.is_fenced(key) and key in agent.lives and not agent.lets_go(key, now):
             kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted and still runs"))
-    for key in sorted(agent.lives - seen):
-        worker = membership.alive(key)
-        if worker is not None and worker.agent_id == agent.agent_id and worker.seen_ns:
+    for worker in membership.living(sorted(agent.lives - seen)):
+        if worker.agent_id == agent.agent_id and worker.seen_ns:
             _check_unseen(job, agent, worker)
 
 
@@ -217,7 +214,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
     if dead:
         _silent(job, agent, suspicion.reason)
         return
-    if suspicion.suspect and agent.suspect():
+    if suspicion.suspect:
         for worker in _workers_of(job, agent):
             suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
-from everstep.placement.pools import leaders
+from everstep.placement.lanes import leaders
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
 from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed

@@ -12,10 +12,9 @@ from statistics import median
 from typing import Any
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.agreement import Agreement
+from everstep.protocol.coordinator.agreement import Agreement, JobProgress
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk, describe, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.messages import Profiled, ProfileNow
 
 MOST_STEPS = 1000

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.agreement import Agreement
+from everstep.protocol.coordinator.agreement import Agreement, JobProgress
 from everstep.protocol.coordinator.arrivals import Quorum
 from everstep.protocol.coordinator.desk import Alarm, Desk, describe
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import JobProgress
 from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, WorkerFailed
 
 
@@ -113,7 +112,7 @@ class Saving:
     @property
     def staying(self) -> dict[WorkerKey, Why]:
         """The living whose loop has raised, and who stay until a checkpoint is taken."""
-        return {key: why for key, why in self._staying.items() if self._membership.alive(key) is not None}
+        return {worker.key: self._staying[worker.key] for worker in self._membership.living(self._staying)}
 
     def last_words(self, worker: Worker, message: WorkerFailed) -> bool:
         """A worker ends by an exception. Returns whether it can go at once.
@@ -155,5 +154,4 @@ class Saving:
     def let_go(self) -> list[tuple[Worker, Why]]:
         """The checkpoint is there, or the time for it is over. Returns who can go now, and why."""
         staying, self._staying = self._staying, {}
-        found = [(self._membership.alive(key), why) for key, why in sorted(staying.items())]
-        return [(worker, why) for worker, why in found if worker is not None]
+        return [(worker, staying[worker.key]) for worker in self._membership.living(sorted(staying))]

@@ -8,10 +8,9 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.agents import Agent
 from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
 from everstep.protocol.coordinator.job import JobState
-from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.plans import announce, order
 
 KILL_AGAIN_NS = 5 * SECOND_NS
@@ -217,10 +216,8 @@ def _switch(job: JobState, plan: Plan) -> None:
     for worker_id in plan.joining:
         job.healing.stop(worker_id)
     announce(job, old)
-    for member in old.members:
-        worker = job.membership.alive(member.key)
-        if worker is not None and not plan.has(member.key):
-            dismiss(job, worker, Why(plan.cause, plan.reason))
+    for worker in job.membership.living(member.key for member in old.members if not plan.has(member.key)):
+        dismiss(job, worker, Why(plan.cause, plan.reason))
 
 
 # ---- last words
