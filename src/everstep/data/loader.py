@@ -99,7 +99,7 @@ class LaneLoader:
         Raises: TaskError naming the sample that cannot be read.
         """
         key = (step, lane)
-        samples = self._recipe.order.samples(step, lane).samples
+        samples = self._recipe.order.samples(step, lane)
         if not samples:
             return None, ()
         self._taken.add(key)

@@ -156,7 +156,7 @@ class Lanes:
 
     def samples(self, number: int, lane: int) -> Any:
         """Which samples a lane has."""
-        return self._view.order.samples(number, lane).samples
+        return self._view.order.samples(number, lane)
 
     def lane_done(self, number: int, stage: int, lane: int) -> None:
         """A stage is through with a lane."""

@@ -58,7 +58,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
 
 ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.AGENT: liveness.agent_due,
-    Alarm.END: lambda job, about: job.saving.time_is_up(),
+    Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
     Alarm.FAILED: workers.failed_due,
     Alarm.GONE: liveness.gone_due,
     Alarm.GRACE: liveness.grace_due,

@@ -302,9 +302,8 @@ def gone_due(job: JobState, worker_id: int) -> None:
 
 
 def _awaited(job: JobState, worker: Worker) -> bool:
-    if job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key):
-        return True
-    return job.agreement.owes(worker.key)
+    switching = job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key)
+    return switching or job.agreement.owes(worker.key)
 
 
 def grace_due(job: JobState, about: Any) -> None:

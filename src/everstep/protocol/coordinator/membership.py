@@ -112,7 +112,8 @@ class Membership:
     """The newest lives; fences, so that no message of an older life takes effect; and the time that the workers of a
     journal have to come back.
 
-    workers: the newest life of each slot that has one, by worker id.
+    workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this life
+    of the coordinator, living or not.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -121,13 +122,8 @@ class Membership:
         self._desk = desk
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
-        self._came: set[int] = set()
+        self.came: set[int] = set()
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
-
-    @property
-    def came(self) -> int:
-        """How many slots have said hello to this life of the coordinator, living or not."""
-        return len(self._came)
 
     def alive(self, key: WorkerKey) -> Worker | None:
         """The worker, if this life of its slot is the present one and is not known to be dead."""
@@ -158,7 +154,7 @@ class Membership:
         """A worker has said hello. awaited: a decision may wait for that."""
         if awaited:
             self._desk.change()
-        self._came.add(worker.key.worker_id)
+        self.came.add(worker.key.worker_id)
         worker.greet(connection, hello)
 
     def left(self, worker: Worker, *, awaited: bool) -> None:
@@ -239,8 +235,8 @@ class Agent:
 
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
     hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
-    that does not matter. process: which one it is, so that a new one is told apart. killed_ns: when it was last asked
-    to kill whom.
+    that does not matter. process: which one it is, so that a new one is told apart. sent_slots: those that it
+    knows to keep filled, None: it was not told.
     """
 
     agent_id: str
@@ -252,7 +248,7 @@ class Agent:
     slots: int = 0
     room: int = 0
     process: str = ""
-    _sent_slots: list[int] | None = None
+    sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
 
@@ -260,7 +256,7 @@ class Agent:
         """The agent has connected (again) and said hello."""
         self.connection, self.host, self.slots = connection, hello.host, hello.slots
         self.room, self.process = hello.room, hello.process
-        self._sent_slots = None
+        self.sent_slots = None
         self._killed_ns.clear()
         self.detector.resume(now_ns)
 
@@ -313,22 +309,17 @@ class Agent:
         self._killed_ns.setdefault(key, now_ns)
         return first
 
-    @property
-    def told_slots(self) -> bool:
-        """Whether it knows which slots to keep filled."""
-        return self._sent_slots is not None
-
     def new_slots(self, ids: list[int], first: list[int]) -> SetSlots | None:
         """The message about the slots that it is to keep filled, with the least incarnation that a next life of each
         may have; None if it knows these slots."""
-        if self._sent_slots == ids:
+        if self.sent_slots == ids:
             return None
-        self._sent_slots = ids
+        self.sent_slots = ids
         return SetSlots(worker_ids=ids, first=first)
 
     def repeat_slots(self) -> None:
         """Tell it its slots again: a worker may have left as once asked, and its slot be wanted by now."""
-        self._sent_slots = None
+        self.sent_slots = None
 
 
 class Agents:
@@ -491,7 +482,7 @@ class Slots:
         if not self.shared_out or self._membership.in_grace:
             return
         agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
-        goes_on = self._asked is None and not ending and all(agent.told_slots for agent in agents)
+        goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
         owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
         if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
             return  # a thousand hellos need not share out a thousand slots each

@@ -220,7 +220,7 @@ def reconcile(job: JobState) -> None:
 
 def _too_few_came(job: JobState) -> bool:
     """Whether the start must wait anyway: so that a thousand hellos need not look at a thousand workers each."""
-    came, slots, quorum = job.membership.came, job.slots, job.quorum
+    came, slots, quorum = len(job.membership.came), job.slots, job.quorum
     some_missing = came < slots.target and slots.as_started and not slots.lost
     return some_missing and (quorum.patient if quorum.anybody else not came)
 

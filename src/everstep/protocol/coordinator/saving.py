@@ -59,10 +59,6 @@ class Saving:
             self._desk.alarms.set(Alarm.END, self.ending.until_ns)
             agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
 
-    def time_is_up(self) -> None:
-        """The time for a checkpoint before the end is over."""
-        self.end_with("no checkpoint was completed in time")
-
     def end_with(self, outcome: str) -> None:
         """The end that was about to come is there; `outcome`: of the checkpoint before it."""
         ending = self.ending
