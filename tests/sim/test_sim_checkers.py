@@ -216,11 +216,9 @@ def test_two_plans_of_one_generation_are_caught():
                 if isinstance(plan, Plan):
                     plans.append(plan)
                     other = replace(plan, reason=f"said to {effect.connection}")
-                    effects[n] = replace(effect, message=type(effect.message)(plan=other))
+                    effects[n] = effect._replace(message=type(effect.message)(plan=other))
             return effects
 
-    outcome = scenario.simulate(
-        0, setup=SMALL, make_coordinator=lambda config, journal: TwoFaced(config, place, journal)
-    )
+    outcome = scenario.simulate(0, setup=SMALL, make_coordinator=TwoFaced)
     assert outcome.problem.startswith("PromiseBroken: P3: two plans"), outcome.problem
     assert plans and not checks.records.plans
