@@ -22,7 +22,7 @@ def orders(draw):
 
 def row_of(order: SampleOrder, step: int) -> LedgerRow:
     lanes = [order.samples(step, lane) for lane in range(order.lanes)]
-    return LedgerRow(step, 1, tuple(LaneUse(s.lane, 0, len(s), use_digest(s)) for s in lanes))
+    return LedgerRow(step, 1, tuple(LaneUse(i, 0, len(s), use_digest(s)) for i, s in enumerate(lanes)))
 
 
 @given(st.integers(1, 2000), st.integers(0, 2**64), st.integers(0, 10**6))

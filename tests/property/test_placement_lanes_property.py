@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.plan import Seat
+from everstep.base.pool_wish import PoolWish
 from everstep.placement.lanes import place
 from everstep.placement.owners import owners
 from everstep.placement.tree import cover
@@ -153,12 +154,13 @@ def test_every_stage_takes_every_lane_once(case, stages, data):
     pools = [sorted(ids)[first:last] for first, last in owners(len(ids), range(stages)).values()]
     if any(set(pool) <= standby for pool in pools):
         return
-    seats = place(ids, lanes, stages=stages, standby=standby)
+    wish = PoolWish(active=tuple(len(set(pool) - standby) for pool in pools), standby=tuple(standby))
+    seats = place(ids, lanes, stages=stages, wish=wish)
     assert sorted(s.worker_id for s in seats) == sorted(ids)
     for stage in range(stages):
         assert_every_lane_once([s for s in seats if s.stage == stage], lanes)
     assert {s.worker_id for s in seats if not s.lanes} == standby
-    assert place(ids, lanes, stages=stages, standby=standby, previous=seats) == seats
+    assert place(ids, lanes, stages=stages, wish=wish, previous=seats) == seats
 
 
 @given(st.integers(0, 500), st.sets(st.integers(0, 40), min_size=1, max_size=20))

@@ -7,8 +7,7 @@ from typing import Any
 
 from everstep.base.config import Config, device_of, pool_wish
 from everstep.cli.probe import Probe
-from everstep.placement.lanes import place
-from everstep.placement.pools import leaders
+from everstep.placement.lanes import leaders, place
 
 _HEADER = ("stage", "units", "layers", "parameters", "leader", "backups", "device", "lanes")
 

@@ -14,12 +14,15 @@ from everstep.base.pipeline.table import KINDS
 from everstep.placement.schedules import (
     Op,
     Schedule,
+    Timeline,
+    bubble_fraction,
+    cells,
     expected_bubble_fraction,
     peak_activations,
     peak_in_flight,
     schedule,
+    timeline,
 )
-from everstep.placement.timeline import Timeline, bubble_fraction, cells, timeline
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = {"F": "blue", "B": "green", "R": "yellow"}

@@ -51,7 +51,7 @@ def fetch(recipe: Recipe, step: int, lane: int, *, preserve: bool = True) -> tup
 
     Raises: TaskError naming the sample that cannot be read, or saying that collate raised.
     """
-    samples = recipe.order.samples(step, lane).samples
+    samples = recipe.order.samples(step, lane)
     if not samples:
         return None, ()
     with preserve_rng() if preserve else nullcontext(), _one_thread():
@@ -141,7 +141,7 @@ class LaneLoader:
         Raises: TaskError naming the sample that cannot be read.
         """
         key = (step, lane)
-        samples = self._recipe.order.samples(step, lane).samples
+        samples = self._recipe.order.samples(step, lane)
         if not samples:
             return None, ()
         self._taken.add(key)

@@ -7,8 +7,6 @@ dropped, and the number of workers does not appear.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.base.errors import ConfigError, check
@@ -22,22 +20,8 @@ _MOST_FOUND = 256
 """Lanes whose samples are remembered: several ask for the same ones, one after the other."""
 
 
-@dataclass(frozen=True)
-class LaneSamples:
-    """What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none.
-
-    Iterating and `len` go over `samples`.
-    """
-
-    step: int
-    lane: int
-    samples: tuple[SampleId, ...]
-
-    def __iter__(self) -> Iterator[SampleId]:
-        return iter(self.samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
+LaneSamples = tuple[SampleId, ...]
+"""What a lane computes in a step; at the end of the last epoch fewer than micro_batch samples, or none."""
 
 
 class Order(Protocol):
@@ -46,11 +30,9 @@ class Order(Protocol):
     @property
     def total_steps(self) -> int:
         """The last step."""
-        ...
 
     def samples(self, step: int, lane: int) -> LaneSamples:
         """The samples of a lane in a step; steps count from 1."""
-        ...
 
 
 class SampleOrder:
@@ -118,7 +100,7 @@ class SampleOrder:
             order = permutation(self.seed, epoch, self.dataset_size)
             found += [(epoch, index) for index in order.run(position, last)]
             at += last - position
-        return LaneSamples(step, lane, tuple(found))
+        return tuple(found)
 
     def samples_before(self, step: int) -> int:
         """How many samples all steps before this one use together."""

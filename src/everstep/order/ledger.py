@@ -146,7 +146,7 @@ def audit(
         row = by_step.get(step)
         if row is None and step <= after:
             for lane in range(order.lanes):
-                counts.add(order.samples(step, lane).samples)
+                counts.add(order.samples(step, lane))
         elif row is None:
             absent.append(step)
         else:
@@ -206,7 +206,7 @@ def _audit_row(row: LedgerRow, order: SampleOrder, counts: _Counts, problems: _P
         if use.lane in seen:
             problems.add(f"{where}: counted twice")
         seen.add(use.lane)
-        samples = order.samples(row.step, use.lane).samples
+        samples = order.samples(row.step, use.lane)
         if use.count != len(samples):
             problems.add(f"{where}: expected {len(samples)} samples, got {use.count}")
         elif use.digest != use_digest(samples):
@@ -214,7 +214,7 @@ def _audit_row(row: LedgerRow, order: SampleOrder, counts: _Counts, problems: _P
         else:
             counts.add(samples)
     for lane in range(order.lanes):
-        if lane not in seen and len(order.samples(row.step, lane)) > 0:
+        if lane not in seen and order.samples(row.step, lane):
             problems.add(f"step {row.step}, lane {lane}: not in the row")
 
 

@@ -6,8 +6,10 @@ belongs to stage `p % stages`. Where it is cut changes no bit of the result, onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate, pairwise, takewhile
 
 from everstep.base.errors import ConfigError
 from everstep.base.stage_map import StageMap
@@ -25,45 +27,39 @@ def balance(costs: Sequence[float], parts: int) -> ModelCut:
     n = len(costs)
     _check_enough(n, parts)
     ends = [0.0, *accumulate(float(c) for c in costs)]
-    limit = _least_limit(ends, parts)
-    # Fewest squares under that limit: best[k][i] for the units from i on in k parts.
-    none = float("inf")
-    best = [[none] * n + [0.0]]
-    choice: list[list[int]] = []
-    for k in range(1, parts + 1):
-        row, chosen = [none] * (n + 1), [0] * (n + 1)
-        for i in range(n - k + 1):
-            for j in range(i + 1, n - k + 2):
-                cost = ends[j] - ends[i]
-                if cost > limit:
-                    break
-                total = cost * cost + best[k - 1][j]
-                if total < row[i]:
-                    row[i], chosen[i] = total, j
-        best.append(row)
-        choice.append(chosen)
+
+    def ways(first: int, parts: int) -> Iterator[tuple[int, float]]:
+        """(end, cost) of the first part, where the units from `first` on are cut into so many."""
+        return ((end, ends[end] - ends[first]) for end in range(first + 1 if parts > 1 else n, n - parts + 2))
+
+    @cache
+    def dearest(first: int, parts: int) -> float:
+        """The least cost that the dearest of the parts can have."""
+        if parts == 0:
+            return 0.0
+        least = math.inf
+        for end, cost in ways(first, parts):
+            least = min(least, max(cost, dearest(end, parts - 1)))
+            if cost >= least:
+                break
+        return least
+
+    limit = dearest(0, parts)
+
+    @cache
+    def squares(first: int, parts: int) -> tuple[float, int]:
+        """The fewest squares of costs under that limit, and where the first part ends for that."""
+        if parts == 0:
+            return 0.0, n
+        fitting = takewhile(lambda way: way[1] <= limit, ways(first, parts))
+        return min(((cost * cost + squares(end, parts - 1)[0], end) for end, cost in fitting), default=(math.inf, n))
+
     cut, first = [], 0
-    for k in reversed(range(parts)):
-        last = choice[k][first]
+    for left in range(parts, 0, -1):
+        last = squares(first, left)[1]
         cut.append((first, last))
         first = last
     return tuple(cut)
-
-
-def _least_limit(ends: list[float], parts: int) -> float:
-    """The least cost that the dearest of the parts can have."""
-    n = len(ends) - 1
-    worst = [float("inf")] * n + [0.0]
-    for k in range(1, parts + 1):
-        row = [float("inf")] * (n + 1)
-        for i in range(n - k + 1):
-            for j in range(i + 1, n - k + 2):
-                cost = ends[j] - ends[i]
-                row[i] = min(row[i], max(cost, worst[j]))
-                if cost >= row[i]:
-                    break
-        worst = row
-    return worst[0]
 
 
 def _check_enough(units: int, parts: int) -> None:
@@ -83,8 +79,7 @@ def of_sizes(sizes: Sequence[int], units: int, source: str) -> ModelCut:
         raise ConfigError(f"{source}: expected at least 1 unit per part, got {list(sizes)}: give every part a unit")
     if sum(sizes) != units:
         raise ConfigError(f"{source}: expected {units} units in all, got {sum(sizes)} in {list(sizes)}: mend the sizes")
-    ends = [0, *accumulate(sizes)]
-    return tuple((ends[p], ends[p + 1]) for p in range(len(sizes)))
+    return tuple(pairwise([0, *accumulate(sizes)]))
 
 
 def of_map(stage_maps: Sequence[StageMap], units: int, chunks: int = 1) -> ModelCut | None:

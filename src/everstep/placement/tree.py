@@ -10,6 +10,7 @@ The shape is that of RFC 6962, section 2.1: aligned runs of a power of two are n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -63,9 +64,7 @@ def _cover(node: Node, lanes: list[int], first: int, last: int, found: list[Node
         found.append(node)
         return
     left, right = children(node)
-    middle = first
-    while middle < last and lanes[middle] < left.hi:
-        middle += 1
+    middle = bisect_left(lanes, left.hi, first, last)
     _cover(left, lanes, first, middle, found)
     _cover(right, lanes, middle, last, found)
 

@@ -47,22 +47,15 @@ class PhiDetector:
         self._least_mean_ns = 0
         # The expectation stands in until three real samples have replaced it.
         self._expected = 3
-        self._intervals: deque[int] = deque([interval_ns] * self._expected)
-        self._sum = interval_ns * self._expected
-        self._squares = interval_ns * interval_ns * self._expected
+        self._intervals: deque[int] = deque([interval_ns] * self._expected, maxlen=_WINDOW)
 
     def heartbeat(self, now_ns: int) -> None:
         """A sign of life came."""
-        interval = max(0, now_ns - self._last_ns)
-        if self._expected or len(self._intervals) == _WINDOW:
-            self._expected = max(0, self._expected - 1)
-            oldest = self._intervals.popleft()
-            self._sum -= oldest
-            self._squares -= oldest * oldest
-        self._intervals.append(interval)
-        self._sum += interval
-        self._squares += interval * interval
-        self._last_ns = max(self._last_ns, now_ns)
+        if self._expected:
+            self._expected -= 1
+            self._intervals.popleft()
+        self._intervals.append(max(0, now_ns - self._last_ns))
+        self.resume(now_ns)
 
     def resume(self, now_ns: int) -> None:
         """A sign of life after an interruption whose length says nothing about the peer's rhythm (a reconnect)."""
@@ -92,8 +85,8 @@ class PhiDetector:
         if silence < suspect_after:
             return Suspicion(False, False, "")
         text = f"no heartbeat for {silence / 1e9:.2f} s"
-        mean_s = self._sum / len(self._intervals) / 1e9
         if silence < dead_after:
+            mean_s = sum(self._intervals) / len(self._intervals) / 1e9
             return Suspicion(True, False, f"{text} (they came every {mean_s:.2f} s)")
         return Suspicion(True, True, f"{text} (limit {dead_after / 1e9:.2f} s)")
 
@@ -105,8 +98,8 @@ class PhiDetector:
 
     def _moments(self) -> tuple[float, float]:
         n = len(self._intervals)
-        mean = self._sum / n
-        deviation = math.sqrt(max(0.0, self._squares / n - mean * mean))
+        mean = sum(self._intervals) / n
+        deviation = math.sqrt(max(0.0, sum(i * i for i in self._intervals) / n - mean * mean))
         mean = max(mean, self._least_mean_ns)
         return mean, max(deviation, mean / 4, _MIN_DEVIATION_NS)
 

@@ -6,7 +6,7 @@ does not fit the schema raises `ProtocolError`. The runtime proves knowledge of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 
@@ -18,8 +18,21 @@ VERSION = 6
 MAX_FRAME_BYTES = 64 << 20
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of everything that crosses a control connection. `reason`: for people; `cause`: the same for programs."""
+
+
+class FromAgent(AnyMessage, frozen=True, kw_only=True):
+    """What an agent says."""
+
+    agent_id: str
+
+
+class OfLife(AnyMessage, frozen=True, kw_only=True):
+    """What is said by, or about, one life of a worker."""
+
+    worker_id: int
+    incarnation: int
 
 
 # ---- agent (one per host) -> coordinator
@@ -51,14 +64,13 @@ class WorkerPulse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slowest: int | None = None
 
 
-class AgentHello(Message, frozen=True, kw_only=True):
+class AgentHello(FromAgent, frozen=True, kw_only=True):
     """First message of an agent, also after a reconnect: all its live workers.
 
     slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
     """
 
-    agent_id: str
     host: str
     workers: list[WorkerLife]
     slots: int
@@ -66,29 +78,26 @@ class AgentHello(Message, frozen=True, kw_only=True):
     process: str = ""
 
 
-class Heartbeat(Message, frozen=True, kw_only=True):
+class Heartbeat(FromAgent, frozen=True, kw_only=True):
     """From an agent, for all its workers. `seq` ascends; `rtt_ms` is the agent's last measured round trip."""
 
-    agent_id: str
     seq: int
     rtt_ms: float
     workers: list[WorkerPulse]
 
 
-class WorkerStarted(Message, frozen=True, kw_only=True):
+class WorkerStarted(FromAgent, frozen=True, kw_only=True):
     """An agent started a process for a slot (it says hello itself later)."""
 
-    agent_id: str
     worker: WorkerLife
 
 
-class WorkerExited(Message, frozen=True, kw_only=True):
+class WorkerExited(FromAgent, frozen=True, kw_only=True):
     """An agent saw a death by waitpid. `died_unix_ns` is when; `reason` such as 'killed by SIGKILL'.
 
     in_order: the process said that its work was done, by its exit code. step: the last that it had applied.
     """
 
-    agent_id: str
     worker_id: int
     incarnation: int
     reason: str
@@ -98,27 +107,24 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
-class SlotLost(Message, frozen=True, kw_only=True):
+class SlotLost(FromAgent, frozen=True, kw_only=True):
     """An agent gave up on a slot (crash loop); it will not be restarted."""
 
-    agent_id: str
     worker_id: int
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class HostFailed(Message, frozen=True, kw_only=True):
+class HostFailed(FromAgent, frozen=True, kw_only=True):
     """From an agent: no restart helps the job any further, as seen from its host."""
 
-    agent_id: str
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class AgentNotice(Message, frozen=True, kw_only=True):
+class AgentNotice(FromAgent, frozen=True, kw_only=True):
     """What an agent does, for whoever watches the job: handed on to its process, and nothing to the coordinator."""
 
-    agent_id: str
     kind: str
     fields: dict[str, Any]
 
@@ -126,11 +132,11 @@ class AgentNotice(Message, frozen=True, kw_only=True):
 # ---- the job's process -> coordinator
 
 
-class JobHello(Message, frozen=True, kw_only=True):
+class JobHello(AnyMessage, frozen=True, kw_only=True):
     """First message of the process that the job is, also after a reconnect."""
 
 
-class Ping(Message, frozen=True, kw_only=True):
+class Ping(AnyMessage, frozen=True, kw_only=True):
     """Do you still answer?"""
 
     seq: int
@@ -139,7 +145,7 @@ class Ping(Message, frozen=True, kw_only=True):
 # ---- worker -> coordinator
 
 
-class WorkerHello(Message, frozen=True, kw_only=True):
+class WorkerHello(AnyMessage, frozen=True, kw_only=True):
     """First message of a worker, also after a reconnect. `plan`: the newest plan it follows, None if none yet.
 
     A worker without a plan has no state newer than step 0. `stages`: those whose state at `step` it has all of.
@@ -155,60 +161,50 @@ class WorkerHello(Message, frozen=True, kw_only=True):
     state_bytes: int = -1
 
 
-class WorkerHealed(Message, frozen=True, kw_only=True):
+class WorkerHealed(OfLife, frozen=True, kw_only=True):
     """A joiner follows the members' steps closely enough to be taken in. `joining`: the ticket of `Heal`."""
 
-    worker_id: int
-    incarnation: int
     ticket: int
     step: int
 
 
-class HealFailed(Message, frozen=True, kw_only=True):
+class HealFailed(OfLife, frozen=True, kw_only=True):
     """A joiner lost its donor; it waits for another `Heal`."""
 
-    worker_id: int
-    incarnation: int
     ticket: int
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class GenerationEntered(Message, frozen=True, kw_only=True):
+class GenerationEntered(OfLife, frozen=True, kw_only=True):
     """A worker has settled in a generation and computes `step` next. `phases_ms`: time spent per phase of recovery."""
 
-    worker_id: int
-    incarnation: int
     generation: int
     step: int
     phases_ms: dict[str, float]
 
 
-class Progress(Message, frozen=True, kw_only=True):
+class Progress(OfLife, frozen=True, kw_only=True):
     """From the leader, a few times per second at most: the newest step whose effects left the process.
 
     Once more, with step_ms 0, right at the first commit of a generation: with it a recovery is complete.
     """
 
-    worker_id: int
-    incarnation: int
     generation: int
     step: int
     step_ms: float
 
 
-class PeerFault(Message, frozen=True, kw_only=True):
+class PeerFault(OfLife, frozen=True, kw_only=True):
     """A worker's transfers with `accused` failed."""
 
-    worker_id: int
-    incarnation: int
     generation: int
     accused: list[int]
     reason: str
     cause: Cause = Cause.LINK
 
 
-class WorkerFailed(Message, frozen=True, kw_only=True):
+class WorkerFailed(OfLife, frozen=True, kw_only=True):
     """The worker's own last words. `signature` is equal for equal errors; `fatal`: no restart can help.
 
     generation: in which it failed, 0 if in none. exit_code: of the job, if this ends it; 2 if what was asked for cannot
@@ -217,8 +213,6 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     step are tainted, as it has found; -1 if there is no doubt.
     """
 
-    worker_id: int
-    incarnation: int
     step: int
     reason: str
     signature: str
@@ -230,25 +224,21 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     sound: int = -1
 
 
-class WorkerDone(Message, frozen=True, kw_only=True):
+class WorkerDone(OfLife, frozen=True, kw_only=True):
     """The worker has finished the last step; from the leader it also means that final/ is written."""
 
-    worker_id: int
-    incarnation: int
     generation: int
     step: int
     final_written: bool
 
 
-class SettleAgain(Message, frozen=True, kw_only=True):
+class SettleAgain(OfLife, frozen=True, kw_only=True):
     """What a worker stated when it settled does not hold (a damaged checkpoint, say): all are to settle anew.
 
     tainted: the step before which the workers' states were found to differ, as decided in `decided_in`; 0 if that is
     not why. sound: states later than that of this step are tainted.
     """
 
-    worker_id: int
-    incarnation: int
     generation: int
     reason: str
     tainted: int = 0
@@ -257,22 +247,18 @@ class SettleAgain(Message, frozen=True, kw_only=True):
     sound: int = -1
 
 
-class Saved(Message, frozen=True, kw_only=True):
+class Saved(OfLife, frozen=True, kw_only=True):
     """From the leader: how a checkpoint ended that was asked for. `where` it is, or why there is none (`reason`)."""
 
-    worker_id: int
-    incarnation: int
     step: int
     ok: bool
     where: str = ""
     reason: str = ""
 
 
-class Profiled(Message, frozen=True, kw_only=True):
+class Profiled(OfLife, frozen=True, kw_only=True):
     """The worker's trace for the profile of this name is written, or why there is none."""
 
-    worker_id: int
-    incarnation: int
     name: str
     ok: bool
     reason: str = ""
@@ -281,7 +267,7 @@ class Profiled(Message, frozen=True, kw_only=True):
 # ---- coordinator -> worker
 
 
-class ProfileNow(Message, frozen=True, kw_only=True):
+class ProfileNow(AnyMessage, frozen=True, kw_only=True):
     """Record so many steps from `first_step` on, write the trace into profiles/<name>, and tell (`Profiled`).
 
     memory: allocations, too; stacks: Python's stacks, too.
@@ -294,33 +280,33 @@ class ProfileNow(Message, frozen=True, kw_only=True):
     stacks: bool = False
 
 
-class SaveNow(Message, frozen=True, kw_only=True):
+class SaveNow(AnyMessage, frozen=True, kw_only=True):
     """To the leader: take a checkpoint after the present step, and tell (`Saved`)."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class InjectFault(Message, frozen=True, kw_only=True):
+class InjectFault(AnyMessage, frozen=True, kw_only=True):
     """To all workers: strike as soon as this fault fits. `number` names it among those asked for while the job runs."""
 
     fault: str
     number: int
 
 
-class PlanNow(Message, frozen=True, kw_only=True):
+class PlanNow(AnyMessage, frozen=True, kw_only=True):
     """Leave the old generation at once and settle in this one."""
 
     plan: Plan
 
 
-class PlanPrepared(Message, frozen=True, kw_only=True):
+class PlanPrepared(AnyMessage, frozen=True, kw_only=True):
     """Hold this plan; switch after the first agree in which all hold it."""
 
     plan: Plan
 
 
-class Heal(Message, frozen=True, kw_only=True):
+class Heal(AnyMessage, frozen=True, kw_only=True):
     """To a joiner: copy the state of `stages` (in which it is to sit), then follow.
 
     donors: members that hold any of them, in order of preference. holders: for each of `stages`, the worker ids among
@@ -334,7 +320,7 @@ class Heal(Message, frozen=True, kw_only=True):
     holders: list[list[int]] = []
 
 
-class Dismissed(Message, frozen=True, kw_only=True):
+class Dismissed(AnyMessage, frozen=True, kw_only=True):
     """This worker is not, or no longer, wanted: leave. `drained`: by request, not by fault."""
 
     reason: str
@@ -342,7 +328,7 @@ class Dismissed(Message, frozen=True, kw_only=True):
     cause: Cause = Cause.UNKNOWN
 
 
-class JobEnded(Message, frozen=True, kw_only=True):
+class JobEnded(AnyMessage, frozen=True, kw_only=True):
     """To everybody: the job is over. state: 'completed', 'failed' or 'interrupted'."""
 
     state: str
@@ -354,7 +340,7 @@ class JobEnded(Message, frozen=True, kw_only=True):
 # ---- coordinator -> the job's process
 
 
-class AgentCount(Message, frozen=True, kw_only=True):
+class AgentCount(AnyMessage, frozen=True, kw_only=True):
     """The agents that are connected now."""
 
     agent_ids: list[str]
@@ -363,7 +349,7 @@ class AgentCount(Message, frozen=True, kw_only=True):
 # ---- coordinator -> agent
 
 
-class JobFacts(Message, frozen=True, kw_only=True):
+class JobFacts(AnyMessage, frozen=True, kw_only=True):
     """Answer to each hello of an agent: all that it needs to start workers of the job.
 
     config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
@@ -379,23 +365,21 @@ class JobFacts(Message, frozen=True, kw_only=True):
     machine: str
 
 
-class AgentRefused(Message, frozen=True, kw_only=True):
+class AgentRefused(AnyMessage, frozen=True, kw_only=True):
     """This agent cannot take part. `reason`: one line for the user."""
 
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class KillWorker(Message, frozen=True, kw_only=True):
+class KillWorker(OfLife, frozen=True, kw_only=True):
     """SIGKILL this life, if it still lives (a hung or outvoted one)."""
 
-    worker_id: int
-    incarnation: int
     reason: str
     cause: Cause = Cause.UNKNOWN
 
 
-class SetSlots(Message, frozen=True, kw_only=True):
+class SetSlots(AnyMessage, frozen=True, kw_only=True):
     """Keep these worker ids running; start missing ones, dismiss none.
 
     first: of each, the least incarnation that its next life may have. An agent counts on from there by itself; it may
@@ -406,7 +390,7 @@ class SetSlots(Message, frozen=True, kw_only=True):
     first: list[int] = []
 
 
-class Pong(Message, frozen=True, kw_only=True):
+class Pong(AnyMessage, frozen=True, kw_only=True):
     """Answer to a heartbeat or a ping."""
 
     seq: int
@@ -415,7 +399,7 @@ class Pong(Message, frozen=True, kw_only=True):
 # ---- gloo store over the control connection
 
 
-class StoreSet(Message, frozen=True, kw_only=True):
+class StoreSet(AnyMessage, frozen=True, kw_only=True):
     """Set a key of a generation's store."""
 
     generation: int
@@ -423,7 +407,7 @@ class StoreSet(Message, frozen=True, kw_only=True):
     value: bytes
 
 
-class StoreGet(Message, frozen=True, kw_only=True):
+class StoreGet(AnyMessage, frozen=True, kw_only=True):
     """Ask for keys of a generation's store; answered by `StoreValues` once all are set."""
 
     request: int
@@ -431,7 +415,7 @@ class StoreGet(Message, frozen=True, kw_only=True):
     keys: list[str]
 
 
-class StoreValues(Message, frozen=True, kw_only=True):
+class StoreValues(AnyMessage, frozen=True, kw_only=True):
     """Answer to `StoreGet`; `values` None if the generation has been superseded."""
 
     request: int
@@ -441,7 +425,7 @@ class StoreValues(Message, frozen=True, kw_only=True):
 # ---- commands from the CLI
 
 
-class Command(Message, frozen=True, kw_only=True):
+class Command(AnyMessage, frozen=True, kw_only=True):
     """name: 'status', 'scale', 'drain', 'checkpoint', 'chaos', 'profile' or 'stop'; `args` by name: {"workers": 3}."""
 
     request: int
@@ -449,7 +433,7 @@ class Command(Message, frozen=True, kw_only=True):
     args: dict[str, Any]
 
 
-class CommandReply(Message, frozen=True, kw_only=True):
+class CommandReply(AnyMessage, frozen=True, kw_only=True):
     """`ok` False: `error` is one line for the user."""
 
     request: int
@@ -458,50 +442,12 @@ class CommandReply(Message, frozen=True, kw_only=True):
     result: dict[str, Any]
 
 
-AnyMessage = (
-    AgentHello
-    | Heartbeat
-    | WorkerStarted
-    | WorkerExited
-    | SlotLost
-    | HostFailed
-    | AgentNotice
-    | JobHello
-    | Ping
-    | WorkerHello
-    | WorkerHealed
-    | HealFailed
-    | GenerationEntered
-    | Progress
-    | PeerFault
-    | WorkerFailed
-    | WorkerDone
-    | SettleAgain
-    | Saved
-    | Profiled
-    | ProfileNow
-    | SaveNow
-    | InjectFault
-    | PlanNow
-    | PlanPrepared
-    | Heal
-    | Dismissed
-    | JobEnded
-    | AgentCount
-    | JobFacts
-    | AgentRefused
-    | KillWorker
-    | SetSlots
-    | Pong
-    | StoreSet
-    | StoreGet
-    | StoreValues
-    | Command
-    | CommandReply
+KINDS: tuple[type[AnyMessage], ...] = tuple(
+    kind for base in (AnyMessage, FromAgent, OfLife) for kind in base.__subclasses__() if not kind.__subclasses__()
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(Union[KINDS])  # noqa: UP007
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from everstep.base.extents import NONE, WHOLE, Extents, union
 from everstep.base.plan import Plan
@@ -72,19 +73,34 @@ def settle(plan: Plan, holdings: Mapping[int, Holding]) -> Settlement:
     newest = _newest(plan, holdings, rolls)
     if not all(stock.there for stock in stocks.values()) or newest > top.step:
         return _go_to(plan, holdings, newest, rolls)
-    wants: dict[int, Sources] = {}
-    for i in held:
-        lacking = {k: stocks[k].donors(i, at_top) for k in plan.stages_of(i) if i not in stocks[k].whole}
-        if lacking or far[i] is None:
-            wants[i] = lacking
+    lacking = {i: [k for k in plan.stages_of(i) if i not in stocks[k].whole] for i in held}
+    wants = {i: {k: stocks[k].donors(i, at_top) for k in of} for i, of in lacking.items() if of or far[i] is None}
+    return _settlement(plan, holdings, wants, stocks, rolls, top, back=False)
+
+
+def _settlement(
+    plan: Plan,
+    holdings: Mapping[int, Holding],
+    wants: Mapping[int, Sources],
+    stocks: Mapping[int, _Stock],
+    rolls: _Rolls,
+    target: Key,
+    *,
+    back: bool,
+) -> Settlement:
+    serves: dict[int, set[int]] = {}
+    for i, sources in wants.items():
+        for donor in chain.from_iterable(sources.values()):
+            if donor != i:
+                serves.setdefault(donor, set()).add(i)
     return Settlement(
-        target=top,
-        back=False,
-        records=records,
+        target=target,
+        back=back,
+        records=rolls.records,
         rolls=frozenset(rolls.held),
         wants=wants,
-        serves=_serves(wants),
-        rerun=_rerun(plan, holdings, wants, top, back=False),
+        serves={donor: tuple(sorted(to)) for donor, to in serves.items()},
+        rerun=_rerun(plan, holdings, wants, target, back=back),
         pieces=_pieces(wants, stocks),
     )
 
@@ -188,16 +204,6 @@ def _at_top(top: Key, stage: int, held: Mapping[int, Iterable[int]], near: Mappi
     return _stock(top.step, (i for i in near if stage in held[i]), parts, near)
 
 
-def _serves(wants: Mapping[int, Sources]) -> dict[int, tuple[int, ...]]:
-    serves: dict[int, set[int]] = {}
-    for i, sources in wants.items():
-        for donors in sources.values():
-            for donor in donors:
-                if donor != i:
-                    serves.setdefault(donor, set()).add(i)
-    return {donor: tuple(sorted(to)) for donor, to in serves.items()}
-
-
 def _rerun(
     plan: Plan, holdings: Mapping[int, Holding], wants: Mapping[int, Sources], target: Key, back: bool
 ) -> frozenset[int]:
@@ -248,25 +254,17 @@ def _newest(plan: Plan, holdings: Mapping[int, Holding], rolls: _Rolls = _NOBODY
 
 def _go_to(plan: Plan, holdings: Mapping[int, Holding], step: int, rolls: _Rolls = _NOBODY) -> Settlement:
     target = Key(step, 0)
+    if rolls.top != target or not rolls.held:
+        rolls = _NOBODY
     stocks = {stage: _in_memory(step, holdings, stage, rolls) for stage in range(plan.stages)}
-    rolling = frozenset(rolls.held) if rolls.top == target else frozenset()
     wants: dict[int, Sources] = {}
     for i, holding in sorted(holdings.items()):
         seats = plan.stages_of(i)
-        here = rolls.held[i] if i in rolling else holding.stages if holding.position == target else ()
+        here = rolls.held.get(i, holding.stages if holding.position == target else ())
         stands = all(k in here and (step > 0 or i in stocks[k].whole) for k in seats)
         if not stands:
             wants[i] = {k: _first(i, stocks[k].donors(i)) for k in seats}
-    return Settlement(
-        target=target,
-        back=True,
-        records=rolls.records if rolling else {},
-        rolls=rolling,
-        wants=wants,
-        serves=_serves(wants),
-        rerun=_rerun(plan, holdings, wants, target, back=True),
-        pieces=_pieces(wants, stocks),
-    )
+    return _settlement(plan, holdings, wants, stocks, rolls, target, back=True)
 
 
 def _first(worker_id: int, sources: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,9 +22,8 @@ from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
-from everstep.placement.lanes import place
+from everstep.protocol.coordinator.agreement import noticed
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.recovery import noticed
 from everstep.protocol.coordinator.types import (
     Close,
     Connected,
@@ -327,7 +326,7 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     token = wire.read_token(run_dir / TOKEN_FILE)
     journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
-    coordinator = Coordinator(coordinator_config(config), place, journal.entries)
+    coordinator = Coordinator(coordinator_config(config), journal.entries)
     server = ControlServer(coordinator, Switchboard(job_facts(run_dir, job, job_pid)), journal, events, token)
     loop = asyncio.get_running_loop()
     try:

@@ -19,7 +19,6 @@ from typing import Any
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTierConfig
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
-from everstep.placement.lanes import place
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import CoordinatorConfig
 from everstep.protocol.driver.driver import Driver, DriverConfig
@@ -43,7 +42,7 @@ from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
 
 NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
-NewCoordinator = Callable[[CoordinatorConfig, Callable[..., Any], Sequence[dict[str, Any]]], Coordinator]
+NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
 LIVENESS_NS = 40 * SECOND
@@ -229,7 +228,7 @@ class Simulation:
         self._look()
 
     def _coordinator(self, journal: Sequence[dict[str, Any]]) -> Coordinator:
-        return self.new_coordinator(self.config, place, list(journal))
+        return self.new_coordinator(self.config, list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every

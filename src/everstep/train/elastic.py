@@ -59,7 +59,7 @@ class ElasticOrder:
             first, last = min(first, self.end), min(last, self.end)
         size = self.dataset_size
         indices = ((p // size, index_at(self.seed, p // size, size, p % size)) for p in range(first, last))
-        return LaneSamples(step, lane, tuple(indices))
+        return tuple(indices)
 
     def advance(self, step: int, samples: int, workers: int) -> None:
         """A step has been applied that used this many samples and was computed by this many workers."""

@@ -114,7 +114,7 @@ class Lanes:
 
     def samples(self, number: int, lane: int) -> Any:
         """Which samples a lane has, without loading them."""
-        return self._view.order.samples(number, lane).samples
+        return self._view.order.samples(number, lane)
 
     def pass_empty(self, number: int, stage: int, lane: int) -> None:
         """A lane without samples is through with a stage."""

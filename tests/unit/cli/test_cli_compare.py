@@ -150,7 +150,7 @@ def write_rows(run_dir: Path, steps: range, *, wrong_lane: int = -1) -> None:
             for step in steps:
                 uses = []
                 for lane in range(2):
-                    samples = order.samples(step, lane).samples
+                    samples = order.samples(step, lane)
                     digest = use_digest(samples) + (lane == wrong_lane)
                     uses.append(LaneUse(lane, lane, len(samples), digest))
                 file.write(encode_row(LedgerRow(step, 1, tuple(uses))))

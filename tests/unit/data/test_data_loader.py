@@ -97,7 +97,7 @@ def test_a_lane_does_not_depend_on_those_before_it() -> None:
 
 def test_samples_and_seeds_are_those_of_the_order() -> None:
     batch, samples = loader().batch(4, 2)
-    assert samples == order().samples(4, 2).samples
+    assert samples == order().samples(4, 2)
     assert batch["index"].tolist() == [index for _, index in samples]
     epoch, index = samples[0]
     seed_all(sample_seed(3, epoch, index))
@@ -162,12 +162,12 @@ def test_tensors_begin_at_64_bytes_and_keep_their_strides(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
-    bad = order().samples(2, 1).samples[1][1]
+    bad = order().samples(2, 1)[1][1]
     loads = loader(workers, Noisy(broken=bad))
     try:
         for lane in range(4):
             loads.schedule(1, range(4))
-            if bad not in [index for _, index in order().samples(1, lane).samples]:
+            if bad not in [index for _, index in order().samples(1, lane)]:
                 loads.batch(1, lane)
         with pytest.raises(TaskError, match=rf"sample {bad} of the dataset .*OSError: the disk says no"):
             loads.schedule(2, range(4))
@@ -211,7 +211,7 @@ def test_a_killed_loader_process_is_replaced() -> None:
 
 
 def test_a_sample_that_kills_its_reader_is_an_error_and_no_endless_loop() -> None:
-    deadly = order().samples(1, 2).samples[0][1]
+    deadly = order().samples(1, 2)[0][1]
     loads = loader(1, Noisy(deadly=deadly), prefetch=0)
     try:
         with pytest.raises(TaskError, match=rf"ended by signal SIGKILL .*step 1, lane 2 .*{deadly}"):
@@ -266,7 +266,7 @@ sys.path.insert(0, {here!r})
 from test_data_loader import Noisy, loader, order
 class Stuck(Noisy):
     def __getitem__(self, index):
-        if index in [i for _, i in order().samples(1, 1).samples]:
+        if index in [i for _, i in order().samples(1, 1)]:
             signal.pause()
         return super().__getitem__(index)
 loads = loader(2, Stuck())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.base.errors import ConfigError, InvariantViolation
-from everstep.order.cursor import LaneSamples, SampleOrder
+from everstep.order.cursor import SampleOrder
 from everstep.order.permutation import index_at
 
 
@@ -11,8 +11,7 @@ def test_an_epochs_tail_is_filled_with_the_head_of_the_next():
     order = SampleOrder(4, 20, 4, 3, steps=10)
     assert (order.global_batch, order.total_steps) == (12, 10)
     expected = [(0, index_at(4, 0, 20, 18)), (0, index_at(4, 0, 20, 19)), (1, index_at(4, 1, 20, 0))]
-    assert order.samples(2, 2) == LaneSamples(2, 2, tuple(expected))
-    assert list(order.samples(2, 2)) == expected and len(order.samples(2, 2)) == 3
+    assert order.samples(2, 2) == tuple(expected) and len(expected) == 3
 
 
 def test_the_last_epoch_ends_with_fewer_samples():

@@ -93,12 +93,12 @@ def test_newcomers_alone_get_a_fresh_placement():
 
 
 def test_standby_workers_have_no_lanes_and_step_in():
-    seats = place([0, 1, 2], 8, standby=[1])
+    seats = place([0, 1, 2], 8, wish=PoolWish(active=(2,), standby=(1,)))
     assert [s.role for s in seats] == ["active", "standby", "active"]
     assert lanes_of(seats) == {0: (0, 1, 2, 3), 1: (), 2: (4, 5, 6, 7)}
     promoted = place([0, 1], 8, previous=seats)
     assert lanes_of(promoted) == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    demoted = place([0, 1], 8, previous=promoted, standby=[1])
+    demoted = place([0, 1], 8, previous=promoted, wish=PoolWish(active=(1,), standby=(1,)))
     assert lanes_of(demoted) == {0: tuple(range(8)), 1: ()}
 
 
@@ -114,7 +114,7 @@ def test_stages_share_the_workers_evenly_and_stay_where_they_sat():
 def test_too_many_workers():
     with pytest.raises(ConfigError, match="got 9 for 8 lanes: use fewer workers, raise 'lanes', or make 1 of them"):
         place(range(9), 8)
-    assert len(place(range(9), 8, standby=[8])) == 9
+    assert len(place(range(9), 8, wish=PoolWish(active=(8,)))) == 9
 
 
 def test_later_the_surplus_of_a_pool_stands_by():
@@ -143,8 +143,9 @@ def test_too_few_workers():
 
 
 def test_a_standby_that_is_the_only_one_left_gets_the_lanes():
-    assert lanes_of(place([3], 8, standby=[3])) == {3: tuple(range(8))}
-    assert [(s.worker_id, s.role) for s in place([0, 1], 8, stages=2, standby=[1])] == [(0, "active"), (1, "active")]
+    assert lanes_of(place([3], 8, wish=PoolWish(active=(1,), standby=(3,)))) == {3: tuple(range(8))}
+    seats = place([0, 1], 8, stages=2, wish=PoolWish(active=(1, 1), standby=(1,)))
+    assert [(s.worker_id, s.role) for s in seats] == [(0, "active"), (1, "active")]
 
 
 def test_broken_input_is_a_bug():

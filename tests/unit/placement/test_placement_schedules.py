@@ -14,15 +14,19 @@ from everstep.base.pipeline.table import KINDS
 from everstep.placement.schedules import (
     Op,
     Schedule,
+    Timeline,
+    TimelineSlot,
+    bubble_fraction,
+    cells,
     expected_bubble_fraction,
     inputs,
     peak_activations,
     peak_in_flight,
+    timeline,
 )
 from everstep.placement.schedules import (
     schedule as compute_schedule,
 )
-from everstep.placement.timeline import Timeline, TimelineSlot, bubble_fraction, cells, timeline
 from everstep.placement.tree import cover
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.plan import Member, Plan
-from everstep.placement.lanes import place
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
     Close,
@@ -51,7 +51,7 @@ class World:
     def __init__(self, *, journal: list[dict[str, Any]] | None = None, now: int = S, **config: Any) -> None:
         self.config = replace(CONFIG, **config)
         self.journal: list[dict[str, Any]] = list(journal or [])
-        self.coordinator = Coordinator(self.config, place, list(self.journal))
+        self.coordinator = Coordinator(self.config, list(self.journal))
         self.now = now
         self.sent: list[tuple[str, m.AnyMessage]] = []
         self.reports: list[Report] = []
@@ -214,7 +214,8 @@ class World:
 
     @property
     def plan(self) -> Plan | None:
-        return self.coordinator.job.agreement.plan
+        plan = self.coordinator.job.agreement.plan
+        return plan if plan is not NO_PLAN else None
 
     @property
     def prepared(self) -> Plan | None:

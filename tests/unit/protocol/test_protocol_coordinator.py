@@ -7,8 +7,8 @@ from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator.agreement import noticed
 from everstep.protocol.coordinator.links import smallest_cover
-from everstep.protocol.coordinator.recovery import noticed
 from everstep.protocol.coordinator.types import Tick
 
 # ---- start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from driver_harness import (
@@ -127,13 +127,14 @@ def some(kind: type) -> Any:
     }
     plain = {"str": "", "int": 0, "bool": False, "float": 0.0, "bytes": b""}
     values = {
-        name: known.get(name, plain.get(str(of).removeprefix("<class '").removesuffix("'>"), []))
-        for name, of in kind.__annotations__.items()
+        name: known.get(name, plain.get(getattr(of, "__name__", ""), []))
+        for name, of in get_type_hints(kind).items()
+        if not name.startswith("_")
     }
     return kind(**values)
 
 
-@pytest.mark.parametrize("kind", wire.AnyMessage.__args__)
+@pytest.mark.parametrize("kind", wire.KINDS)
 def test_what_ends_the_operations_of_a_generation(kind: type) -> None:
     expected = {"PlanNow": 6, "Heal": 6, "JobEnded": FOREVER, "Dismissed": FOREVER}.get(kind.__name__)
     assert interrupts(some(kind)) == expected

@@ -9,7 +9,7 @@ def run(order: ElasticOrder, workers: list[int]) -> list[list[tuple[int, int]]]:
     """One list of (epoch, index) per step."""
     steps = []
     for number, count in enumerate(workers, start=1):
-        used = [s for lane in range(order.lanes) for s in order.samples(number, lane).samples]
+        used = [s for lane in range(order.lanes) for s in order.samples(number, lane)]
         order.advance(number, len(used), count)
         steps.append(used)
     return steps
@@ -28,7 +28,7 @@ def test_every_sample_of_every_epoch_exactly_once() -> None:
     number = 0
     while number < order.total_steps:
         number += 1
-        step = [s for lane in range(order.lanes) for s in order.samples(number, lane).samples]
+        step = [s for lane in range(order.lanes) for s in order.samples(number, lane)]
         order.advance(number, len(step), pattern[number % len(pattern)])
         used += step
     assert sorted(used) == [(epoch, i) for epoch in range(2) for i in range(97)]

@@ -1,102 +1,81 @@
-"""What was agreed: the plan in force, the prepared one, who has settled, and why the plan cannot go on. Pure."""
+"""What was agreed, how far the job is by that, what has thrown it back and for how long, and how it ended. Pure.
+
+States can be lost (all who held a stage are gone) or be in doubt (they differ among workers). How far the members then
+go back is known when the first of them has settled; only then it is told.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from everstep.base.cause import Why
-from everstep.base.errors import InvariantViolation, ProtocolError, check
+from everstep.base.cause import Cause, Why
+from everstep.base.errors import InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.coordinator.desk import Desk, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.messages import JobEnded
 
-
-def plan_to_entry(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON-able data."""
-    entry: dict[str, Any] = msgspec.to_builtins(plan)
-    return entry
-
-
-def plan_from_entry(entry: dict[str, Any]) -> Plan:
-    """Raises: ProtocolError if it is not a plan."""
-    try:
-        return msgspec.convert(entry, Plan)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"expected a plan in the coordinator's journal: {error}") from None
+NO_PLAN = Plan(generation=0, reason="", cause=Cause.UNKNOWN, members=(), seats=(), lanes=0)
 
 
 class Agreement:
     """Whom the workers follow.
 
-    generation: the highest that was ever given out or heard of. switched: the prepared generation whose beginning this
-    life of the coordinator has told.
+    plan: in force; `NO_PLAN` before the first. prepared: to which the members are to switch. generation: the highest
+    that was ever given out or heard of. switched: the prepared generation whose beginning this life of the coordinator
+    has told. entered: worker ids of the members that have settled in the plan in force. broken: why it cannot go on;
+    empty if it can.
     """
 
     def __init__(self, desk: Desk, membership: Membership) -> None:
-        self.version = 0
-        self.plan: Plan | None = None
+        self.plan = NO_PLAN
         self.prepared: Plan | None = None
         self.generation = 0
         self.switched = 0
+        self.entered: set[int] = set()
+        self.broken: list[Why] = []
         self._desk, self._membership = desk, membership
-        self._entered: set[int] = set()
-        self._broken: list[Why] = []
 
     # ---- lookups
 
     @property
-    def in_force(self) -> int:
-        """Generation of the plan in force, 0 before the first."""
-        return self.plan.generation if self.plan is not None else 0
-
-    @property
-    def newest(self) -> Plan | None:
+    def newest(self) -> Plan:
         """The prepared plan if there is one, else the plan in force."""
         return self.prepared or self.plan
 
     @property
-    def entered(self) -> AbstractSet[int]:
-        """Worker ids of the members that have settled in the plan in force."""
-        return self._entered
-
-    @property
-    def broken(self) -> Sequence[Why]:
-        """Why the plan in force cannot go on; empty if it can."""
-        return self._broken
-
-    @property
     def running(self) -> bool:
         """Whether members train by the plan, as far as is known."""
-        return self.plan is not None and bool(self._entered) and not self._broken
-
-    def has(self, key: WorkerKey) -> bool:
-        """Whether this life is a member of the plan in force."""
-        return self.plan is not None and self.plan.has(key)
+        return bool(self.entered) and not self.broken
 
     def in_any_plan(self, key: WorkerKey) -> bool:
         """Whether this life is a member of the plan in force, or of the prepared one."""
-        return self.has(key) or (self.prepared is not None and self.prepared.has(key))
+        return self.plan.has(key) or self.is_prepared(key)
+
+    def is_prepared(self, key: WorkerKey) -> bool:
+        """Whether this life is a member of the prepared plan, if there is one."""
+        return self.prepared is not None and self.prepared.has(key)
 
     def owes(self, key: WorkerKey) -> bool:
         """Whether this life is a member of the plan in force that has yet to settle."""
-        return self.has(key) and key.worker_id not in self._entered
+        return self.plan.has(key) and key.worker_id not in self.entered
 
     def awaits(self, key: WorkerKey) -> bool:
         """Whether a decision may depend on this life's being there: not of a member, unless the plan is to change."""
-        return bool(self._broken) or not self.has(key)
+        return bool(self.broken) or not self.plan.has(key)
 
     def survivors(self) -> list[Worker]:
         """The members of the plan in force that live, in id order."""
-        members = self.plan.members if self.plan is not None else ()
-        return [w for w in (self._membership.alive(m.key) for m in members) if w is not None]
+        return self._membership.living(m.key for m in self.plan.members)
 
     def empty_handed(self) -> set[int]:
         """Who joined in this plan and has not settled: they hold no state yet."""
-        return set(self.plan.joining) - self._entered if self.plan is not None else set()
+        return set(self.plan.joining) - self.entered
 
     # ---- plans
 
@@ -107,76 +86,279 @@ class Agreement:
         for member in plan.members:
             check(not self._membership.is_fenced(member.key), f"evicted worker {member.key} in the plan")
             worker = self._membership.alive(member.key)
-            check(worker is not None, f"worker {member.key} is not known to live")
-            if worker is not None and worker.agent_id is not None:
+            if worker is None:
+                raise InvariantViolation(f"worker {member.key} is not known to live")
+            if worker.agent_id is not None:
                 agents[str(member.worker_id)] = worker.agent_id
         check(bool(plan.members), "a plan needs members")
         check({s.worker_id for s in plan.seats} == set(plan.worker_ids), "every member has a seat, and nobody else")
         for stage in range(plan.stages):
             lanes = sorted(lane for seat in plan.pool(stage) for lane in seat.lanes)
             check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
-        self._desk.persist("plan", plan=plan_to_entry(plan), agents=agents)
-        self.version += 1
-        self.generation = plan.generation
-        if plan.prepared:
-            self.prepared = plan
-            return
-        self.plan, self.prepared = plan, None
-        self._entered, self._broken = set(), []
-
-    def switch(self) -> Plan:
-        """The members follow the prepared plan. Returns the plan before."""
-        old, plan = self.plan, self.prepared
-        if old is None or plan is None:
-            raise InvariantViolation("a switch needs a prepared plan")
-        self.version += 1
-        self._desk.persist("entered", generation=plan.generation)
-        self.plan, self.prepared, self._entered = plan, None, set()
-        self.switched = plan.generation
-        return old
+        self._desk.persist("plan", plan=msgspec.to_builtins(plan), agents=agents)
+        self._take(plan, prepared=plan.prepared)
 
     def adopt(self, plan: Plan) -> None:
         """Workers follow a plan that the journal does not know."""
-        self.version += 1
+        self._desk.persist("plan", plan=msgspec.to_builtins(plan), agents={}, adopted=True)
+        self._take(plan, prepared=False)
+
+    def _take(self, plan: Plan, *, prepared: bool) -> None:
+        self._desk.change()
         self.generation = plan.generation
-        self._desk.persist("plan", plan=plan_to_entry(plan), agents={}, adopted=True)
-        self.plan, self.prepared = plan, None
-        self._entered, self._broken = set(), []
+        if prepared:
+            self.prepared = plan
+        else:
+            self.plan, self.prepared, self.entered, self.broken = plan, None, set(), []
+
+    def switch(self, plan: Plan) -> Plan:
+        """The members follow the prepared plan. Returns the plan before."""
+        self._desk.change()
+        self._desk.persist("entered", generation=plan.generation)
+        old, self.plan, self.prepared, self.entered = self.plan, plan, None, set()
+        self.switched = plan.generation
+        return old
 
     # ---- what becomes of the plan
 
     def enter(self, worker_id: int) -> bool:
         """A worker has settled in the plan in force. Returns whether that is new."""
-        if worker_id in self._entered:
+        if worker_id in self.entered:
             return False
-        if not self._entered:  # decisions ask only whether anybody has: a thousand members need not decide each
-            self.version += 1
-        self._entered.add(worker_id)
+        if not self.entered:  # decisions ask only whether anybody has: a thousand members need not decide each
+            self._desk.change()
+        self.entered.add(worker_id)
         return True
 
     def break_off(self, why: Why) -> None:
         """The plan in force cannot go on: another one is due."""
-        self.version += 1
-        self._broken.append(why)
+        self._desk.change()
+        self.broken.append(why)
 
     def forget(self, worker_id: int) -> None:
         """A worker is gone, so it has not settled either."""
-        self._entered.discard(worker_id)
+        self.entered.discard(worker_id)
 
     # ---- from the journal
 
     def replay_plan(self, plan: Plan, *, adopted: bool) -> bool:
         """A plan of a former life of the coordinator. Returns whether it was news."""
-        if plan.generation <= self.generation:
-            return False
-        self.generation = plan.generation
-        if plan.prepared and self.plan is not None and not adopted:
-            self.prepared = plan
-        else:
-            self.plan, self.prepared = plan, None
-        return True
+        news = plan.generation > self.generation
+        if news:
+            self._take(plan, prepared=plan.prepared and self.plan is not NO_PLAN and not adopted)
+        return news
 
     def replay_entered(self, generation: int) -> None:
         """The members had switched to the prepared plan."""
         if self.prepared is not None and self.prepared.generation == generation:
             self.plan, self.prepared = self.prepared, None
+
+
+PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")
+
+
+class JobProgress:
+    """step: the newest that is known to be committed. step_times_ms: how long the last steps took. lost_stages: whose
+    whole pool was gone, until it is told what they were restored from. sound: states after this step are tainted, and
+    no generation was entered yet whose plan says so; -1 if there is no doubt. ended: how the job has, if it has.
+    """
+
+    def __init__(self, desk: Desk, agreement: Agreement) -> None:
+        self.step = 0
+        self.step_times_ms: deque[float] = deque(maxlen=100)
+        self.lost_stages: tuple[int, ...] = ()
+        self.sound = -1
+        self.ended: JobEnded | None = None
+        self._desk, self._agreement = desk, agreement
+        self._fell_from = 0  # the step that had been reached when all state was lost
+        self._doubt: Why | None = None  # why all go back
+        self._tainted: dict[int, int] = {}  # step before which states differed -> generation in which that was found
+
+    def reached(self, step: int, step_ms: float = 0) -> None:
+        """Somebody has committed this step, which has taken so long; 0: that is not known."""
+        self.step = max(self.step, step)
+        if step_ms > 0:
+            self.step_times_ms.append(step_ms)
+
+    # ---- set-backs
+
+    def lose(self, stages: Sequence[int]) -> None:
+        """The whole pools of these stages are gone (none: they are not)."""
+        self.lost_stages = tuple(stages)
+
+    def fall_back(self, step: int) -> bool:
+        """All state is lost but what is known to be of `step`, 0 if none is. Returns whether it is told only when it is
+        known how many steps are done again."""
+        self._fell_from = 0 if step else max(self._fell_from, self.step)
+        self.step, self.lost_stages = step, ()
+        return self._fell_from > 0
+
+    def in_doubt(self, why: Why, sound: int) -> None:
+        """Some worker has found states to be tainted. It may be the only one, and gone before all have heard of it."""
+        self._doubt = why
+        self.sound = sound if self.sound < 0 else min(self.sound, sound)
+
+    def differed_before(self, step: int, generation: int) -> bool:
+        """States differed before this step, as was found in this generation. Returns whether they had before, in
+        another one: then that is no chance."""
+        return self._tainted.setdefault(step, generation) != generation
+
+    def settled(self, plan: Plan, step: int, cause: Cause) -> None:
+        """A member has settled at this step; the first one of a generation knows whether there was a way back.
+
+        So all members know which states the plan says are sound. cause: of what the members recover from.
+        """
+        first = not self._agreement.entered
+        if first and (self._fell_from or self.lost_stages):
+            self._tell_fallback(plan, step, cause)
+        if first and not plan.prepared and step < self.step:
+            if self._doubt:
+                self._tell_fallback(plan, step, cause)
+            self.step, self._doubt = step, None
+        else:
+            self.reached(step)
+            self._doubt = self._doubt if first else None
+        if plan.sound == self.sound:
+            self.sound = -1
+
+    def _tell_fallback(self, plan: Plan, step: int, cause: Cause) -> None:
+        """State was lost, or is in doubt: what the members go on from, and how many steps are done again."""
+        reached, lost = self._fell_from or self.step, self.lost_stages
+        source = f"a copy of step {step}" if step else "step 0, for there is no copy"
+        if self._fell_from:
+            source = f"the checkpoint of step {step}" if step else "step 0, for there is no checkpoint"
+            what = f"every worker that held the training state was gone: all go on from {source}"
+        elif self._doubt:
+            cause = self._doubt.cause
+            what = f"{self._doubt.reason}; all go back to {source}"
+        else:
+            who = "; ".join(f"worker {listed(s.worker_id for s in plan.pool(k))} takes stage {k}" for k in lost)
+            what = f"stage {listed(lost)} had lost its whole pool: {who}, and every stage goes on from {source}"
+        redone = max(0, reached - step)
+        text = f"{what}: {redone} step{'s are' if redone != 1 else ' is'} done again, to the same bits"
+        from_what = "start" if not step else "checkpoint" if self._fell_from else "copy"
+        fields = {"step": step, "generation": plan.generation, "steps_redone": redone, "source": from_what}
+        self._desk.report("fallback", Why(cause, text), **fields)
+        self._fell_from, self.lost_stages, self._doubt = 0, (), None
+
+    # ---- the end
+
+    def end(self, state: str, why: Why, exit_code: int) -> None:
+        """The job is over: journal it, tell all workers and agents."""
+        if self.ended is not None:
+            return
+        self.ended = JobEnded(state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
+        self._desk.persist("ended", state=state, cause=why.cause, reason=why.reason, exit_code=exit_code)
+        self._desk.send_all(self.ended)
+        kind = "job_completed" if state == "completed" else "job_failed"
+        where = {"step": self.step, "generation": self._agreement.plan.generation}
+        self._desk.report(kind, why, state=state, exit_code=exit_code, **where)
+
+    def tell_end(self, connection: str) -> bool:
+        """Tell somebody who says hello that the job is over, if it is. Returns whether it is."""
+        if self.ended is not None:
+            self._desk.send(connection, self.ended)
+        return self.ended is not None
+
+    # ---- from the journal
+
+    def replay_ended(self, ended: JobEnded) -> None:
+        """A former life of the coordinator had ended the job."""
+        self.ended = ended
+
+    def replay_plan(self, plan: Plan) -> None:
+        """The newest plan of the journal: nobody may have entered it yet."""
+        self.sound = plan.sound
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """noticed_ns: on the coordinator's clock; notice_s: how long that took."""
+
+    noticed_ns: int
+    notice_s: float
+    why: Why
+    key: WorkerKey | None
+    died_unix_ns: int | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The plan that answers it. phases_ms: of the slowest member."""
+
+    generation: int
+    decided_ns: int
+    settled_ns: int | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Recovery:
+    """From a fault until training goes on; faults meanwhile belong to it.
+
+    Times are durations on the coordinator's clock; the phases between are what the members measured themselves, of
+    which the slowest counts. A recovery ends with the first step that is committed after all have settled. The
+    wall-clock time of a death is passed through: `noticed` is for the runtime, which knows the time of day.
+    """
+
+    def __init__(self, desk: Desk, agreement: Agreement) -> None:
+        self._desk, self._agreement = desk, agreement
+        self._fault: _Fault | None = None
+        self._answer: _Answer | None = None
+
+    def begin(
+        self, why: Why, *, key: WorkerKey | None = None, notice_ns: int = 0, died_unix_ns: int | None = None
+    ) -> None:
+        """A fault has been noticed, `notice_ns` after it happened."""
+        if self._fault is None:
+            self._fault = _Fault(self._desk.now, notice_ns / 1e9, why, key, died_unix_ns)
+
+    def cause(self, otherwise: Cause) -> Cause:
+        """Cause of the fault from which the job recovers, if it does."""
+        return self._fault.why.cause if self._fault is not None else otherwise
+
+    def decided(self, generation: int) -> None:
+        """The plan that answers the fault is out; if another fault followed, this is the newer one."""
+        if self._fault is not None:
+            self._answer = _Answer(generation, self._desk.now)
+
+    def entered(self, generation: int, phases_ms: dict[str, float]) -> None:
+        """A member has settled. When all have, the lost work is done again."""
+        answer = self._answer
+        if answer is None or generation < answer.generation:
+            return
+        for phase, duration in phases_ms.items():
+            answer.phases_ms[phase] = max(duration, answer.phases_ms.get(phase, 0.0))
+        if self._agreement.entered >= set(self._agreement.plan.worker_ids):
+            self._answer = replace(answer, settled_ns=self._desk.now)
+
+    def complete(self, step: int) -> None:
+        """A step was committed in the new generation: training goes on. Say how long it took."""
+        fault, answer, now = self._fault, self._answer, self._desk.now
+        if fault is None or answer is None or self._agreement.broken:
+            return
+        phases = {phase: answer.phases_ms.get(phase, 0.0) / 1e3 for phase in PHASES}
+        phases["notice"] = fault.notice_s
+        phases["decide"] = (answer.decided_ns - fault.noticed_ns) / 1e9
+        phases["redo"] = (now - answer.settled_ns) / 1e9 if answer.settled_ns is not None else 0.0
+        self._desk.report(
+            "recovery_completed",
+            fault.why,
+            generation=self._agreement.plan.generation,
+            step=step,
+            **(asdict(fault.key) if fault.key is not None else {"worker_id": None, "incarnation": None}),
+            duration_s=fault.notice_s + (now - fault.noticed_ns) / 1e9,
+            phases_s=phases,
+            died_unix_ns=fault.died_unix_ns,
+        )
+        self._fault = self._answer = None
+
+
+def noticed(fields: dict[str, Any], now_unix_ns: int) -> dict[str, Any]:
+    """The report of a recovery, with the notice of a death whose time of day is known. now_unix_ns: of the report."""
+    died_ns = fields.get("died_unix_ns")
+    if died_ns is None:
+        return fields
+    phases = fields["phases_s"]
+    known_s = fields["duration_s"] - phases["notice"]
+    notice_s = max(0.0, (now_unix_ns - died_ns) / 1e9 - known_s)
+    return {**fields, "duration_s": known_s + notice_s, "phases_s": {**phases, "notice": notice_s}}

@@ -1,37 +1,119 @@
 """The control plane's machine: who takes part, in which generation, and why. Pure.
 
 `handle` takes one event with the time at which it happened and returns what is to be done about it. Events change what
-is known (`job`), as the tables in `table` say; then the decisions run until nothing more follows from it: plans for
-at once (`regroup`), joins and leaves (`joins`), slots (`slots`). So every decision depends on what is known alone, not
-on the order in which it became known.
+is known (`job`), as the tables here say; then the decisions run until nothing more follows from it: plans for at once
+(`plans`), joins and leaves (`joins`), slots (`agents`). So every decision depends on what is known alone, not on the
+order in which it became known.
+
+The tables are everything that can happen to the coordinator: each function takes the job, who it is about, and what
+came. What is in no table has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from everstep.base.errors import check
-from everstep.protocol.coordinator import joins, liveness, regroup, status, table
-from everstep.protocol.coordinator.desk import MILLISECOND_NS
-from everstep.protocol.coordinator.job import new_job
-from everstep.protocol.coordinator.journal import replay
-from everstep.protocol.coordinator.speeds import Place
-from everstep.protocol.coordinator.types import CoordinatorConfig, CoordinatorEffect, CoordinatorEvent
+from everstep.protocol import messages as m
+from everstep.protocol.coordinator import commands, joins, liveness, plans, types, workers
+from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
+from everstep.protocol.coordinator.job import JobState, replay
+from everstep.protocol.coordinator.membership import Agent, Worker
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
+
+# By whoever has just connected, or has done so before: before the end of the job and after it.
+FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
+    m.WorkerHello: workers.worker_hello,
+    m.AgentHello: liveness.agent_hello,
+    m.JobHello: lambda job, connection, message: job.progress.tell_end(connection),  # it need not know more
+    m.Command: commands.command,
+}
+
+FROM_AGENTS: dict[type, Callable[[JobState, Agent, Any], None]] = {
+    m.Heartbeat: liveness.heartbeat,
+    m.WorkerStarted: liveness.worker_started,
+    m.WorkerExited: liveness.worker_exited,
+    m.SlotLost: liveness.slot_lost,
+    m.HostFailed: liveness.host_failed,
+}
+
+# By lives of slots that are the present ones, and not known to be dead.
+FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
+    m.GenerationEntered: workers.entered,
+    m.Progress: workers.progressed,
+    m.WorkerDone: workers.done,
+    m.PeerFault: workers.peer_fault,
+    m.WorkerHealed: joins.worker_healed,
+    m.HealFailed: joins.heal_failed,
+    m.WorkerFailed: workers.worker_failed,
+    m.SettleAgain: workers.settle_again,
+    m.Saved: workers.saved,
+    m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),
+    m.StoreSet: lambda job, worker, message: job.store.set(message),
+}
+
+ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
+    Alarm.AGENT: liveness.agent_due,
+    Alarm.END: lambda job, about: job.saving.end_with("no checkpoint was completed in time"),
+    Alarm.FAILED: workers.failed_due,
+    Alarm.GONE: liveness.gone_due,
+    Alarm.GRACE: liveness.grace_due,
+    Alarm.JOINS: lambda job, about: job.desk.change(),
+    Alarm.LINKS: workers.links_due,
+    Alarm.QUORUM: plans.quorum_due,
+    Alarm.SPEEDS: joins.speeds_due,
+    Alarm.START: lambda job, about: job.desk.change(),
+}
+
+
+def received(job: JobState, event: types.Received) -> None:
+    """A message came; what it means depends on who sent it."""
+    name, message = event.connection, event.message
+    connection, kind = job.desk.connections.get(name), type(message)
+    if connection is None:
+        return
+    if kind in FROM_ANYBODY:
+        FROM_ANYBODY[kind](job, name, message)
+    elif job.progress.ended is not None:
+        return
+    elif connection.worker is not None and isinstance(message, m.StoreGet):
+        # By any life, also one that is over: it may be the only one that knows that it was replaced.
+        job.store.get(name, message)
+    elif connection.worker is not None:
+        worker = job.membership.alive(connection.worker)
+        if worker is not None and kind in FROM_WORKERS:
+            FROM_WORKERS[kind](job, worker, message)
+    elif connection.agent_id is not None:
+        agent = job.agents.known.get(connection.agent_id)
+        if agent is not None and kind in FROM_AGENTS:
+            FROM_AGENTS[kind](job, agent, message)
+    elif isinstance(message, m.WorkerFailed):
+        workers.failed_early(job, message)
+    else:
+        job.desk.close(name, f"expected a hello before {kind.__name__}")
+
+
+EVENTS: dict[type, Callable[[JobState, Any], None]] = {
+    types.Connected: lambda job, event: job.desk.connected(event.connection, event.role),
+    types.Received: received,
+    types.Disconnected: liveness.disconnected,
+    types.Tick: lambda job, event: None,
+}
 
 
 class Coordinator:
     """The only arbiter of membership and generations.
 
-    place: `placement.lanes.place`. journal: the entries persisted by earlier lives of this coordinator, oldest first.
+    journal: the entries persisted by earlier lives of this coordinator, oldest first.
     Raises: ProtocolError if the journal holds a plan that is none.
     """
 
-    def __init__(self, config: CoordinatorConfig, place: Place, journal: Iterable[dict[str, Any]] = ()) -> None:
-        self.job = new_job(config, place)
+    def __init__(self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = ()) -> None:
+        self.job = JobState(config)
         self._restored = replay(self.job, journal)
         self._begun = False
         self._decided: tuple[int, ...] = ()  # the job's version when decisions were last made
@@ -43,15 +125,15 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """The shape of `status --json`, without the coordinator's own pid."""
-        return status.status(self.job)
+        return commands.status(self.job)
 
-    def handle(self, now_ns: int, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+    def handle(self, now_ns: int, event: types.CoordinatorEvent) -> list[types.CoordinatorEffect]:
         """Take one event. What is to be persisted comes first in the answer. Time never runs backwards."""
         job = self.job
         self._advance_clock(now_ns)
-        table.EVENTS[type(event)](job, event)
-        for alarm in job.desk.alarms.due(job.desk.now):
-            table.ALARMS[type(alarm)](job, alarm)
+        EVENTS[type(event)](job, event)
+        for due, about in job.desk.alarms.due(job.desk.now):
+            ALARMS[due](job, about)
         self._decide()
         job.saving.give_up()
         return job.desk.take_effects()
@@ -71,7 +153,7 @@ class Coordinator:
 
     def _begin(self) -> None:
         job = self.job
-        if job.agreement.plan is None or job.agreement.broken:
+        if job.agreement.plan is NO_PLAN or job.agreement.broken:
             job.quorum.begin()
         if self._restored:
             job.membership.begin_grace()
@@ -84,13 +166,13 @@ class Coordinator:
             if job.version == self._decided or job.progress.ended is not None:
                 return
             self._decided = job.version
-            generation = job.agreement.in_force
-            regroup.reconcile(job)
-            if job.agreement.in_force != generation:
-                job.healing.stop_all()
+            before = job.agreement.plan
+            plans.reconcile(job)
+            if job.agreement.plan is not before:  # the members have changed at once: all who heal begin again
+                job.healing.keep(())
                 job.links.forget_old()
             joins.reconcile(job)
             ending = job.saving.ending
             job.slots.share_out("" if ending is None else ending.state)
-            job.store.advance(job.agreement.in_force)
+            job.store.advance(job.agreement.plan.generation)
         check(job.version == self._decided, "the coordinator's decisions must come to rest")

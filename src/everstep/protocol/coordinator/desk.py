@@ -1,19 +1,82 @@
-"""What all parts of the coordinator work with: settings, the time, alarms, and what leaves the coordinator. Pure."""
+"""What all parts of the coordinator work with: settings, the time, alarms, words, and what leaves it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.alarms import Alarms
 from everstep.protocol.coordinator.types import Close, CoordinatorConfig, CoordinatorEffect, Persist, Report, Send
 from everstep.protocol.messages import AnyMessage
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
+
+
+def describe(key: WorkerKey) -> str:
+    """One life of a worker, in plain words."""
+    return f"worker {key.worker_id} (incarnation {key.incarnation})"
+
+
+def listed(ids: Iterable[int]) -> str:
+    """Worker ids, slots or stages in plain words."""
+    return ", ".join(str(i) for i in sorted(set(ids))) or "none"
+
+
+class Alarm(IntEnum):
+    """What the coordinator wants to be called for; in this order alarms ring that are due at one moment."""
+
+    AGENT = auto()  # this agent may have been silent for too long
+    END = auto()  # the time for a checkpoint before the end may be over
+    FAILED = auto()  # the time for a checkpoint before workers that have raised are let go may be over
+    GONE = auto()  # this worker may have been without a connection for too long
+    GRACE = auto()  # the time to come back after the coordinator's restart may be over
+    JOINS = auto()  # joiners have been waited for long enough, or one may try again
+    LINKS = auto()  # all who have lost a peer had the time to say so
+    QUORUM = auto()  # workers may have been waited for in vain
+    SPEEDS = auto()  # time to look at the workers' speeds
+    START = auto()  # all workers had the time to come; begin with those that are there
+
+
+AlarmAbout = tuple[Alarm, str | int]
+"""What for, and about whom: an agent's id, a worker's, or 0."""
+
+
+class Alarms:
+    """Which alarms are set, each for one moment. One may ring early: whoever set it looks at the facts again."""
+
+    def __init__(self) -> None:
+        self._at: dict[AlarmAbout, int] = {}
+        self._heap: list[tuple[int, AlarmAbout]] = []
+
+    def set(self, due: Alarm, at_ns: int, about: str | int = 0) -> None:
+        """Ring at `at_ns` at the latest."""
+        alarm = (due, about)
+        known = self._at.get(alarm)
+        if known is None or at_ns < known:
+            self._at[alarm] = at_ns
+            heapq.heappush(self._heap, (at_ns, alarm))
+
+    def due(self, now_ns: int) -> list[AlarmAbout]:
+        """Take out what has become due, of one moment in the order of `Alarm` and then of what it is about. Alarms set
+        meanwhile for the past ring in the next call."""
+        found = []
+        while (next_ns := self.next_ns) is not None and next_ns <= now_ns:
+            _, alarm = heapq.heappop(self._heap)
+            del self._at[alarm]
+            found.append(alarm)
+        return found
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the next one rings."""
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
 
 @dataclass(frozen=True)
@@ -26,13 +89,17 @@ class Connection:
 
 
 class Desk:
-    """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns."""
+    """Takes what parts have to say to the outside. `now`: of the present event, on the coordinator's clock, in ns.
+
+    version: of what decisions look at. connections: all that are open, by name.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.now = 0
+        self.version = 0
         self.alarms = Alarms()
-        self._connections: dict[str, Connection] = {}
+        self.connections: dict[str, Connection] = {}
         self._persists: list[CoordinatorEffect] = []
         self._effects: list[CoordinatorEffect] = []
         self._number = 0
@@ -41,6 +108,10 @@ class Desk:
         """It is that late; time never runs backwards."""
         self.now = max(self.now, now_ns)
 
+    def change(self) -> None:
+        """Something has changed that decisions look at."""
+        self.version += 1
+
     def number(self) -> int:
         """A number that no life of this coordinator has given out before."""
         self._number = max(self.now, self._number + 1)
@@ -48,23 +119,17 @@ class Desk:
 
     # ---- connections
 
-    @property
-    def connections(self) -> Mapping[str, Connection]:
-        """All open connections, by name."""
-        return self._connections
-
     def connected(self, name: str, role: str) -> None:
         """A connection was opened."""
-        self._connections[name] = Connection(role)
+        self.connections[name] = Connection(role)
 
-    def introduce(self, name: str, *, worker: WorkerKey | None = None, agent_id: str | None = None) -> None:
-        """Whose connection it is, as a hello has said."""
-        known = self._connections[name]
-        self._connections[name] = replace(known, worker=worker or known.worker, agent_id=agent_id or known.agent_id)
+    def introduce(self, name: str, **who: Any) -> None:
+        """Whose connection it is (`worker` or `agent_id`), as a hello has said."""
+        self.connections[name] = replace(self.connections[name], **who)
 
     def disconnected(self, name: str) -> Connection | None:
         """A connection has ended. Returns what it was; None if it was closed from here."""
-        return self._connections.pop(name, None)
+        return self.connections.pop(name, None)
 
     # ---- effects
 
@@ -78,18 +143,18 @@ class Desk:
 
     def send(self, connection: str | None, message: AnyMessage) -> None:
         """Send over a connection, if there is one."""
-        if connection is not None and connection in self._connections:
+        if connection is not None and connection in self.connections:
             self._effects.append(Send(connection, message))
 
     def send_all(self, message: AnyMessage) -> None:
         """Send to all workers and agents."""
-        for name in sorted(self._connections):
-            if self._connections[name].role != "client":
+        for name, connection in sorted(self.connections.items()):
+            if connection.role != "client":
                 self.send(name, message)
 
     def close(self, connection: str | None, reason: str) -> None:
         """End a connection, if there is one."""
-        if connection is not None and self._connections.pop(connection, None) is not None:
+        if connection is not None and self.connections.pop(connection, None) is not None:
             self._effects.append(Close(connection, reason))
 
     def take_effects(self) -> list[CoordinatorEffect]:

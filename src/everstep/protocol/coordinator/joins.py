@@ -1,25 +1,33 @@
-"""Changes of membership while training goes on: who heals, who leaves, and when the plan for it is prepared. Pure.
+"""Changes while training goes on: who heals, who leaves, whose lanes move, and when a plan for it is prepared. Pure.
 
 `reconcile` compares what is wanted (target, slots) with what is there and moves one step towards it: it hands out
 tickets to joiners, and prepares a plan once joiners have healed or members are to leave.
+
+Moving lanes costs a change of generation, so it is done only for a gain that lasts: a plan by speeds must promise steps
+that are a fifth shorter, at every look for half a minute, and not within half a minute of another one. A pool that has
+lost members for good, and by that has become what all others wait for, gets one from another pool if that makes the
+steps a fifth shorter than lanes by speed would. The member copies the stage at the switch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
 from everstep.base.cause import Cause, Why
-from everstep.base.plan import Member, Seat, WorkerKey
-from everstep.protocol.coordinator.alarms import JoinsDue
-from everstep.protocol.coordinator.desk import MILLISECOND_NS
-from everstep.protocol.coordinator.evictions import dismiss, evict
-from everstep.protocol.coordinator.healing import Join
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.coordinator.plans import candidates, prepare
-from everstep.protocol.coordinator.words import describe, listed
+from everstep.protocol.coordinator.plans import Move, candidates, moved, prepare
+from everstep.protocol.coordinator.speeds import by_speed, reason, step_ms
+from everstep.protocol.coordinator.workers import dismiss, evict
 from everstep.protocol.messages import Heal, HealFailed, WorkerHealed
 
 BATCH_NS = 250 * MILLISECOND_NS
 MOST_FAILURES = 10
+LEAST_GAIN = 0.2
 
 
 def reconcile(job: JobState) -> None:
@@ -35,18 +43,13 @@ def reconcile(job: JobState) -> None:
         if join.retry_ns is not None and job.desk.now >= join.retry_ns:
             _send_heal(job, join.key)
         elif join.retry_ns is not None:
-            job.desk.alarms.set(JoinsDue(), join.retry_ns)
+            job.desk.alarms.set(Alarm.JOINS, join.retry_ns)
     if job.agreement.prepared is None:
         _prepare_if_due(job, leaving)
 
 
-def joins_due(job: JobState, alarm: JoinsDue) -> None:
-    """Joiners were waited for long enough, or one may try again."""
-    job.healing.moment_came()
-
-
 def leavers(job: JobState) -> list[Worker]:
-    """Members whose slots are not wanted any more, as many as may leave, in id order."""
+    """Members whose slots are not wanted any more, in id order."""
     return [w for w in job.agreement.survivors() if not job.slots.wanted(w.key.worker_id)]
 
 
@@ -78,10 +81,7 @@ def _choose_joiners(job: JobState, leaving: list[Worker]) -> None:
 def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
     """Who may give a stage's state, the preferred first: the backups, another one at each attempt, then the leader."""
     plan = job.agreement.plan
-    if plan is None:
-        return []
-    leader = plan.leader(stage)
-    pool = {s.worker_id for s in plan.pool(stage)}
+    leader, pool = plan.leader(stage), {s.worker_id for s in plan.pool(stage)}
     alive = [w.member for w in job.agreement.survivors() if w.member is not None and w.key.worker_id in pool]
     backups = [m for m in alive if m.worker_id != leader]
     turn = attempt % len(backups) if backups else 0
@@ -91,7 +91,7 @@ def donors(job: JobState, attempt: int, stage: int = 0) -> list[Member]:
 def _stages_for(job: JobState, key: WorkerKey) -> tuple[int, ...]:
     """Where a joiner will sit, if nothing else changes: what it has to copy."""
     plan = job.agreement.plan
-    if plan is None or plan.stages == 1:
+    if plan.stages == 1:
         return (0,)
     on_the_way = [j for j in job.healing.joins.values() if j.key != key]
     seats = [*plan.seats, *(Seat(j.key.worker_id, k, "standby", ()) for j in on_the_way for k in j.stages)]
@@ -103,7 +103,7 @@ def _stages_for(job: JobState, key: WorkerKey) -> tuple[int, ...]:
 
 def _send_heal(job: JobState, key: WorkerKey) -> None:
     worker, plan = job.membership.alive(key), job.agreement.plan
-    if worker is None or plan is None:
+    if worker is None:
         return
     join = job.healing.attempt(key, _stages_for(job, key))
     worker.ordered(job.desk.now)
@@ -127,29 +127,24 @@ def heal_failed(job: JobState, worker: Worker, message: HealFailed) -> None:
 
     If the members have switched to a plan with it, or may have, they wait for it in vain, and cannot feed it either.
     """
-    plan, prepared = job.agreement.plan, job.agreement.prepared
-    waits = plan is not None and plan.prepared and job.agreement.owes(worker.key)
-    if waits or (prepared is not None and prepared.has(worker.key)):
+    agreement, join = job.agreement, job.healing.of(worker.key, message.ticket)
+    if (agreement.plan.prepared and agreement.owes(worker.key)) or agreement.is_prepared(worker.key):
         text = f"{describe(worker.key)} could not follow to the switch: {message.reason}"
-        job.agreement.break_off(Why(message.cause, text))
-        return
-    join = job.healing.of(worker.key, message.ticket)
-    if join is None:
-        return
-    if job.healing.fail(join) >= MOST_FAILURES:
+        agreement.break_off(Why(message.cause, text))
+    elif join is not None and job.healing.fail(join) >= MOST_FAILURES:
         why = Why(message.cause, f"it could not heal in {MOST_FAILURES} attempts: {message.reason}")
         evict(job, worker, why, kill=True)
 
 
-def _may_go(job: JobState, leaving: list[Worker], joiners: list[Join]) -> list[Worker]:
+def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
     """Of those who are to leave, the last ones for whom enough others stay: in all, and in each of their stages."""
     plan, survivors = job.agreement.plan, job.agreement.survivors()
-    may_leave = len(survivors) + len(joiners) - job.slots.least
+    may_leave = len(survivors) + len(joining) - job.slots.least
     going = leaving[-may_leave:] if may_leave > 0 else []
-    if plan is None or plan.stages == 1:
+    if plan.stages == 1:
         return going
     staying = [w.key.worker_id for w in survivors if w not in going]
-    held = {stage for i in staying for stage in plan.stages_of(i)} | {k for j in joiners for k in j.stages}
+    held = {stage for i in staying for stage in plan.stages_of(i)} | {k for stages in joining for k in stages}
     free = []
     for worker in reversed(going):
         own = set(plan.stages_of(worker.key.worker_id))
@@ -157,32 +152,104 @@ def _may_go(job: JobState, leaving: list[Worker], joiners: list[Join]) -> list[W
             free.append(worker)
         else:
             held |= own
-    return sorted(free, key=lambda w: w.key)
+    return free[::-1]
 
 
 def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:
-    joins, alive = job.healing.joins, job.membership.alive
-    healed_at = [j.healed_ns for j in joins.values() if j.healed_ns is not None]
-    healing = [j for j in joins.values() if j.healed_ns is None and j.retry_ns is None]
-    if healed_at and healing and job.desk.now < min(healed_at) + BATCH_NS:
+    joins = job.healing.joins
+    healed = [join for _, join in sorted(joins.items()) if join.healed_ns is not None]
+    until_ns = min((join.healed_ns + BATCH_NS for join in healed if join.healed_ns is not None), default=0)
+    if job.desk.now < until_ns and any(join.copying for join in joins.values()):
         # Others are about to follow: one change of generation for all of them.
-        job.desk.alarms.set(JoinsDue(), min(healed_at) + BATCH_NS)
+        job.desk.alarms.set(Alarm.JOINS, until_ns)
         return
-    healed = [j for _, j in sorted(joins.items()) if j.healed_ns is not None and alive(j.key) is not None]
-    room = job.desk.config.room - len(job.agreement.survivors()) + len(leaving)
-    healed = healed[: max(0, room)]
-    joiners = [(w, j.stages) for w, j in ((alive(j.key), j) for j in healed) if w is not None]
-    going = _may_go(job, leaving, healed)
+    room = max(0, job.desk.config.room - len(job.agreement.survivors()) + len(leaving))
+    joiners = [(worker, joins[worker.key.worker_id].stages) for worker in job.membership.living(j.key for j in healed)]
+    joiners = joiners[:room]
+    going = _may_go(job, leaving, [stages for _, stages in joiners])
     parts, cause = [], Cause.REBALANCED
-    if not joiners and not going:
-        plan = job.agreement.plan
-        if plan is None or not job.speeds.idle_members(plan):
-            return
-        parts.append("members without lanes get their share")
     if joiners:
         cause = Cause.JOINED
-        parts.append(f"worker {listed({w.key.worker_id for w, _ in joiners})} healed and joins")
+        parts.append(f"worker {listed(w.key.worker_id for w, _ in joiners)} healed and joins")
     if going:
         cause = job.slots.unwanted_for(going[0].key.worker_id)
-        parts.append(f"worker {listed({w.key.worker_id for w in going})} leaves as asked")
-    prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)))
+        parts.append(f"worker {listed(w.key.worker_id for w in going)} leaves as asked")
+    if not parts and job.speeds.idle_members(job.agreement.plan):
+        parts.append("members without lanes get their share")
+    if parts:
+        prepare(job, joiners, [w.key for w in going], Why(cause, "; ".join(parts)))
+
+
+# ---- other lanes, or other pools, because some workers are slower than others
+
+
+class _Change(NamedTuple):
+    """What would make the steps shorter: that of the busiest worker would take `step_ms`."""
+
+    step_ms: float
+    speeds: dict[int, float]
+    why: Why
+    move: Move | None = None
+
+
+def speeds_due(job: JobState, about: Any) -> None:
+    """Take the present speeds down; prepare a plan once the gain has lasted."""
+    speeds, plan = job.speeds, job.agreement.plan
+    speeds.look_later()
+    change = _gain(job, plan)
+    if change is None:
+        speeds.even()
+    elif speeds.uneven():
+        speeds.change(change.speeds, plan.member(change.move.worker_id).key if change.move is not None else None)
+        prepare(job, [], [], change.why, change.move)
+
+
+def _gain(job: JobState, plan: Plan) -> _Change | None:
+    """What would make the steps shorter, if anything does, nothing else is under way, and all speeds are known."""
+    agreement = job.agreement
+    if agreement.broken or agreement.prepared is not None or job.healing.joins or job.progress.ended is not None:
+        return None
+    found = job.speeds.measured(plan)
+    if found is None or len(agreement.entered) < len(plan.members):
+        return None
+    now_ms = step_ms(plan.seats, found)
+    speeds = by_speed(found)
+    then_ms = step_ms(job.speeds.seats(plan.worker_ids, plan.seats, anew=True, speeds=speeds), found)
+    moving = [_moving(job, plan, found, now_ms, move) for move in _moves(job, plan)]
+    best = min(moving, key=lambda change: change.step_ms, default=None)
+    if best is not None and best.step_ms <= min(now_ms, then_ms) * (1 - LEAST_GAIN):
+        return best
+    if then_ms > now_ms * (1 - LEAST_GAIN):
+        return None
+    cause = Cause.SLOW if speeds else Cause.REBALANCED
+    return _Change(then_ms, speeds, Why(cause, reason(found, now_ms, then_ms)))
+
+
+def _moving(job: JobState, plan: Plan, found: Mapping[int, float], now_ms: float, move: Move) -> _Change:
+    """What that move would make of the steps, with lanes by speed."""
+    there = {**found, move.worker_id: _in_other_pool(plan, found, move)}
+    speeds = by_speed(there)
+    seats = job.speeds.seats(plan.worker_ids, moved(plan.seats, move), anew=True, speeds=speeds)
+    moved_ms = step_ms(seats, there)
+    text = (
+        f"worker {move.worker_id} goes from stage {move.source} to stage {move.target}, which has lost members "
+        f"and makes all others wait: the busiest worker is to compute {moved_ms:.0f} ms per step instead of "
+        f"{now_ms:.0f} ms"
+    )
+    return _Change(moved_ms, speeds, Why(Cause.REBALANCED, text), move)
+
+
+def _moves(job: JobState, plan: Plan) -> list[Move]:
+    """Who could help out a pool that lacks members which nobody is going to replace, the last of each pool first."""
+    if plan.stages == 1 or len(plan.members) < job.slots.expected():
+        return []
+    pools = [[seat.worker_id for seat in plan.pool(stage)] for stage in range(plan.stages)]
+    small = [k for k, pool in enumerate(pools) if len(pool) < job.desk.config.wish.size(k)]
+    free = [[i for i in pool if len(plan.seats_of(i)) == 1 and i != plan.leader(k)] for k, pool in enumerate(pools)]
+    return [Move(own[-1], k, target) for target in small for k, own in enumerate(free) if k != target and own]
+
+
+def _in_other_pool(plan: Plan, ms_per_lane: Mapping[int, float], move: Move) -> float:
+    """What a lane would take it there: as the members there, by as much slower as it is than its own pool."""
+    own, there = (median(ms_per_lane[s.worker_id] for s in plan.pool(k)) for k in (move.source, move.target))
+    return there * ms_per_lane[move.worker_id] / own if own > 0 else there

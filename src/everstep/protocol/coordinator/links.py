@@ -8,17 +8,15 @@ covers the faulty links.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from itertools import combinations
 
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
-from everstep.protocol.coordinator.agreement import Agreement
-from everstep.protocol.coordinator.alarms import LinksDue
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
+from everstep.protocol.coordinator.agreement import Agreement, Recovery
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.recovery import Recovery
-from everstep.protocol.coordinator.words import listed
 from everstep.protocol.messages import PeerFault
 
 WINDOW_NS = 100 * MILLISECOND_NS
@@ -36,21 +34,19 @@ class Links:
         self._desk, self._membership, self._agreement, self._recovery = desk, membership, agreement, recovery
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
-        self._faults: dict[Link, list[tuple[int, int]]] = {}  # generations and times
+        self._faults: dict[Link, tuple[int, int]] = {}  # generation and time of the newest
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
         """A member of the current plan could not transfer. An older generation's complaint is void."""
         plan = self._agreement.plan
-        if plan is None or not plan.has(worker.key) or self._agreement.broken:
+        if not plan.has(worker.key) or self._agreement.broken:
             return
         if message.generation != plan.generation:
             if plan.prepared and worker.key.worker_id not in self._agreement.entered:
-                why = Why(Cause.LINK, _behind([worker.key.worker_id], message.reason))
-                self._agreement.break_off(why)
-                self._recovery.begin(why)
+                self._break_off(_behind([worker.key.worker_id], message.reason))
             return
         if not self._accusations:
-            self._desk.alarms.set(LinksDue(), self._desk.now + WINDOW_NS)
+            self._desk.alarms.set(Alarm.LINKS, self._desk.now + WINDOW_NS)
         self._accusations.setdefault(worker.key, set()).update(message.accused)
         if message.reason not in self._reasons:
             self._reasons.append(message.reason)
@@ -74,30 +70,32 @@ class Links:
         """Nothing has explained the accusations so far: decide about the links. Returns who has to leave, and why."""
         accusers, reasons, plan = self._accusers(), self._reasons, self._agreement.plan
         self.forget_accusations()
-        if not accusers or plan is None or self._agreement.broken:
+        if self._agreement.broken:
             return []
-        links: dict[Link, int] = {}
-        votes: dict[int, int] = {}
+        links: set[Link] = set()
+        votes = Counter[int]()
         for accuser, accused in sorted(accusers.items()):
             for other in sorted(accused or {accuser}):
                 if other in plan.worker_ids and accuser in plan.worker_ids:
-                    link = (min(accuser, other), max(accuser, other))
-                    links[link] = links.get(link, 0) + 1
-                    votes[other] = votes.get(other, 0) + 1
+                    links.add((min(accuser, other), max(accuser, other)))
+                    votes[other] += 1
         if not links:
             return []
         said = "; ".join(reasons)
-        repeated = [link for link in sorted(links) if self._seen_lately(link)]
-        for link in links:
-            self._faults.setdefault(link, []).append((plan.generation, self._desk.now))
+        self.forget_old()
+        repeated = sorted(links & self._faults.keys())
+        self._faults |= dict.fromkeys(links, (plan.generation, self._desk.now))
         if repeated:
             text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
             workers = self._membership.workers
             return [(workers[i], Why(Cause.LINK, text)) for i in self._to_leave(repeated, votes)]
-        fault = Why(Cause.LINK, f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
-        self._agreement.break_off(fault)
-        self._recovery.begin(fault)
+        self._break_off(f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
         return []
+
+    def _break_off(self, reason: str) -> None:
+        why = Why(Cause.LINK, reason)
+        self._agreement.break_off(why)
+        self._recovery.begin(why)
 
     def _to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
         """A smallest cover of the links; but an end that the coordinator does not reach either is the one to blame."""
@@ -109,17 +107,10 @@ class Links:
             return smallest_cover(repeated, votes)
         return chosen
 
-    def _seen_lately(self, link: Link) -> bool:
-        return bool(self._recent(self._faults.get(link, [])))
-
     def forget_old(self) -> None:
-        """Drop faults that no longer count, so that memory stays bounded."""
-        kept = {link: self._recent(faults) for link, faults in self._faults.items()}
-        self._faults = {link: recent for link, recent in kept.items() if recent}
-
-    def _recent(self, faults: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        generation, now = self._agreement.in_force, self._desk.now
-        return [(g, at) for g, at in faults if generation - g <= REPEAT_GENERATIONS and now - at <= REPEAT_NS]
+        """Drop faults that no longer count."""
+        least = (self._agreement.plan.generation - REPEAT_GENERATIONS, self._desk.now - REPEAT_NS)
+        self._faults = {link: (g, at) for link, (g, at) in self._faults.items() if g >= least[0] and at >= least[1]}
 
 
 def _behind(worker_ids: list[int], reason: str) -> str:
@@ -149,10 +140,7 @@ def smallest_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ..
 def _greedy_cover(links: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
     open_links, chosen = list(links), []
     while open_links:
-        degree: dict[int, int] = {}
-        for a, b in open_links:
-            for worker in {a, b}:
-                degree[worker] = degree.get(worker, 0) + 1
+        degree = Counter(worker for link in open_links for worker in set(link))
         best = max(degree, key=lambda w: (degree[w], votes.get(w, 0), w))
         chosen.append(best)
         open_links = [link for link in open_links if best not in link]

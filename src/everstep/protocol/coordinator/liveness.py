@@ -6,27 +6,17 @@ counter that stands still, or, where no agent speaks for it, from the end of its
 
 from __future__ import annotations
 
+from typing import Any
+
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator import switching
-from everstep.protocol.coordinator.agents import Agent
-from everstep.protocol.coordinator.alarms import AgentDue, GoneDue, GraceDue
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS
-from everstep.protocol.coordinator.evictions import evict, kill_life
+from everstep.protocol import messages as m
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
-from everstep.protocol.coordinator.membership import Worker
+from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.profiling import STANDSTILL_NS
-from everstep.protocol.messages import (
-    AgentHello,
-    Heartbeat,
-    HostFailed,
-    Pong,
-    SlotLost,
-    WorkerExited,
-    WorkerLife,
-    WorkerPulse,
-    WorkerStarted,
-)
+from everstep.protocol.coordinator.types import Disconnected
+from everstep.protocol.coordinator.workers import evict, kill_life, left_in_order, runs_elsewhere
 
 HANG_FLOOR_NS = 10 * SECOND_NS
 HANG_UNKNOWN_NS = 60 * SECOND_NS
@@ -38,33 +28,30 @@ EXEMPT_PHASES = ("idle", "starting")
 # ---- what agents say
 
 
-def agent_hello(job: JobState, connection: str, hello: AgentHello) -> None:
+def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     """An agent is there (again): from now on it speaks for the workers it lists."""
-    known = job.agents.known.get(hello.agent_id)
-    if known is not None and known.connection is not None and known.connection != connection:
-        job.desk.close(known.connection, "replaced by a newer connection of the same agent")
     agent = job.agents.watch(hello.agent_id, hello.host)
+    if agent.connection != connection:
+        job.desk.close(agent.connection, "replaced by a newer connection of the same agent")
     anew = bool(agent.process) and agent.process != hello.process
     job.agents.greet(agent, connection, hello)
     job.desk.introduce(connection, agent_id=hello.agent_id)
-    if job.progress.ended is not None:
-        job.desk.send(connection, job.progress.ended)
+    if job.progress.tell_end(connection):
         return
     before = agent.relist()
     for life in sorted(hello.workers, key=lambda w: w.worker_id):
         _saw_life(job, agent, life)
+    why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
+    if anew:
+        why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
     # Only what it listed before can be missing: a thousand agents need not look at a thousand workers each.
-    for key in sorted(before - agent.lives):
-        worker = job.membership.alive(key)
-        if worker is not None and worker.agent_id == agent.agent_id:
-            why = Why(Cause.EXITED, f"it no longer runs on host {agent.host}")
-            if anew:
-                why = Why(Cause.HOST_LOST, f"the agent of its host {agent.host} died, and its workers with it")
+    for worker in job.membership.living(sorted(before - agent.lives)):
+        if worker.agent_id == agent.agent_id:
             evict(job, worker, why, kill=False)
     job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
 
 
-def _saw_life(job: JobState, agent: Agent, life: WorkerLife) -> None:
+def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:
     """An agent says that it runs this process."""
     key = WorkerKey(life.worker_id, life.incarnation)
     agent.runs(key)
@@ -73,9 +60,9 @@ def _saw_life(job: JobState, agent: Agent, life: WorkerLife) -> None:
         kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted"))
         return
     known = membership.workers.get(key.worker_id)
-    if known is not None and known.key.incarnation > key.incarnation:
+    if membership.newer(key):
         return
-    if known is not None and known.key.incarnation < key.incarnation:
+    if known is not None and known.key != key:
         if runs_elsewhere(job, known, agent.host):
             return
         why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
@@ -88,39 +75,29 @@ def _saw_life(job: JobState, agent: Agent, life: WorkerLife) -> None:
     job.slots.runs(key.worker_id, agent.agent_id)
 
 
-def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
-    """Whether a slot is another host's, where a life of it takes part or is there.
-
-    A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
-    one is newer, but no sign that the other has ended: that is for its own host to say, or for its silence.
-    """
-    there = known.connection is not None or job.agreement.in_any_plan(known.key)
-    return bool(known.host) and known.host != host and there
-
-
-def worker_started(job: JobState, agent: Agent, message: WorkerStarted) -> None:
+def worker_started(job: JobState, agent: Agent, message: m.WorkerStarted) -> None:
     """A process was started; it says hello itself when it is ready."""
     _saw_life(job, agent, message.worker)
 
 
-def worker_exited(job: JobState, agent: Agent, message: WorkerExited) -> None:
+def worker_exited(job: JobState, agent: Agent, message: m.WorkerExited) -> None:
     """A process is dead: waitpid said so."""
     key = WorkerKey(message.worker_id, message.incarnation)
     if message.in_order:
-        switching.left_in_order(job, key)
+        left_in_order(job, key)
     job.agents.exited(agent, key)
     job.slots.empty(key.worker_id)
     if not job.slots.as_started and job.slots.wanted(key.worker_id):
         agent.repeat_slots()
     worker = job.membership.alive(key)
     if worker is not None:
-        if job.agreement.has(key):
+        if job.agreement.plan.has(key):
             job.progress.reached(message.step)  # so that it is known how many steps are done again
         why = Why(message.cause, message.reason)
         evict(job, worker, why, kill=False, died_unix_ns=message.died_unix_ns)
 
 
-def slot_lost(job: JobState, agent: Agent, message: SlotLost) -> None:
+def slot_lost(job: JobState, agent: Agent, message: m.SlotLost) -> None:
     """An agent gave up on a slot."""
     slots = job.slots
     if not slots.lose(message.worker_id, agent.agent_id, Why(message.cause, message.reason)):
@@ -136,7 +113,7 @@ def slot_lost(job: JobState, agent: Agent, message: SlotLost) -> None:
         job.desk.report("warning", why, worker_id=message.worker_id)
 
 
-def host_failed(job: JobState, agent: Agent, message: HostFailed) -> None:
+def host_failed(job: JobState, agent: Agent, message: m.HostFailed) -> None:
     """An agent can do nothing more for the job."""
     job.progress.end("failed", Why(message.cause, message.reason), 1)
 
@@ -144,13 +121,15 @@ def host_failed(job: JobState, agent: Agent, message: HostFailed) -> None:
 # ---- heartbeats and hangs
 
 
-def heartbeat(job: JobState, agent: Agent, message: Heartbeat) -> None:
+def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
     membership, now = job.membership, job.desk.now
     agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
-    job.desk.send(agent.connection, Pong(seq=message.seq))
+    job.desk.send(agent.connection, m.Pong(seq=message.seq))
+    seen = set()
     for pulse in message.workers:
         key = WorkerKey(pulse.worker_id, pulse.incarnation)
+        seen.add(key)
         worker = membership.alive(key)
         if worker is not None:
             worker.pulse(pulse, now)
@@ -158,52 +137,39 @@ def heartbeat(job: JobState, agent: Agent, message: Heartbeat) -> None:
             _check_hang(job, worker, pulse)
         elif membership.is_fenced(key) and key in agent.lives and not agent.lets_go(key, now):
             kill_life(job, agent, key, Why(membership.fenced_for(key.worker_id), "it was evicted and still runs"))
-    if len(message.workers) < len(agent.lives):
-        _check_unseen(job, agent, {WorkerKey(p.worker_id, p.incarnation) for p in message.workers})
+    for worker in membership.living(sorted(agent.lives - seen)):
+        if worker.agent_id == agent.agent_id and worker.seen_ns:
+            _check_unseen(job, agent, worker)
 
 
-def _check_unseen(job: JobState, agent: Agent, seen: set[WorkerKey]) -> None:
+def _check_unseen(job: JobState, agent: Agent, worker: Worker) -> None:
     """Its agent runs it, and sees nothing of it any more: it is cut off. Should it return, it is dismissed."""
-    for key in sorted(agent.lives - seen):
-        worker = job.membership.alive(key)
-        if worker is None or worker.agent_id != agent.agent_id or not worker.seen_ns:
-            continue
-        unseen = job.desk.now - worker.seen_ns
-        what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
-        if unseen < job.desk.config.heartbeat_ceiling_ns // 2:
-            continue
-        if unseen < job.desk.config.heartbeat_ceiling_ns or _hold_all_state(job, [worker]):
-            suspect(job, worker, Why(Cause.SILENT, what))
-        else:
-            limit_s = job.desk.config.heartbeat_ceiling_ns / 1e9
-            why = Why(Cause.SILENT, f"{what} (limit {limit_s:.2f} s)")
-            evict(job, worker, why, kill=False, notice_ns=unseen)
+    unseen, limit = job.desk.now - worker.seen_ns, job.desk.config.heartbeat_ceiling_ns
+    what = f"host {agent.host} has seen nothing of it for {unseen / 1e9:.2f} s"
+    if unseen >= limit and not _hold_all_state(job, [worker]):
+        why = Why(Cause.SILENT, f"{what} (limit {limit / 1e9:.2f} s)")
+        evict(job, worker, why, kill=False, notice_ns=unseen)
+    elif unseen >= limit // 2:
+        suspect(job, worker, Why(Cause.SILENT, what))
 
 
 def hang_limit_ns(job: JobState, worker: Worker) -> int:
     """How long this worker's progress counter may stand still."""
-    fixed = job.desk.config.hang_limit_ns
-    if fixed is not None:
-        limit = fixed
-    elif job.progress.step_times_ms:
+    limit = job.desk.config.hang_limit_ns or HANG_UNKNOWN_NS
+    if job.desk.config.hang_limit_ns is None and job.progress.step_times_ms:
         limit = max(HANG_FLOOR_NS, int(HANG_FACTOR * max(job.progress.step_times_ms) * MILLISECOND_NS))
-    else:
-        limit = HANG_UNKNOWN_NS
     if job.profiling.records(worker.key):
         limit = max(limit, STANDSTILL_NS)
     return limit if job.agreement.in_any_plan(worker.key) else limit * HANG_FACTOR
 
 
-def _check_hang(job: JobState, worker: Worker, pulse: WorkerPulse) -> None:
+def _check_hang(job: JobState, worker: Worker, pulse: m.WorkerPulse) -> None:
     still_ns = pulse.still_ms * MILLISECOND_NS
     if pulse.phase in EXEMPT_PHASES:
         # It may rest while nothing is asked of it; after an order its phase has to change.
-        if not _owes(job, worker):
-            worker.trust()
-            return
-        still_ns = min(still_ns, job.desk.now - worker.ordered_ns)
+        still_ns = min(still_ns, job.desk.now - worker.ordered_ns) if _owes(job, worker) else 0
     if still_ns < (job.desk.config.hang_limit_ns or HANG_FLOOR_NS) // 2:  # whatever the exact limit is
-        worker.trust()
+        worker.suspect(False)
         return
     limit = hang_limit_ns(job, worker)
     who = "" if pulse.slowest is None else f"its rank {pulse.slowest}: "
@@ -214,42 +180,33 @@ def _check_hang(job: JobState, worker: Worker, pulse: WorkerPulse) -> None:
     elif still_ns >= limit // 2:
         suspect(job, worker, why)
     else:
-        worker.trust()
+        worker.suspect(False)
 
 
 def _owes(job: JobState, worker: Worker) -> bool:
     if worker.ordered_ns == 0 or not worker.greeted:
         return False
     join = job.healing.of(worker.key)
-    if join is not None:
-        return join.healed_ns is None and join.retry_ns is None
-    return job.agreement.owes(worker.key)
+    return job.agreement.owes(worker.key) if join is None else join.copying
 
 
 def suspect(job: JobState, worker: Worker, why: Why) -> None:
     """Say once that a worker may be in trouble."""
     if worker.suspect():
-        job.desk.report(
-            "worker_suspected",
-            why,
-            worker_id=worker.key.worker_id,
-            incarnation=worker.key.incarnation,
-            pid=worker.pid,
-            step=worker.step,
-            generation=job.agreement.in_force,
-        )
+        where = {"step": worker.step, "generation": job.agreement.plan.generation}
+        job.desk.report("worker_suspected", why, **worker.named, **where)
 
 
 # ---- silence
 
 
-def agent_due(job: JobState, alarm: AgentDue) -> None:
+def agent_due(job: JobState, agent_id: str) -> None:
     """Look whether an agent has been silent for too long, and ring again when it could be."""
-    agent, now = job.agents.known.get(alarm.agent_id), job.desk.now
+    agent, now = job.agents.known.get(agent_id), job.desk.now
     if agent is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.desk.alarms.set(alarm, job.membership.grace_until_ns or now)
+        job.desk.alarms.set(Alarm.AGENT, job.membership.grace_until_ns, agent_id)
         return
     suspicion = agent.detector.suspicion(now)
     connected = agent.connection is not None
@@ -257,11 +214,11 @@ def agent_due(job: JobState, alarm: AgentDue) -> None:
     if dead:
         _silent(job, agent, suspicion.reason)
         return
-    if suspicion.suspect and agent.suspect():
+    if suspicion.suspect:
         for worker in _workers_of(job, agent):
             suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
-    job.desk.alarms.set(alarm, max(change, now + MILLISECOND_NS))
+    job.desk.alarms.set(Alarm.AGENT, max(change, now + MILLISECOND_NS), agent_id)
 
 
 def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
@@ -276,7 +233,7 @@ def _silent(job: JobState, agent: Agent, reason: str) -> None:
         for worker in workers:
             text = f"host {agent.host}: {reason}; nobody else holds the training state"
             suspect(job, worker, Why(Cause.HOST_LOST, text))
-        job.desk.alarms.set(AgentDue(agent.agent_id), job.desk.now + SECOND_NS)
+        job.desk.alarms.set(Alarm.AGENT, job.desk.now + SECOND_NS, agent.agent_id)
         return
     job.agents.remove(agent.agent_id)
     job.slots.not_run(agent.agent_id)
@@ -295,44 +252,67 @@ def _hold_all_state(job: JobState, workers: list[Worker]) -> bool:
     return bool(holders) and all(w in workers for w in holders)
 
 
-def gone_due(job: JobState, alarm: GoneDue) -> None:
+def disconnected(job: JobState, event: Disconnected) -> None:
+    """A connection ended. Whoever it was may come back over another one."""
+    name, alarms = event.connection, job.desk.alarms
+    connection = job.desk.disconnected(name)
+    job.store.forget(name)
+    if connection is None:
+        return
+    agent = job.agents.known.get(connection.agent_id) if connection.agent_id is not None else None
+    if agent is not None and agent.connection == name:
+        agent.leave()
+        alarms.set(Alarm.AGENT, agent.detector.ceiling_at_ns, agent.agent_id)
+    if connection.worker is not None:
+        if not job.agents.run(connection.worker):
+            job.slots.empty(connection.worker.worker_id)
+        worker = job.membership.alive(connection.worker)
+        if worker is not None and worker.connection == name:
+            job.membership.left(worker, awaited=job.agreement.awaits(worker.key))
+            if not job.agreement.in_any_plan(worker.key):
+                job.healing.stop(worker.key.worker_id)
+            alarms.set(Alarm.GONE, job.desk.now + SECOND_NS, worker.key.worker_id)
+
+
+def gone_due(job: JobState, worker_id: int) -> None:
     """Look whether a worker without a connection has to be given up."""
-    worker = job.membership.workers.get(alarm.worker_id)
-    if worker is None or worker.gone_ns is None or worker.connection is not None or job.progress.ended is not None:
+    worker = job.membership.workers.get(worker_id)
+    if worker is None or worker.gone_ns is None or job.progress.ended is not None:
         return
     if job.membership.in_grace:
-        job.desk.alarms.set(alarm, job.membership.grace_until_ns or job.desk.now)
+        job.desk.alarms.set(Alarm.GONE, job.membership.grace_until_ns, worker_id)
         return
     gone = job.desk.now - worker.gone_ns
+    again_ns = worker.gone_ns + ALONE_LIMIT_NS
     if job.agents.of(worker) is None:
         if gone >= ALONE_LIMIT_NS:
             text = f"its connection ended {gone / 1e9:.1f} s ago and no agent speaks for its host"
             evict(job, worker, Why(Cause.SILENT, text), kill=False, notice_ns=gone)
-        else:
-            job.desk.alarms.set(alarm, worker.gone_ns + ALONE_LIMIT_NS)
-        return
-    # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a plan.
-    ceiling = job.desk.config.heartbeat_ceiling_ns
-    if gone >= ceiling and _awaited(job, worker) and not _hold_all_state(job, [worker]):
-        text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
-        evict(job, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
+            return
     else:
-        job.desk.alarms.set(alarm, max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS))
+        # Its agent says it lives. Training needs no coordinator: give it up only if others wait for it to hear of a
+        # plan.
+        ceiling = job.desk.config.heartbeat_ceiling_ns
+        if gone >= ceiling and _awaited(job, worker) and not _hold_all_state(job, [worker]):
+            text = f"its process lives, but its connection has been gone for {gone / 1e9:.1f} s and a plan waits for it"
+            evict(job, worker, Why(Cause.SILENT, text), kill=True, notice_ns=gone)
+            return
+        again_ns = max(worker.gone_ns + ceiling, job.desk.now + SECOND_NS)
+    job.desk.alarms.set(Alarm.GONE, again_ns, worker_id)
 
 
 def _awaited(job: JobState, worker: Worker) -> bool:
-    if job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key):
-        return True
-    return job.agreement.owes(worker.key)
+    switching = job.agreement.prepared is not None and job.agreement.in_any_plan(worker.key)
+    return switching or job.agreement.owes(worker.key)
 
 
-def grace_due(job: JobState, alarm: GraceDue) -> None:
+def grace_due(job: JobState, about: Any) -> None:
     """The time to come back after the coordinator's restart is over."""
     membership, now = job.membership, job.desk.now
-    if membership.grace_until_ns is None:
+    if not membership.grace_until_ns:
         return
-    if now < membership.grace_until_ns:  # it was begun anew meanwhile
-        job.desk.alarms.set(alarm, membership.grace_until_ns)
+    if membership.in_grace:  # it was begun anew meanwhile
+        job.desk.alarms.set(Alarm.GRACE, membership.grace_until_ns)
         return
     absent = membership.absent()
     if membership.waited_ns() < job.desk.config.quorum_wait_ns and _hold_all_state(job, absent):
@@ -343,7 +323,7 @@ def grace_due(job: JobState, alarm: GraceDue) -> None:
         agent = job.agents.of(worker)
         if agent is not None and worker.key in agent.lives:
             worker.leave(now)
-            job.desk.alarms.set(GoneDue(worker.key.worker_id), now)
+            job.desk.alarms.set(Alarm.GONE, now, worker.key.worker_id)
         else:
             why = Why(Cause.SILENT, "it did not come back after the coordinator's restart")
             evict(job, worker, why, kill=True)
@@ -351,8 +331,6 @@ def grace_due(job: JobState, alarm: GraceDue) -> None:
 
 def expect_agents(job: JobState) -> None:
     """After a restart the agents of the journal are to come back, and speak for the workers that they ran."""
-    if job.agreement.plan is None:
-        return
     for worker_id, worker in sorted(job.membership.workers.items()):
         if worker.agent_id is not None:
             job.slots.runs(worker_id, worker.agent_id)

@@ -1,16 +1,22 @@
-"""Which lives of which slots there are, and which are over for good. Pure."""
+"""Which lives of which slots there are; who supervises them; which slots are wanted, and whose they are. Pure.
+
+A slot's worker id is its number. Agents that start slots of their own are told nothing about them until somebody wants
+others; what else a job begins with (`CoordinatorConfig.slots`) is shared out among its agents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
-from everstep.protocol.coordinator.alarms import GraceDue
-from everstep.protocol.coordinator.desk import Desk
-from everstep.protocol.messages import WorkerHello, WorkerLife, WorkerPulse
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.detector import PhiDetector
+from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
 
 
 @dataclass
@@ -43,6 +49,11 @@ class Worker:
     @property
     def pid(self) -> int:
         return self.pids[0]
+
+    @property
+    def named(self) -> dict[str, int]:
+        """For events: which life it is, and its process."""
+        return {**asdict(self.key), "pid": self.pid}
 
     @property
     def ready(self) -> bool:
@@ -86,14 +97,10 @@ class Worker:
         """It was given a plan or a ticket."""
         self.ordered_ns = now_ns
 
-    def suspect(self) -> bool:
-        """It may be in trouble. Returns whether that is new."""
-        known, self.suspected = self.suspected, True
-        return not known
-
-    def trust(self) -> None:
-        """It is in no trouble, as far as is known."""
-        self.suspected = False
+    def suspect(self, in_trouble: bool = True) -> bool:
+        """Whether it may be in trouble. Returns whether that is new."""
+        known, self.suspected = self.suspected, in_trouble
+        return in_trouble and not known
 
     def pardon(self, gap_ns: int) -> None:
         """The coordinator was away for so long: that was no silence of the worker."""
@@ -102,69 +109,67 @@ class Worker:
 
 
 class Membership:
-    """The newest lives by worker id; fences, so that no message of an older life takes effect; and the time that the
-    workers of a journal have to come back."""
+    """The newest lives; fences, so that no message of an older life takes effect; and the time that the workers of a
+    journal have to come back.
+
+    workers: the newest life of each slot that has one, by worker id. came: the slots that have said hello to this life
+    of the coordinator, living or not.
+    """
 
     def __init__(self, desk: Desk) -> None:
-        self.version = 0
-        self.grace_until_ns: int | None = None
+        self.grace_until_ns = 0
+        self.workers: dict[int, Worker] = {}
         self._desk = desk
-        self._workers: dict[int, Worker] = {}
         self._fenced: dict[int, int] = {}  # worker id -> newest incarnation that is over
         self._fenced_for: dict[int, Cause] = {}
-        self._came: set[int] = set()
+        self.came: set[int] = set()
         self._absent_since_ns: int | None = None  # grace goes on: all who hold the state have yet to come back
-
-    @property
-    def workers(self) -> Mapping[int, Worker]:
-        """The newest life of each slot that has one, by worker id."""
-        return self._workers
-
-    @property
-    def came(self) -> int:
-        """How many slots have said hello to this life of the coordinator, living or not."""
-        return len(self._came)
 
     def alive(self, key: WorkerKey) -> Worker | None:
         """The worker, if this life of its slot is the present one and is not known to be dead."""
-        worker = self._workers.get(key.worker_id)
+        worker = self.workers.get(key.worker_id)
         return worker if worker is not None and worker.key == key else None
+
+    def living(self, keys: Iterable[WorkerKey]) -> list[Worker]:
+        """Of these lives those that are present ones, in this order."""
+        return [worker for key in keys if (worker := self.alive(key)) is not None]
 
     def newer(self, key: WorkerKey) -> bool:
         """Whether a newer life of the same slot is known."""
-        known = self._workers.get(key.worker_id)
+        known = self.workers.get(key.worker_id)
         return known is not None and known.key.incarnation > key.incarnation
 
     def next_incarnation(self, worker_id: int) -> int:
         """The least that a life of this slot may have that is to be started where the others are not known."""
-        known, newest = self._workers.get(worker_id), self._fenced.get(worker_id, -1)
-        return 1 + (newest if known is None else max(newest, known.key.incarnation))
+        known, fenced = self.workers.get(worker_id), self._fenced.get(worker_id, -1)
+        return 1 + (fenced if known is None else max(fenced, known.key.incarnation))
 
     def add(self, key: WorkerKey, host: str = "") -> Worker:
         """A new life of a slot, which had none, or whose last one is over."""
-        self.version += 1
-        worker = self._workers[key.worker_id] = Worker(key, host=host)
+        self._desk.change()
+        worker = self.workers[key.worker_id] = Worker(key, host=host)
         return worker
 
     def greet(self, worker: Worker, connection: str, hello: WorkerHello, *, awaited: bool) -> None:
         """A worker has said hello. awaited: a decision may wait for that."""
-        self.version += awaited
-        self._came.add(worker.key.worker_id)
+        if awaited:
+            self._desk.change()
+        self.came.add(worker.key.worker_id)
         worker.greet(connection, hello)
 
     def left(self, worker: Worker, *, awaited: bool) -> None:
         """A worker's connection has ended. awaited: a decision may look at who is there."""
-        self.version += awaited
+        if awaited:
+            self._desk.change()
         worker.leave(self._desk.now)
 
     def remove(self, key: WorkerKey, why: Why) -> None:
         """This life is over. No message of it, or of an older one of its slot, takes effect from here on."""
-        self.version += 1
-        del self._workers[key.worker_id]
+        self._desk.change()
+        del self.workers[key.worker_id]
         check(not self.is_fenced(key), f"worker {key} is fenced twice")
         self._fenced[key.worker_id], self._fenced_for[key.worker_id] = key.incarnation, why.cause
-        who = {"worker_id": key.worker_id, "incarnation": key.incarnation}
-        self._desk.persist("evict", **who, cause=why.cause, reason=why.reason)
+        self._desk.persist("evict", **asdict(key), cause=why.cause, reason=why.reason)
 
     def is_fenced(self, key: WorkerKey) -> bool:
         """Whether this life, or a newer one of its slot, was declared over."""
@@ -185,29 +190,28 @@ class Membership:
         """A life that a former life of the coordinator has declared over."""
         self._fenced[key.worker_id] = max(key.incarnation, self._fenced.get(key.worker_id, -1))
         self._fenced_for[key.worker_id] = cause
-        worker = self._workers.get(key.worker_id)
+        worker = self.workers.get(key.worker_id)
         if worker is not None and self.is_fenced(worker.key):
-            del self._workers[key.worker_id]
+            del self.workers[key.worker_id]
 
-    def keep_only(self, keys: Iterable[WorkerKey]) -> None:
+    def keep_only(self, keys: Container[WorkerKey]) -> None:
         """Forget all lives but these."""
-        kept = set(keys)
-        self._workers = {i: w for i, w in self._workers.items() if w.key in kept}
+        self.workers = {i: worker for i, worker in self.workers.items() if worker.key in keys}
 
     # ---- time to come back
 
     @property
     def in_grace(self) -> bool:
-        return self.grace_until_ns is not None and self._desk.now < self.grace_until_ns
+        return self._desk.now < self.grace_until_ns
 
     def begin_grace(self) -> None:
         """The workers of the journal have some time from now on to come back."""
         self.grace_until_ns = self._desk.now + self._desk.config.grace_ns
-        self._desk.alarms.set(GraceDue(), self.grace_until_ns)
+        self._desk.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
     def absent(self) -> list[Worker]:
         """The workers of the journal that have yet to come back."""
-        return [w for _, w in sorted(self._workers.items()) if not w.greeted and w.member is not None]
+        return [w for _, w in sorted(self.workers.items()) if not w.greeted and w.member is not None]
 
     def waited_ns(self) -> int:
         """For how long grace has been prolonged: the first call begins the count."""
@@ -217,5 +221,296 @@ class Membership:
 
     def end_grace(self) -> None:
         """The time to come back is over."""
+        self._desk.change()
+        self.grace_until_ns, self._absent_since_ns = 0, None
+
+
+HEARTBEAT_LEAST_NS = SECOND_NS // 5
+HEARTBEAT_MOST_NS = 5 * SECOND_NS
+
+
+@dataclass
+class Agent:
+    """The supervisor of one host's workers.
+
+    lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
+    hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
+    that does not matter. process: which one it is, so that a new one is told apart. sent_slots: those that it
+    knows to keep filled, None: it was not told.
+    """
+
+    agent_id: str
+    host: str
+    detector: PhiDetector
+    connection: str | None = None
+    lives: set[WorkerKey] = field(default_factory=set)
+    restored: set[WorkerKey] = field(default_factory=set)
+    slots: int = 0
+    room: int = 0
+    process: str = ""
+    sent_slots: list[int] | None = None
+    _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
+    _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
+
+    def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
+        """The agent has connected (again) and said hello."""
+        self.connection, self.host, self.slots = connection, hello.host, hello.slots
+        self.room, self.process = hello.room, hello.process
+        self.sent_slots = None
+        self._killed_ns.clear()
+        self.detector.resume(now_ns)
+
+    def relist(self) -> set[WorkerKey]:
+        """Empty the list of its processes, which it is about to give anew. Returns whom it was known to run."""
+        before = self.lives | self.restored
+        self.lives, self.restored = set(), set()
+        return before
+
+    def leave(self) -> None:
+        """The agent's connection has ended."""
+        self.connection = None
+
+    def restore(self, key: WorkerKey, *, first: bool) -> None:
+        """According to the journal it ran this process; `first`: the first of which that is known."""
+        self.restored.add(key)
+        if first:
+            self.lives.add(key)
+
+    def runs(self, key: WorkerKey) -> None:
+        """It says that it runs this process."""
+        self.lives.add(key)
+
+    def exited(self, key: WorkerKey) -> None:
+        """It says that this process is dead."""
+        self.lives.discard(key)
+        self._killed_ns.pop(key, None)
+
+    def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None) -> None:
+        """A sign of life. fixed_interval_ns: how often one is to come; None: every 10 median round trips, within 0.2 to
+        5 s."""
+        if rtt_ms > 0:
+            self._rtts_ms.append(rtt_ms)
+        self.detector.heartbeat(now_ns)
+        wanted = int(10 * median(self._rtts_ms) * MILLISECOND_NS) if self._rtts_ms else SECOND_NS
+        clamped = min(max(wanted, HEARTBEAT_LEAST_NS), HEARTBEAT_MOST_NS)
+        self.detector.expect(clamped if fixed_interval_ns is None else fixed_interval_ns)
+
+    def may_kill(self, key: WorkerKey, now_ns: int, again_ns: int) -> bool:
+        """Whether to ask it to kill a process: not again before `again_ns` have passed. Notes that it is asked now."""
+        last = self._killed_ns.get(key)
+        if self.connection is None or (last is not None and now_ns - last < again_ns):
+            return False
+        self._killed_ns[key] = now_ns
+        return True
+
+    def lets_go(self, key: WorkerKey, now_ns: int) -> bool:
+        """Whether a process that is over gets time to leave by itself: the first time that it is seen to run still."""
+        first = key not in self._killed_ns
+        self._killed_ns.setdefault(key, now_ns)
+        return first
+
+    def new_slots(self, ids: list[int], first: list[int]) -> SetSlots | None:
+        """The message about the slots that it is to keep filled, with the least incarnation that a next life of each
+        may have; None if it knows these slots."""
+        if self.sent_slots == ids:
+            return None
+        self.sent_slots = ids
+        return SetSlots(worker_ids=ids, first=first)
+
+    def repeat_slots(self) -> None:
+        """Tell it its slots again: a worker may have left as once asked, and its slot be wanted by now."""
+        self.sent_slots = None
+
+
+class Agents:
+    """All agents whose heartbeats are expected, by id."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.version = 0
+        self.known: dict[str, Agent] = {}
+        self._desk = desk
+
+    def watch(self, agent_id: str, host: str) -> Agent:
+        """The agent of this id; if it was not known, begin to expect its heartbeats."""
+        if agent_id in self.known:
+            return self.known[agent_id]
+        config, now = self._desk.config, self._desk.now
+        detector = PhiDetector(
+            floor_ns=config.heartbeat_floor_ns,
+            ceiling_ns=config.heartbeat_ceiling_ns,
+            interval_ns=config.heartbeat_interval_ns or HEARTBEAT_MOST_NS,
+            now_ns=now,
+        )
+        self._desk.alarms.set(Alarm.AGENT, detector.next_change_ns(now), agent_id)
+        agent = self.known[agent_id] = Agent(agent_id, host, detector)
+        return agent
+
+    def greet(self, agent: Agent, connection: str, hello: AgentHello) -> None:
+        """An agent has said hello."""
         self.version += 1
-        self.grace_until_ns = self._absent_since_ns = None
+        agent.greet(connection, hello, self._desk.now)
+
+    def exited(self, agent: Agent, key: WorkerKey) -> None:
+        """An agent says that this process is dead."""
+        self.version += 1
+        agent.exited(key)
+
+    def remove(self, agent_id: str) -> None:
+        """An agent is given up."""
+        self.version += 1
+        del self.known[agent_id]
+
+    def of(self, worker: Worker) -> Agent | None:
+        """Who speaks for the worker: the agent that started it, else the only agent of its host."""
+        if worker.agent_id is not None:
+            return self.known.get(worker.agent_id)
+        same_host = [a for a in self.known.values() if worker.host and a.host == worker.host]
+        return same_host[0] if len(same_host) == 1 else None
+
+    def run(self, key: WorkerKey) -> bool:
+        """Whether any agent runs this process."""
+        return any(key in agent.lives for agent in self.known.values())
+
+
+class Slots:
+    """What was asked for, and what came of it.
+
+    target: how many members are wanted. lost: the slots given up for good, with the reason.
+    """
+
+    def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
+        self.target = desk.config.workers
+        self.lost: dict[int, str] = {}
+        self._desk, self._membership, self._agents = desk, membership, agents
+        self._asked: set[int] | None = None  # None: as the agents started them
+        self._retiring: set[int] = set()  # not wanted any more, but the worker has not left yet
+        self._unwanted: dict[int, Cause] = {}
+        self._owners: dict[int, str] = {}
+
+    # ---- what is wanted
+
+    @property
+    def as_started(self) -> bool:
+        """Whether nobody has ever asked for other slots than those that the agents started with."""
+        return self._asked is None
+
+    @property
+    def shared_out(self) -> bool:
+        """Whether it is said here which agent keeps which slots filled."""
+        return self._asked is not None or self._desk.config.slots > 0
+
+    @property
+    def least(self) -> int:
+        """With how many members the job may run at least."""
+        return max(1, self._desk.config.min_workers)
+
+    def ids(self) -> set[int]:
+        """The slots that are to be kept filled, those given up included."""
+        if self._asked is not None:
+            return self._asked
+        announced = sum(agent.slots for agent in self._agents.known.values())
+        config = self._desk.config
+        return set(range(max(config.workers, config.slots, announced))) | set(self._membership.workers)
+
+    def wanted(self, worker_id: int) -> bool:
+        return self._asked is None or worker_id in self._asked
+
+    def left(self) -> int:
+        """How many slots were not given up."""
+        return len(self.ids() - set(self.lost))
+
+    def expected(self) -> int:
+        """How many members there can be: the target, less what was given up for good."""
+        return min(self.target, self.left())
+
+    def unwanted_for(self, worker_id: int) -> Cause:
+        """How it was asked that this slot be no more."""
+        return self._unwanted.get(worker_id, Cause.SCALED)
+
+    def want(self, target: int, ids: set[int], why: Why) -> None:
+        """Change how many members, and which slots, are wanted."""
+        running = {key.worker_id for agent in self._agents.known.values() for key in agent.lives}
+        running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
+        self._retiring = (self._retiring | (self.ids() & running)) - ids
+        self.take_wish(target, ids, why.cause)
+        self._desk.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
+
+    def take_wish(self, target: int, ids: set[int], cause: Cause) -> None:
+        """What is asked for from now on, or was by a former life of the coordinator."""
+        self._desk.change()
+        self._unwanted |= dict.fromkeys(self.ids() - ids, cause)
+        self.target, self._asked = target, set(ids)
+
+    # ---- what became of them
+
+    def runs(self, worker_id: int, agent_id: str) -> None:
+        """This agent runs a life of the slot."""
+        self._owners[worker_id] = agent_id
+
+    def revive(self, worker_id: int) -> None:
+        """The slot has a new life, though it may have been given up."""
+        self._desk.change()
+        self.lost.pop(worker_id, None)
+
+    def empty(self, worker_id: int) -> None:
+        """The slot's worker has left."""
+        self._desk.change()
+        self._retiring.discard(worker_id)
+
+    def not_run(self, agent_id: str, running: Iterable[int] = ()) -> None:
+        """This agent runs these slots alone, so the workers of its other slots that were to retire have left."""
+        left = self._retiring - set(running)
+        self._retiring -= {i for i in left if self._owners.get(i) == agent_id}
+
+    def lose(self, worker_id: int, agent_id: str, why: Why) -> bool:
+        """An agent gives a slot up. Returns False where that says nothing: it is another's, or given up before."""
+        if worker_id in self.lost or self._owners.get(worker_id) not in (None, agent_id):
+            return False
+        self._desk.change()
+        self.lost[worker_id] = why.reason
+        self._desk.persist("slot_lost", worker_id=worker_id, cause=why.cause, reason=why.reason)
+        return True
+
+    def share_out(self, ending: str) -> None:
+        """Tell each agent which slots to keep filled, where that is not for the agents themselves to say.
+
+        A slot that is not wanted any more stays in the list until its process has left. After a restart of the
+        coordinator the agents come back one by one: what the others run must not be started again at the first.
+        ending: the state in which the job is about to end, "" if it is not; where somebody asked for that, nothing is
+        started any more.
+        """
+        if not self.shared_out or self._membership.in_grace:
+            return
+        agents = [a for _, a in sorted(self._agents.known.items()) if a.connection is not None]
+        goes_on = self._asked is None and not ending and all(agent.sent_slots is not None for agent in agents)
+        owners = [self._owners.get(i) for i in range(self._desk.config.slots)]
+        if not agents or (goes_on and all(owner in self._agents.known for owner in owners)):
+            return  # a thousand hellos need not share out a thousand slots each
+        asked = set(range(self._desk.config.slots)) if self._asked is None else self._asked
+        wanted = set() if ending == "interrupted" else (asked | self._retiring) - set(self.lost)
+        self._find_owners(wanted, agents)
+        for agent in agents:
+            ids = sorted(i for i in wanted if self._owners.get(i) == agent.agent_id)
+            message = agent.new_slots(ids, [self._membership.next_incarnation(i) for i in ids])
+            if message is not None:
+                self._desk.send(agent.connection, message)
+
+    def _find_owners(self, wanted: Iterable[int], agents: Sequence[Agent]) -> None:
+        """Slots that are no known agent's go to the agent that has the fewest, if it has room."""
+        counts = Counter(owner for i in wanted if (owner := self._owners.get(i)) is not None)
+        for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
+            free = [a for a in agents if not a.room or counts[a.agent_id] < a.room]
+            if not free:
+                break
+            self._owners[worker_id] = min((counts[a.agent_id], a.agent_id) for a in free)[1]
+            counts[self._owners[worker_id]] += 1
+
+    # ---- from the journal
+
+    def replay_lost(self, worker_id: int, reason: str) -> None:
+        """A slot that a former life of the coordinator has given up."""
+        self.lost[worker_id] = reason
+
+    def restore(self, worker_ids: Iterable[int]) -> None:
+        """The slots of all members of the plans in the journal."""
+        self._retiring = {i for i in worker_ids if not self.wanted(i)}

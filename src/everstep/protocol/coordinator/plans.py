@@ -1,4 +1,4 @@
-"""How a plan is made, checked, handed out and told: one for at once, or a prepared one. Pure.
+"""How a plan is made, checked, handed out and told; and when one is due because the present one cannot go on. Pure.
 
 Every plan is made here, and nowhere else. A plan for at once takes the members of the current plan that live (and
 newcomers only where there would be too few); a prepared one changes the membership at a step boundary.
@@ -6,34 +6,35 @@ newcomers only where there would be too few); a prepared one changes the members
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from everstep.base.cause import Why
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
+from everstep.placement.lanes import leaders
+from everstep.protocol.coordinator.agreement import NO_PLAN
+from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
+from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.coordinator.words import describe, listed
 from everstep.protocol.messages import PlanNow, PlanPrepared
 
-# ---- plans for at once
+SMALL_STATE_BYTES = 32 << 20
+"""Who has no larger state to copy is taken into a plan for at once, and copies it there."""
 
 
 def candidates(job: JobState) -> list[Worker]:
     """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
-    found = [
-        w
-        for w in job.membership.workers.values()
-        if w.ready and job.slots.wanted(w.key.worker_id) and not job.agreement.has(w.key)
-    ]
-    return sorted(found, key=lambda w: (w.wants_spare, w.key))
+    ready = [w for w in job.membership.workers.values() if w.ready and not job.agreement.plan.has(w.key)]
+    return sorted((w for w in ready if job.slots.wanted(w.key.worker_id)), key=lambda w: (w.wants_spare, w.key))
 
 
 def followed(job: JobState, worker: Worker) -> set[int]:
     """The stages whose newest state a worker outside the plan is known to hold, as a joiner."""
     join, prepared = job.healing.healed(worker.key), job.agreement.prepared
-    if job.agreement.has(worker.key):
+    if job.agreement.plan.has(worker.key):
         return set()
     if join is not None:
         return set(join.stages)
@@ -42,31 +43,32 @@ def followed(job: JobState, worker: Worker) -> set[int]:
     return job.healing.left_behind(worker.key)
 
 
+def without_lanes(worker: Worker, stages: Iterable[int]) -> list[Seat]:
+    """Seats for placement to begin with: in the stages whose state the worker holds."""
+    return [Seat(worker.key.worker_id, stage, "standby", ()) for stage in sorted(stages)]
+
+
+# ---- plans for at once
+
+
 def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool) -> None:
     """Give out a plan for at once. fresh: nobody holds the state of the plan before; lanes are laid out anew."""
-    agreement, config = job.agreement, job.desk.config
+    agreement = job.agreement
     old = agreement.plan
-    repaired = None if fresh else old
+    repaired = NO_PLAN if fresh else old
+    held = [seat for w in members for seat in without_lanes(w, followed(job, w))]
     ids = sorted(w.key.worker_id for w in members)
-    held = [Seat(w.key.worker_id, k, "standby", ()) for w in members for k in sorted(followed(job, w))]
-    seats = job.speeds.seats(ids, [*repaired.seats, *held] if repaired is not None else ())
-    newcomers = []
-    if repaired is not None:
-        still_new = agreement.empty_handed()
-        newcomers = [w.key.worker_id for w in members if not repaired.has(w.key) or w.key.worker_id in still_new]
-    plan = Plan(
-        generation=agreement.generation + 1,
-        reason=why.reason + (_promotions(repaired, seats) if repaired is not None else ""),
-        members=tuple(w.member for w in sorted(members, key=lambda w: w.key) if w.member is not None),
-        seats=seats,
-        lanes=config.lanes,
-        stages=config.stages,
-        previous=repaired.generation if repaired is not None else 0,
-        speeds=job.speeds.of(ids),
-        joining=tuple(sorted(newcomers)),
-        leaders=_leaders(config.wish.leaders, seats),
+    seats = job.speeds.seats(ids, () if fresh else [*repaired.seats, *held])
+    still_new = agreement.empty_handed()
+    newcomers = [w.key.worker_id for w in members if not repaired.has(w.key) or w.key.worker_id in still_new]
+    plan = _plan(
+        job,
+        members,
+        seats,
+        Why(why.cause, why.reason + _promotions(repaired, seats)),
+        previous=repaired.generation,
+        joining=() if fresh else tuple(sorted(newcomers)),
         save=_save_reason(job),
-        cause=why.cause,
         sound=job.progress.sound,
     )
     job.healing.leave_behind({w.key: followed(job, w) for w in candidates(job) if not plan.has(w.key)})
@@ -81,19 +83,29 @@ def make_now(job: JobState, members: Sequence[Worker], why: Why, *, fresh: bool)
     announce(job, old)
 
 
+def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why: Why, **rest: Any) -> Plan:
+    """The next generation, of these members, who are all ready."""
+    config, there = job.desk.config, sorted(members, key=lambda w: w.key)
+    return Plan(
+        generation=job.agreement.generation + 1,
+        reason=why.reason,
+        members=tuple(w.member for w in there if w.member is not None),
+        seats=seats,
+        lanes=config.lanes,
+        stages=config.stages,
+        speeds=job.speeds.of(w.key.worker_id for w in there),
+        leaders=leaders(seats, config.wish),
+        cause=why.cause,
+        **rest,
+    )
+
+
 def _save_reason(job: JobState) -> str:
     """Why the members of the next plan are to take a checkpoint at once; "": they are not."""
     if job.saving.ending is not None:
         return job.saving.ending.why.reason
-    staying = sorted(job.failures.staying.items())
+    staying = sorted(job.saving.staying.items())
     return "; ".join(f"before the end of {describe(key)}: {why.reason}" for key, why in staying)
-
-
-def _leaders(wished: Sequence[int | None], seats: Sequence[Seat]) -> tuple[int | None, ...]:
-    """By stage: whom the config names, where it has a seat there; nothing if it names nobody."""
-    sitting = {(s.stage, s.worker_id) for s in seats}
-    named = tuple(i if (stage, i) in sitting else None for stage, i in enumerate(wished))
-    return named if any(i is not None for i in named) else ()
 
 
 def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
@@ -105,13 +117,10 @@ def _promotions(old: Plan, seats: Sequence[Seat]) -> str:
         before = was.get((seat.worker_id, seat.stage))
         if not seat.lanes or before is None or before.lanes:
             continue
-        gone = {
-            s.worker_id
-            for s in old.pool(seat.stage)
-            if (s.worker_id, s.stage) not in staying and set(s.lanes) & set(seat.lanes)
-        }
+        left = [s for s in old.pool(seat.stage) if (s.worker_id, s.stage) not in staying]
+        gone = {s.worker_id for s in left if set(s.lanes) & set(seat.lanes)}
         where = f" of stage {seat.stage}" if old.stages > 1 else ""
-        whose = f"the lanes of worker {listed(gone)}" if gone else f"lanes {listed(set(seat.lanes))}"
+        whose = f"the lanes of worker {listed(gone)}" if gone else f"lanes {listed(seat.lanes)}"
         text += f"; worker {seat.worker_id}, standby{where}, takes {whose}"
     return text
 
@@ -133,8 +142,10 @@ class Move(NamedTuple):
     target: int
 
 
-def moved(seats: Sequence[Seat], move: Move) -> list[Seat]:
+def moved(seats: Sequence[Seat], move: Move | None) -> list[Seat]:
     """The seats with this member's in the other pool, without lanes yet."""
+    if move is None:
+        return list(seats)
     staying = [s for s in seats if (s.worker_id, s.stage) != (move.worker_id, move.source)]
     return [*staying, Seat(move.worker_id, move.target, "standby", ())]
 
@@ -151,71 +162,194 @@ def prepare(
     joiners: with the stages whose state they hold. move: a member that goes to another pool; it copies the state when
     it settles there, while the others wait.
     """
-    agreement, config, plan = job.agreement, job.desk.config, job.agreement.plan
-    check(plan is not None and agreement.prepared is None, "a plan is prepared upon a current one, one at a time")
-    if plan is None:
-        return
-    staying = [w for w in agreement.survivors() if w.key not in leaving]
-    members = sorted([*staying, *(w for w, _ in joiners)], key=lambda w: w.key)
-    healed = [Seat(w.key.worker_id, stage, "standby", ()) for w, stages in joiners for stage in stages]
-    before = plan.seats if move is None else moved(plan.seats, move)
-    seats = job.speeds.seats([w.key.worker_id for w in members], [*before, *healed], anew=True)
-    prepared = Plan(
-        generation=agreement.generation + 1,
-        reason=why.reason,
-        members=tuple(w.member for w in members if w.member is not None),
-        seats=seats,
-        lanes=config.lanes,
-        stages=config.stages,
-        speeds=job.speeds.of(w.key.worker_id for w in members),
-        prepared=True,
-        joining=tuple(sorted([*(w.key.worker_id for w, _ in joiners), *([] if move is None else [move.worker_id])])),
-        leaders=_leaders(config.wish.leaders, seats),
-        cause=why.cause,
-    )
-    agreement.issue(prepared)
-    told = {w.key.worker_id: w for w in [*agreement.survivors(), *(w for w, _ in joiners)]}
-    for _, worker in sorted(told.items()):
-        order(job, worker, PlanPrepared(plan=prepared))
+    agreement = job.agreement
+    check(agreement.running and agreement.prepared is None, "a plan is prepared upon a current one, one at a time")
+    survivors, joining = agreement.survivors(), [w for w, _ in joiners]
+    members = sorted([*(w for w in survivors if w.key not in leaving), *joining], key=lambda w: w.key)
+    before = [*moved(agreement.plan.seats, move), *(seat for w, stages in joiners for seat in without_lanes(w, stages))]
+    seats = job.speeds.seats([w.key.worker_id for w in members], before, anew=True)
+    newcomers = {w.key.worker_id for w in joining} | (set() if move is None else {move.worker_id})
+    plan = _plan(job, members, seats, why, prepared=True, joining=tuple(sorted(newcomers)))
+    agreement.issue(plan)
+    for worker in sorted([*survivors, *joining], key=lambda w: w.key):
+        order(job, worker, PlanPrepared(plan=plan))
 
 
 # ---- telling
 
 
-def announce(job: JobState, old: Plan | None) -> None:
+def announce(job: JobState, old: Plan) -> None:
     """Tell that the plan in force has taken the place of `old`."""
     plan = job.agreement.plan
-    if plan is None:
-        return
-    leader = plan.leader(0)
     job.desk.report(
         "generation_started",
         Why(plan.cause, plan.reason),
         generation=plan.generation,
         step=job.progress.step,
         workers=list(plan.worker_ids),
-        leader=leader,
+        leader=plan.leader(0),
         lanes={str(seat.worker_id): list(seat.lanes) for seat in plan.pool(0)},
         seats=[[s.worker_id, s.stage, s.role, list(s.lanes)] for s in plan.seats],
         leaders=[plan.leader(stage) for stage in range(plan.stages)],
     )
-    for stage in range(plan.stages):
-        _announce_leader(job, plan, old, stage)
+    for stage in range(plan.stages) if old is not NO_PLAN else ():
+        leader = plan.member(plan.leader(stage))
+        if old.member(old.leader(stage)).key != leader.key:
+            _announce_leader(job, plan, leader.key, stage)
 
 
-def _announce_leader(job: JobState, plan: Plan, old: Plan | None, stage: int) -> None:
-    leader = plan.leader(stage)
-    if old is None or old.member(old.leader(stage)).key == plan.member(leader).key:
-        return
+def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -> None:
     where = f" of stage {stage}" if plan.stages > 1 else ""
-    named = "the leader that the map names" if plan.leaders and plan.leaders[stage] == leader else "the first member"
-    text = f"worker {leader} is {named}{where} of generation {plan.generation}: {plan.reason}"
-    job.desk.report(
-        "leader_changed",
-        Why(plan.cause, text),
-        generation=plan.generation,
-        step=job.progress.step,
-        worker_id=leader,
-        incarnation=plan.member(leader).incarnation,
-        stage=stage,
-    )
+    by_map = plan.leaders and plan.leaders[stage] == leader.worker_id
+    named = "the leader that the map names" if by_map else "the first member"
+    text = f"worker {leader.worker_id} is {named}{where} of generation {plan.generation}: {plan.reason}"
+    fields = {"generation": plan.generation, "step": job.progress.step, **asdict(leader), "stage": stage}
+    job.desk.report("leader_changed", Why(plan.cause, text), **fields)
+
+
+# ---- the start, and what follows when the plan cannot go on
+
+
+def reconcile(job: JobState) -> None:
+    """Make the plan that is due at once, or say what is waited for."""
+    if job.agreement.plan is NO_PLAN:
+        _start(job)
+    elif job.agreement.broken:
+        _regroup(job)
+
+
+def _too_few_came(job: JobState) -> bool:
+    """Whether the start must wait anyway: so that a thousand hellos need not look at a thousand workers each."""
+    came, slots, quorum = len(job.membership.came), job.slots, job.quorum
+    some_missing = came < slots.target and slots.as_started and not slots.lost
+    return some_missing and (quorum.patient if quorum.anybody else not came)
+
+
+def _start(job: JobState) -> None:
+    slots, quorum = job.slots, job.quorum
+    quorum.wait()
+    if _too_few_came(job):
+        quorum.give_time()
+        return
+    ready = candidates(job)
+    if ready:
+        quorum.came()
+    expected = slots.expected()
+    # The slots from 0 are the job's workers, those beyond are its spares.
+    willing = [w for w in ready if not w.wants_spare and w.key.worker_id < job.desk.config.workers]
+    all_there = len(willing) >= expected or (bool(slots.lost) and len(ready) >= expected)
+    if all_there and expected >= slots.least:
+        some = willing if len(willing) >= expected else ready
+        make_now(job, some[:expected], Why(Cause.STARTED, "all workers are there"), fresh=True)
+    elif quorum.patient:
+        quorum.give_time()
+    elif quorum.anybody and len(ready) >= slots.least:
+        some = ready[: slots.target]
+        text = f"{len(some)} of {slots.target} workers came within {START_PATIENCE_NS // SECOND_NS} s"
+        make_now(job, some, Why(Cause.STARTED, text), fresh=True)
+
+
+def _regroup(job: JobState) -> None:
+    agreement, slots = job.agreement, job.slots
+    survivors = agreement.survivors()
+    to_come = (w for w in job.membership.workers.values() if not w.greeted and agreement.in_any_plan(w.key))
+    if job.membership.in_grace and any(to_come):
+        # Who is not back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
+        return
+    cause, text = agreement.broken[0].cause, "; ".join(why.reason for why in agreement.broken)
+    if not survivors:
+        _fall_back(job, Why(cause, text))
+        return
+    needed = slots.least
+    if job.desk.config.on_failure == "wait":
+        needed = max(needed, min(slots.expected(), len(agreement.plan.members)))
+    lost = _lost_stages(job, survivors)
+    members = survivors + _newcomers(job, len(survivors), needed, lost)
+    if len(members) < needed:
+        policy = "on_failure is 'wait'" if needed > slots.least else "min_workers is the least the job may run with"
+        text = f"{text}. {len(members)} of {needed} workers are ready ({policy}): waiting for more"
+        job.quorum.wait_for(Why(cause, text), job.progress.step, agreement.generation)
+        return
+    if len(members) > len(survivors):
+        newcomers = [w.key.worker_id for w in members[len(survivors) :]]
+        text += f"; worker {listed(newcomers)} takes part from here"
+    if lost:
+        text += f"; stage {listed(lost)} has lost its whole pool: every stage goes back to the newest copy"
+    if not agreement.entered:  # what was to be restored before may still be nowhere
+        lost = sorted({*lost, *job.progress.lost_stages})
+    make_now(job, members, Why(cause, text), fresh=False)
+    job.progress.lose(lost)
+
+
+def _lost_stages(job: JobState, survivors: Sequence[Worker]) -> list[int]:
+    """The stages of the plan that no survivor holds."""
+    plan, new = job.agreement.plan, job.agreement.empty_handed()
+    held = {stage for w in survivors if w.key.worker_id not in new for stage in plan.stages_of(w.key.worker_id)}
+    return [stage for stage in range(plan.stages) if stage not in held] if plan.stages > 1 else []
+
+
+def _newcomers(job: JobState, survivors: int, needed: int, lost: Sequence[int]) -> list[Worker]:
+    """Who is taken in at once: whoever has little to copy; any others only where there would be too few.
+
+    A joiner that follows a stage of which nobody else is left comes first: it saves everybody from going back.
+    """
+    room = max(0, job.slots.target - survivors)
+    ready = candidates(job)
+    saving = [w for w in ready if followed(job, w) & set(lost)]
+    small = [w for w in ready if 0 <= w.state_bytes <= SMALL_STATE_BYTES and w not in saving]
+    large = [w for w in ready if w not in small and w not in saving]
+    chosen = (saving + small)[:room]
+    if survivors + len(chosen) < needed:
+        return (chosen + large)[:room]
+    wanted = max(len(lost), needed - survivors) if survivors < needed or lost else 0
+    return chosen + large[: max(0, min(wanted, room) - len(chosen))]
+
+
+def _fall_back(job: JobState, why: Why) -> None:
+    """Nobody holds the state of the plan any more: start over with whoever comes, from the newest that is left."""
+    if job.saving.ending is not None:
+        job.saving.end_with("no checkpoint: nobody is left")
+        return
+    slots, quorum = job.slots, job.quorum
+    quorum.start_over()
+    # A joiner that follows the members is the next best: it may even have switched with them already.
+    ready = sorted(candidates(job), key=lambda w: -_held_step(job, w))
+    if ready:
+        quorum.came()
+    wait_for_all = job.desk.config.on_failure == "wait"
+    expected = max(slots.least, slots.expected())
+    enough = len(ready) >= expected or (len(ready) >= slots.least and not quorum.patient and not wait_for_all)
+    text = f"every worker that held the training state is gone ({why.reason}): "
+    generation = job.agreement.generation
+    if not enough:
+        why = Why(why.cause, f"{text}waiting for workers to start over")
+        quorum.wait_for(why, job.progress.step, generation)
+        if quorum.patient:
+            quorum.give_time()
+        return
+    step = _held_step(job, ready[0])
+    if step:
+        text += f"worker {ready[0].key.worker_id}, which had healed, goes on from step {step} or later"
+    else:
+        text += "starting over from step 0, or from the newest copy that is left"
+    why = Why(why.cause, text)
+    if not job.progress.fall_back(step):
+        job.desk.report("fallback", why, step=step or None, generation=generation + 1)
+    make_now(job, ready[: slots.target], why, fresh=True)
+
+
+def _held_step(job: JobState, worker: Worker) -> int:
+    """The step that a worker outside the plan is known to hold: none, unless it has said that it has healed."""
+    known = job.healing.healed(worker.key) is not None or job.agreement.is_prepared(worker.key)
+    return worker.step if known else 0
+
+
+def quorum_due(job: JobState, about: Any) -> None:
+    """Give up when too few workers came for too long."""
+    agreement, waiting = job.agreement, job.quorum.waiting
+    if (agreement.plan is not NO_PLAN and not agreement.broken) or not job.quorum.over():
+        return
+    waited_s = job.desk.config.quorum_wait_ns / 1e9
+    came = f"{len(candidates(job))} of {job.slots.expected()} workers came"
+    text = f"gave up after waiting {waited_s:g} s for workers: {waiting.reason if waiting else came}"
+    job.progress.end("failed", Why(Cause.QUORUM, text), 3)

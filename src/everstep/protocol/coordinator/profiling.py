@@ -7,16 +7,14 @@ is restarted meanwhile knows of no profile: workers that record one refuse anoth
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from everstep.base.plan import WorkerKey
-from everstep.protocol.coordinator.agreement import Agreement
-from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk
+from everstep.protocol.coordinator.agreement import Agreement, JobProgress
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Desk, describe, listed
 from everstep.protocol.coordinator.membership import Membership, Worker
-from everstep.protocol.coordinator.progress import JobProgress
-from everstep.protocol.coordinator.words import describe, listed
 from everstep.protocol.messages import Profiled, ProfileNow
 
 MOST_STEPS = 1000
@@ -46,11 +44,10 @@ class Profiling:
     def ask(self, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Have the next steps recorded, by the members that `args` names, or all. Returns an error or what is asked."""
         plan, known = self._agreement.plan, self._newest
-        if plan is None or not self._agreement.entered or self._agreement.broken:
+        if not self._agreement.running:
             return "nobody trains at the moment, so there is nothing to profile: try again when the job runs", {}
-        if known is not None and self._pending(known):
-            waiting = listed(set(self._pending(known)))
-            there = f"{known.request.name}; workers yet to end: {waiting}"
+        if known is not None and (pending := self._pending(known)):
+            there = f"{known.request.name}; workers yet to end: {listed(pending)}"
             return f"a profile is being recorded already ({there}): wait for it", {}
         steps, name = args.get("steps"), args.get("folder")
         if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_STEPS:
@@ -61,7 +58,7 @@ class Profiling:
         wanted = args.get("workers")
         ids = members if wanted is None else wanted
         if not isinstance(ids, list | tuple) or not ids or not set(ids) <= set(members):
-            return f"expected some of the workers that train now ({listed(set(members))}), got {wanted}", {}
+            return f"expected some of the workers that train now ({listed(members)}), got {wanted}", {}
         first = self._progress.step + 3  # a step is told of when the next one is decided, and by then another has begun
         if self._progress.step_times_ms:
             first += int(_LEAD_NS / MILLISECOND_NS / max(0.1, median(self._progress.step_times_ms)))
@@ -72,7 +69,7 @@ class Profiling:
         for worker in self._agreement.survivors():
             self.remind(worker)
         rows = [
-            {"worker_id": i, "incarnation": key.incarnation, "stages": list(plan.stages_of(i)), "role": plan.role_of(i)}
+            {**asdict(key), "stages": list(plan.stages_of(i)), "role": plan.role_of(i)}
             for i, key in sorted(keys.items())
         ]
         return "", {"name": name, "first_step": first, "steps": steps, "workers": rows}
@@ -85,13 +82,9 @@ class Profiling:
 
     def profiled(self, worker: Worker, message: Profiled) -> None:
         """A worker has recorded, or says why not."""
-        known = self._newest
-        if (
-            known is not None
-            and known.request.name == message.name
-            and known.workers.get(worker.key.worker_id) == worker.key
-        ):
-            known.ended[worker.key.worker_id] = "" if message.ok else message.reason or "it gave no reason"
+        known, key = self._newest, worker.key
+        if known is not None and (known.request.name, known.workers.get(key.worker_id)) == (message.name, key):
+            known.ended[key.worker_id] = "" if message.ok else message.reason or "it gave no reason"
 
     def records(self, key: WorkerKey) -> bool:
         """Whether this worker records, or is about to."""
@@ -105,13 +98,11 @@ class Profiling:
             return {}
         pending = self._pending(known)
         failed = {str(i): why for i, why in sorted(known.ended.items()) if why}
-        failed |= {
-            str(i): f"{describe(k)} has left" for i, k in known.workers.items() if i not in {*pending, *known.ended}
-        }
+        left = {i: key for i, key in known.workers.items() if i not in {*pending, *known.ended}}
+        failed |= {str(i): f"{describe(key)} has left" for i, key in left.items()}
         return {"profile": {"name": known.request.name, "pending": sorted(pending), "failed": failed}}
 
     def _pending(self, known: _Profile) -> dict[int, WorkerKey]:
         """Who lives and has not ended it."""
-        return {
-            i: k for i, k in known.workers.items() if i not in known.ended and self._membership.alive(k) is not None
-        }
+        left = {i: key for i, key in known.workers.items() if i not in known.ended}
+        return {i: key for i, key in left.items() if self._membership.alive(key) is not None}

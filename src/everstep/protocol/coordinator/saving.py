@@ -1,7 +1,11 @@
-"""Checkpoints as far as the coordinator goes: on request, and before a job ends that could go on later. Pure.
+"""Checkpoints as far as the coordinator goes: on request, and before a job or a worker ends. Pure.
 
-Before the end it makes a plan for at once with the same members, which says that they take a checkpoint as soon as they
-have settled: that interrupts a step wherever it is, and all of them stand at the same one.
+Before the end of a job that could go on later it makes a plan for at once with the same members, which says that they
+take a checkpoint as soon as they have settled: that interrupts a step wherever it is, and all of them stand at the same
+one.
+
+A worker whose loop has raised still holds the state of the newest step, and stays until it is let go. If nobody else
+holds it who could go on (all have raised, say), the members take a checkpoint first.
 """
 
 from __future__ import annotations
@@ -9,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.base.cause import Cause, Why
-from everstep.protocol.coordinator.agreement import Agreement
-from everstep.protocol.coordinator.alarms import EndDue
-from everstep.protocol.coordinator.desk import Desk
-from everstep.protocol.coordinator.membership import Membership
-from everstep.protocol.coordinator.progress import JobProgress
-from everstep.protocol.coordinator.quorum import Quorum
-from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.agreement import Agreement, JobProgress
+from everstep.protocol.coordinator.arrivals import Quorum
+from everstep.protocol.coordinator.desk import Alarm, Desk, describe
+from everstep.protocol.coordinator.membership import Membership, Worker
+from everstep.protocol.messages import Command, CommandReply, Saved, SaveNow, WorkerFailed
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class Saving:
         self._desk, self._membership, self._agreement = desk, membership, agreement
         self._progress, self._quorum = progress, quorum
         self._requests: list[tuple[str, int]] = []  # (connection, request) that wait for a checkpoint
-        self._asked_for = Why(Cause.REQUESTED, "requested")  # the newest of them
+        self._asked_for = SaveNow(cause=Cause.REQUESTED, reason="requested")  # the newest of them
+        # By step and signature: who failed like this first, and in which generation.
+        self._first: dict[tuple[int, str], tuple[WorkerKey, int]] = {}
+        self._staying: dict[WorkerKey, Why] = {}
 
     # ---- before the end
 
@@ -48,22 +54,10 @@ class Saving:
         able = agreement.entered and not quorum.starting_over and not quorum.waiting and agreement.survivors()
         if not able or grace_ns <= 0:
             self._progress.end(state, why, exit_code)
-            return
-        if self.ending is not None:
-            return
-        self.ending = Ending(state, why, exit_code, self._desk.now + grace_ns)
-        self._desk.alarms.set(EndDue(), self.ending.until_ns)
-        agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
-
-    def time_is_up(self) -> None:
-        """The time for a checkpoint before the end is over."""
-        ending = self.ending
-        if ending is None or self._progress.ended is not None:
-            return
-        if self._desk.now < ending.until_ns:
-            self._desk.alarms.set(EndDue(), ending.until_ns)
-            return
-        self.end_with("no checkpoint was completed in time")
+        elif self.ending is None:
+            self.ending = Ending(state, why, exit_code, self._desk.now + grace_ns)
+            self._desk.alarms.set(Alarm.END, self.ending.until_ns)
+            agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))
 
     def end_with(self, outcome: str) -> None:
         """The end that was about to come is there; `outcome`: of the checkpoint before it."""
@@ -78,29 +72,24 @@ class Saving:
         """Somebody wants a checkpoint; the reply comes when it is there."""
         self._requests.append((connection, message.request))
         cause = Cause.read(message.args.get("cause") or Cause.REQUESTED)
-        self._asked_for = Why(cause, str(message.args.get("reason") or "requested"))
+        self._asked_for = SaveNow(cause=cause, reason=str(message.args.get("reason") or "requested"))
         self.remind()
 
     def remind(self) -> None:
         """Tell the leader what is wanted of it; the one before may have died."""
-        plan = self._agreement.plan
-        leader = plan.leader(0) if plan is not None and self._agreement.entered else None
-        if leader is None or not self._requests:
-            return
-        worker = self._membership.workers.get(leader)
-        if worker is not None:
-            self._desk.send(worker.connection, SaveNow(cause=self._asked_for.cause, reason=self._asked_for.reason))
+        if self._requests and self._agreement.entered:
+            leader = self._membership.workers.get(self._agreement.plan.leader(0))
+            if leader is not None:
+                self._desk.send(leader.connection, self._asked_for)
 
     def saved(self, message: Saved) -> None:
         """A checkpoint that was asked for has ended, one way or the other."""
-        if self.ending is not None:
-            plan = self._agreement.plan
-            if plan is not None and plan.save:
-                where = f"checkpoint of step {message.step} in {message.where}"
-                self.end_with(where if message.ok else f"no checkpoint: {message.reason}")
-            return
-        error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
-        self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
+        if self.ending is None:
+            error = "" if message.ok else f"no checkpoint of step {message.step}: {message.reason}"
+            self._reply(error, {"step": message.step, "path": message.where} if message.ok else {})
+        elif self._agreement.plan.save:
+            where = f"checkpoint of step {message.step} in {message.where}"
+            self.end_with(where if message.ok else f"no checkpoint: {message.reason}")
 
     def give_up(self) -> None:
         """Once the job has ended, tell those who wait for a checkpoint that there will be none."""
@@ -113,3 +102,52 @@ class Saving:
         for connection, request in waiting:
             reply = CommandReply(request=request, ok=not error, error=error, result=result)
             self._desk.send(connection, reply)
+
+    # ---- workers that end by an exception
+
+    @property
+    def staying(self) -> dict[WorkerKey, Why]:
+        """The living whose loop has raised, and who stay until a checkpoint is taken."""
+        return {worker.key: self._staying[worker.key] for worker in self._membership.living(self._staying)}
+
+    def last_words(self, worker: Worker, message: WorkerFailed) -> bool:
+        """A worker ends by an exception. Returns whether it can go at once.
+
+        The same error at the same step is the user's code, not chance, if it comes in a later generation: in another
+        life, or at whom the work of the first went to. Several at once are no proof of that.
+        """
+        who, cause = describe(worker.key), message.cause
+        if message.fatal:
+            self._progress.end("failed", Why(cause, f"{who}: {message.reason}"), message.exit_code)
+            return False
+        if message.sound >= 0 and self._agreement.plan.has(worker.key):
+            self._progress.in_doubt(Why(cause, message.reason), message.sound)
+        now = (worker.key, message.generation)
+        first, generation = self._first.setdefault((message.step, message.signature), now)
+        needed = message.holds and self._is_needed(worker)
+        if first != worker.key and not 0 < message.generation <= generation:
+            reason = f"{who} failed at step {message.step} as {describe(first)} did: {message.reason}"
+            if self.ending is None:
+                self.end_after_saving("failed", Why(cause, reason), 1, self._desk.config.save_ns)
+            others = len(self._agreement.survivors()) > 1  # they hold the state
+            return self.ending is not None and not needed and others
+        if needed:
+            self._staying[worker.key] = Why(cause, message.reason)
+            self._desk.alarms.set(Alarm.FAILED, self._desk.now + self._desk.config.save_ns)
+            text = f"{who}: {message.reason}; nobody else holds its state, so a checkpoint is taken first"
+            self._agreement.break_off(Why(cause, text))
+        return not needed
+
+    def _is_needed(self, worker: Worker) -> bool:
+        """Whether it holds a stage that no other member holds who could go on."""
+        plan, new, staying = self._agreement.plan, self._agreement.empty_handed(), self.staying
+        if not self._desk.config.save_ns or not plan.has(worker.key) or worker.key.worker_id in new:
+            return False
+        able = [w.key for w in self._agreement.survivors() if w.key != worker.key and w.key not in staying]
+        held = {stage for key in able if key.worker_id not in new for stage in plan.stages_of(key.worker_id)}
+        return not held.issuperset(plan.stages_of(worker.key.worker_id))
+
+    def let_go(self) -> list[tuple[Worker, Why]]:
+        """The checkpoint is there, or the time for it is over. Returns who can go now, and why."""
+        staying, self._staying = self._staying, {}
+        return [(worker, staying[worker.key]) for worker in self._membership.living(sorted(staying))]

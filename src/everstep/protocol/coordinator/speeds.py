@@ -8,60 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
 
 from everstep.base.plan import Plan, Seat, WorkerKey
-from everstep.base.pool_wish import PoolWish
-from everstep.protocol.coordinator.alarms import SpeedsDue
-from everstep.protocol.coordinator.desk import Desk
+from everstep.placement.lanes import place
+from everstep.protocol.coordinator.desk import Alarm, Desk
 from everstep.protocol.coordinator.membership import Membership
 
 _ABOUT_EQUAL = 1.1
-
-
-class Place(Protocol):
-    """`placement.lanes.place`, handed in because layers of the same height do not import each other."""
-
-    def __call__(
-        self,
-        worker_ids: Sequence[int],
-        lanes: int,
-        *,
-        stages: int = 1,
-        speeds: Mapping[int, float] | None = None,
-        previous: Sequence[Seat] = (),
-        wish: PoolWish = ...,
-        anew: bool = False,
-    ) -> tuple[Seat, ...]: ...
-
-
-@dataclass
-class _LaneTimes:
-    """Of one life, in ms. newest: as it last said, 0 unknown; looks: at the last looks at the speeds."""
-
-    newest: float = 0.0
-    looks: deque[float] = field(default_factory=lambda: deque(maxlen=6))
-
-    def say(self, ms: float) -> None:
-        self.newest = ms
-
-    def look(self) -> float | None:
-        """Note the newest time; returns the median of those noted, None if there is none."""
-        if self.newest > 0:
-            self.looks.append(self.newest)
-        return median(self.looks) if self.looks else None
+_LOOKS = 6
 
 
 class Speeds:
     """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
     how fast it is, so the speeds are looked at now and then."""
 
-    def __init__(self, desk: Desk, membership: Membership, place: Place) -> None:
+    def __init__(self, desk: Desk, membership: Membership) -> None:
         self.in_force: Mapping[int, float] = {}
-        self._desk, self._membership, self._place = desk, membership, place
-        self._times: dict[WorkerKey, _LaneTimes] = {}
+        self._desk, self._membership = desk, membership
+        self._newest_ms: dict[WorkerKey, float] = {}  # per lane, as each last said; 0: unknown
+        self._looks_ms: dict[WorkerKey, deque[float]] = {}  # at the last looks at the speeds
         self._idle = (0, False)  # the generation that was looked at, and what was found
         self.watching = False
         self._uneven_since_ns: int | None = None  # since when other lanes would shorten the steps by much
@@ -80,15 +46,9 @@ class Speeds:
         """Placement by the job's config. speeds: others than those in force."""
         config = self._desk.config
         speeds = self.in_force if speeds is None else speeds
-        return self._place(
-            worker_ids,
-            config.lanes,
-            stages=config.stages,
-            speeds={i: speeds[i] for i in worker_ids if i in speeds},
-            previous=previous,
-            wish=config.wish,
-            anew=anew,
-        )
+        known = {i: speeds[i] for i in worker_ids if i in speeds}
+        lanes, stages, wish = config.lanes, config.stages, config.wish
+        return place(worker_ids, lanes, stages=stages, speeds=known, previous=previous, wish=wish, anew=anew)
 
     def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
         """Those of the speeds in force that a placement of these workers is called with."""
@@ -108,31 +68,32 @@ class Speeds:
 
     def say(self, key: WorkerKey, ms_per_lane: float) -> None:
         """A worker says how long a lane takes it, 0 if it does not know. From the first one on, look now and then."""
-        if key in self._times:
-            self._times[key].say(ms_per_lane)
-        elif ms_per_lane > 0:
-            self._times[key] = _LaneTimes(ms_per_lane)
+        self._newest_ms[key] = ms_per_lane
         if ms_per_lane > 0 and not self.watching:
             self.watching = True
             self.look_later()
 
     def look_later(self) -> None:
         """Ring for the next look at the speeds."""
-        self._desk.alarms.set(SpeedsDue(), self._desk.now + self._desk.config.look_ns)
+        self._desk.alarms.set(Alarm.SPEEDS, self._desk.now + self._desk.config.look_ns)
 
     def measured(self, plan: Plan) -> dict[int, float] | None:
         """ms per lane: the median over the looks, this one included, by member; None while one is not known.
 
         Without lanes one counts as the others.
         """
-        self._times = {key: times for key, times in self._times.items() if self._membership.alive(key) is not None}
+        alive = self._membership.alive
+        self._newest_ms = {key: ms for key, ms in self._newest_ms.items() if alive(key) is not None}
+        self._looks_ms = {key: looks for key, looks in self._looks_ms.items() if alive(key) is not None}
         known: dict[int, float] = {}
         for member in plan.members:
-            if self._membership.alive(member.key) is None:
+            if alive(member.key) is None:
                 return None
-            ms = self._times.setdefault(member.key, _LaneTimes()).look()
-            if ms is not None:
-                known[member.worker_id] = ms
+            looks = self._looks_ms.setdefault(member.key, deque(maxlen=_LOOKS))
+            if (newest := self._newest_ms.get(member.key, 0.0)) > 0:
+                looks.append(newest)
+            if looks:
+                known[member.worker_id] = median(looks)
             elif any(seat.lanes for seat in plan.seats_of(member.worker_id)):
                 return None
         if not known:
@@ -144,7 +105,7 @@ class Speeds:
         """A worker was lost: the next life of its slot may be faster or slower."""
         self.in_force = {i: speed for i, speed in self.in_force.items() if i != worker_id}
 
-    def restore(self, plan: Plan) -> None:
+    def replay_plan(self, plan: Plan) -> None:
         """The speeds by which the newest plan of the journal was made."""
         self.in_force = dict(plan.speeds)
 
@@ -167,9 +128,8 @@ class Speeds:
         another time."""
         self._uneven_since_ns, self._changed_ns = None, self._desk.now
         self.in_force = dict(speeds)
-        if moving is not None and moving in self._times:
-            newest = self._times[moving].newest
-            self._times[moving] = _LaneTimes(newest)
+        if moving is not None:
+            self._looks_ms.pop(moving, None)
 
 
 def step_ms(seats: Sequence[Seat], ms_per_lane: Mapping[int, float]) -> float:

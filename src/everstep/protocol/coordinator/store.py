@@ -6,62 +6,49 @@ or is told that the generation has been superseded, which frees a group's constr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from everstep.protocol.messages import AnyMessage, StoreGet, StoreSet, StoreValues
-
-
-@dataclass(frozen=True)
-class _Asker:
-    connection: str
-    get: StoreGet
+from everstep.protocol.coordinator.desk import Desk
+from everstep.protocol.messages import StoreGet, StoreSet, StoreValues
 
 
 class RendezvousStore:
-    """Values by (generation, key), and who waits for them. send: to a connection, if there is one."""
+    """Values by (generation, key), and who waits for them, by connection."""
 
-    def __init__(self, send: Callable[[str, AnyMessage], None]) -> None:
-        self._send = send
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
         self._values: dict[int, dict[str, bytes]] = {}
-        self._askers: list[_Asker] = []
+        self._waiting: list[tuple[str, StoreGet]] = []
         self._oldest = 0
 
     def set(self, message: StoreSet) -> None:
         """Keep a value and answer those who waited for it."""
-        if message.generation < self._oldest:
-            return
-        self._values.setdefault(message.generation, {})[message.key] = message.value
-        waiting, self._askers = self._askers, []
-        for asker in waiting:
-            self._answer_or_keep(asker)
+        if message.generation >= self._oldest:
+            self._values.setdefault(message.generation, {})[message.key] = message.value
+            self._answer_waiting()
 
     def get(self, connection: str, message: StoreGet) -> None:
         """Answer now, or when all keys are set, or with None once the generation is superseded."""
-        self._answer_or_keep(_Asker(connection, message))
+        if not self._answer(connection, message):
+            self._waiting.append((connection, message))
 
     def advance(self, oldest: int) -> None:
         """Generations before `oldest` are superseded: forget their keys and free who waits for them."""
-        if oldest <= self._oldest:
-            return
-        self._oldest = oldest
-        self._values = {g: v for g, v in self._values.items() if g >= oldest}
-        waiting, self._askers = self._askers, []
-        for asker in waiting:
-            self._answer_or_keep(asker)
+        if oldest > self._oldest:
+            self._oldest = oldest
+            self._values = {g: v for g, v in self._values.items() if g >= oldest}
+            self._answer_waiting()
 
     def forget(self, connection: str) -> None:
         """A connection ended; it asks again when it is back."""
-        self._askers = [a for a in self._askers if a.connection != connection]
+        self._waiting = [(name, get) for name, get in self._waiting if name != connection]
 
-    def _answer_or_keep(self, asker: _Asker) -> None:
-        get = asker.get
-        if get.generation < self._oldest:
-            self._send(asker.connection, StoreValues(request=get.request, values=None))
-            return
-        values = self._values.get(get.generation, {})
-        if all(key in values for key in get.keys):
-            found = [values[key] for key in get.keys]
-            self._send(asker.connection, StoreValues(request=get.request, values=found))
-        else:
-            self._askers.append(asker)
+    def _answer_waiting(self) -> None:
+        self._waiting = [(name, get) for name, get in self._waiting if not self._answer(name, get)]
+
+    def _answer(self, connection: str, get: StoreGet) -> bool:
+        """Returns whether there was an answer."""
+        known = self._values.get(get.generation, {})
+        values = None if get.generation < self._oldest else [known[key] for key in get.keys if key in known]
+        if values is not None and len(values) < len(get.keys):
+            return False
+        self._desk.send(connection, StoreValues(request=get.request, values=values))
+        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.base.pool_wish import PoolWish
 from everstep.protocol.messages import AnyMessage
@@ -48,31 +48,27 @@ class CoordinatorConfig:
 # ---- events
 
 
-@dataclass(frozen=True)
-class Connected:
+class Connected(NamedTuple):
     """A connection proved the token. `connection` names it; role: 'agent', 'worker', 'job' or 'client'."""
 
     connection: str
     role: str
 
 
-@dataclass(frozen=True)
-class Disconnected:
+class Disconnected(NamedTuple):
     """A connection ended."""
 
     connection: str
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """A message came over a connection."""
 
     connection: str
     message: AnyMessage
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed; also sent when `next_deadline_ns` is reached."""
 
 
@@ -81,35 +77,31 @@ CoordinatorEvent = Connected | Disconnected | Received | Tick
 # ---- effects
 
 
-@dataclass(frozen=True)
-class Persist:
+class Persist(NamedTuple):
     """Append to the journal and sync, before any later effect of the same list."""
 
     entry: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """Send over a connection; a connection that is gone is no error."""
 
     connection: str
     message: AnyMessage
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(NamedTuple):
     """End a connection."""
 
     connection: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """For events.jsonl: `kind` and the fields of an event (cause, reason, worker_id, incarnation, pid, step, ...)."""
 
     kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any]
 
 
 CoordinatorEffect = Persist | Send | Close | Report

@@ -1,0 +1,181 @@
+"""Who is waited for, and who is on the way in. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+
+from everstep.base.cause import Why
+from everstep.base.plan import WorkerKey
+from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+
+START_PATIENCE_NS = 10 * SECOND_NS
+RETRY_NS = 200 * MILLISECOND_NS
+RETRY_MOST_NS = 5 * SECOND_NS
+
+
+class Quorum:
+    """The wait for enough workers: since when, for how long, and why.
+
+    waiting: why the job waits, None if it does not, or has only just begun. starting_over: all state is lost.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.waiting: Why | None = None
+        self.starting_over = False
+        self._desk = desk
+        self._since_ns: int | None = None
+        self._first_came_ns: int | None = None
+
+    def begin(self) -> None:
+        """Workers are waited for from now on."""
+        self._since_ns = self._desk.now
+
+    def met(self) -> None:
+        """Enough workers are there: there is a plan."""
+        self._since_ns = self._first_came_ns = self.waiting = None
+        self.starting_over = False
+
+    def wait(self) -> None:
+        """There are too few workers. Since when that is so is kept."""
+        if self._since_ns is None:
+            self._since_ns = self._desk.now
+        self._desk.alarms.set(Alarm.QUORUM, self._since_ns + self._desk.config.quorum_wait_ns)
+
+    def wait_for(self, why: Why, step: int, generation: int) -> None:
+        """There are too few workers, and this is why; it is told once."""
+        if why != self.waiting:
+            self.waiting = why
+            self._desk.report("waiting", why, step=step, generation=generation)
+        self.wait()
+
+    def over(self) -> bool:
+        """Whether workers were waited for long enough; if not, ring when they were."""
+        if self._since_ns is None:
+            return False
+        until_ns = self._since_ns + self._desk.config.quorum_wait_ns
+        if self._desk.now < until_ns:
+            self._desk.alarms.set(Alarm.QUORUM, until_ns)
+        return self._desk.now >= until_ns
+
+    # ---- patience with those who are a little later than the first
+
+    @property
+    def anybody(self) -> bool:
+        """Whether a first worker has come."""
+        return self._first_came_ns is not None
+
+    @property
+    def patient(self) -> bool:
+        """Whether the first worker has come so lately that others may follow."""
+        return self._first_came_ns is not None and self._desk.now < self._first_came_ns + START_PATIENCE_NS
+
+    def came(self) -> None:
+        """A worker is there; the first one counts."""
+        if self._first_came_ns is None:
+            self._first_came_ns = self._desk.now
+
+    def give_time(self) -> None:
+        """Ring when the workers after the first have had time enough."""
+        if self._first_came_ns is not None:
+            self._desk.alarms.set(Alarm.START, self._first_came_ns + START_PATIENCE_NS)
+
+    def start_over(self) -> None:
+        """All state is lost: whoever comes from now on counts."""
+        if not self.starting_over:
+            self.starting_over, self._first_came_ns = True, None
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker on its way in, by its newest ticket.
+
+    stages: whose state it copies, and where it is to sit. healed_ns: since when it follows closely enough; retry_ns:
+    next attempt, if one has failed.
+    """
+
+    key: WorkerKey
+    ticket: int
+    stages: tuple[int, ...]
+    healed_ns: int | None = None
+    retry_ns: int | None = None
+
+    @property
+    def copying(self) -> bool:
+        """Whether it neither follows closely yet nor has failed."""
+        return self.healed_ns is None and self.retry_ns is None
+
+
+class Healing:
+    """Who is on the way in, and how often each life has failed.
+
+    joins: by worker id, in the order in which they began.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.joins: dict[int, Join] = {}
+        self._desk = desk
+        self._failures: dict[WorkerKey, int] = {}
+        self._left_behind: dict[WorkerKey, set[int]] = {}
+        self._ticket = 0
+
+    def of(self, key: WorkerKey, ticket: int | None = None) -> Join | None:
+        """How this life is on the way in; None if it is not, or says so by another `ticket` than its newest."""
+        join = self.joins.get(key.worker_id)
+        return join if join is not None and join.key == key and ticket in (None, join.ticket) else None
+
+    def healed(self, key: WorkerKey) -> Join | None:
+        """How this life is on the way in, if it follows closely enough."""
+        join = self.of(key)
+        return join if join is not None and join.healed_ns is not None else None
+
+    def left_behind(self, key: WorkerKey) -> set[int]:
+        """The stages that this life followed when a plan came without it, unless it has begun anew."""
+        return self._left_behind.get(key, set())
+
+    def holds(self, key: WorkerKey, stages: Iterable[int]) -> None:
+        """A life says hello with the state of these stages, perhaps to one who has not seen it come by them."""
+        self._left_behind[key] = set(stages)
+
+    def leave_behind(self, stages: dict[WorkerKey, set[int]]) -> None:
+        """A plan comes without these, who follow these stages. What was known of others is out of date."""
+        self._left_behind = stages
+
+    def attempt(self, key: WorkerKey, stages: tuple[int, ...]) -> Join:
+        """Give out a ticket, for the first time or again."""
+        self._ticket += 1
+        self._left_behind.pop(key, None)
+        self._desk.persist("ticket", ticket=self._ticket, **asdict(key))
+        join = self.joins[key.worker_id] = Join(key, self._ticket, stages)
+        return join
+
+    def succeed(self, join: Join) -> None:
+        """A joiner follows closely enough."""
+        self._desk.change()
+        self.joins[join.key.worker_id] = replace(join, healed_ns=self._desk.now)
+
+    def fail(self, join: Join) -> int:
+        """A joiner has lost its donor: it may try again, later each time. Returns how often this life has failed."""
+        self._desk.change()
+        failures = self._failures[join.key] = self._failures.get(join.key, 0) + 1
+        delay_ns = 0 if failures == 1 else min(RETRY_NS << (failures - 2), RETRY_MOST_NS)
+        self.joins[join.key.worker_id] = replace(join, healed_ns=None, retry_ns=self._desk.now + delay_ns)
+        return failures
+
+    def keep(self, worker_ids: Collection[int]) -> None:
+        """All others need not come in any more."""
+        self.joins = {i: join for i, join in self.joins.items() if i in worker_ids}
+
+    def stop(self, worker_id: int) -> None:
+        """This worker is on the way in no more: it is in, or lost."""
+        self.joins.pop(worker_id, None)
+
+    def forget(self, key: WorkerKey) -> None:
+        """This life is over."""
+        self.stop(key.worker_id)
+        self._failures.pop(key, None)
+        self._left_behind.pop(key, None)
+
+    def replay_ticket(self, ticket: int) -> None:
+        """A ticket that a former life of the coordinator has given out."""
+        self._ticket = max(self._ticket, ticket)

@@ -1,0 +1,309 @@
+"""What workers say, from hello to last words, which plan they follow by that, and how a life comes to its end. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from everstep.base.cause import Cause, Why
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol import messages as m
+from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.membership import Agent, Worker
+from everstep.protocol.coordinator.plans import announce, order
+
+KILL_AGAIN_NS = 5 * SECOND_NS
+
+
+# ---- hello
+
+
+def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
+    """A worker says who it is and what it follows: welcome it, or send it away, and tell it what it has missed."""
+    key, membership = hello.member.key, job.membership
+    job.desk.introduce(name, worker=key)
+    if job.progress.tell_end(name):
+        return
+    refusal = _refusal(job, hello)
+    if refusal is not None:
+        job.desk.send(name, m.Dismissed(cause=refusal.cause, reason=refusal.reason, drained=False))
+        return
+    known = membership.workers.get(key.worker_id)
+    if known is not None and known.key != key:
+        why = Why(Cause.REPLACED, f"its slot already runs incarnation {key.incarnation}")
+        evict(job, known, why, kill=True)
+    worker = membership.alive(key) or membership.add(key)
+    if worker.connection != name:
+        job.desk.close(worker.connection, "replaced by a newer connection of the same worker")
+    first = not worker.greeted and not job.agreement.in_any_plan(key)
+    membership.greet(worker, name, hello, awaited=job.agreement.awaits(key))
+    if first:
+        pids = {"pids": list(worker.pids)} if len(worker.pids) > 1 else {}
+        where = {"host": worker.host, "step": worker.step, "generation": job.agreement.generation}
+        job.desk.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
+    _catch_up(job, worker, hello)
+    job.profiling.remind(worker)
+
+
+def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
+    """Why this life has to go, if it has."""
+    key, membership = hello.member.key, job.membership
+    known = membership.workers.get(key.worker_id)
+    if membership.is_fenced(key):
+        return Why(membership.fenced_for(key.worker_id), f"{describe(key)} was evicted or replaced")
+    if membership.newer(key):
+        return Why(Cause.REPLACED, f"{describe(key)} was evicted or replaced")
+    if known is not None and known.key != key and runs_elsewhere(job, known, hello.member.host):
+        text = f"slot {key.worker_id} runs on host {known.host}, as incarnation {known.key.incarnation}"
+        return Why(Cause.REPLACED, text)
+    return None
+
+
+def runs_elsewhere(job: JobState, known: Worker, host: str) -> bool:
+    """Whether a slot is another host's, where a life of it takes part or is there.
+
+    A host whose slot was given to another while it was away does not know that, and starts its slot's next life. This
+    one is newer, but no sign that the other has ended: that is for its own host to say, or for its silence.
+    """
+    there = known.connection is not None or job.agreement.in_any_plan(known.key)
+    return bool(known.host) and known.host != host and there
+
+
+def _catch_up(job: JobState, worker: Worker, hello: m.WorkerHello) -> None:
+    """Bring together what the worker follows and what it should follow."""
+    agreement = job.agreement
+    generation = hello.plan.generation if hello.plan is not None else 0
+    job.progress.reached(hello.step)
+    if hello.step:
+        job.healing.holds(worker.key, hello.stages)
+    if hello.plan is not None and generation > agreement.generation:
+        _adopt(job, hello.plan, worker.key)
+    follow(job, generation)
+    if job.membership.alive(worker.key) is None:
+        return
+    plan, prepared = agreement.plan, agreement.prepared
+    if plan.has(worker.key) and generation == plan.generation:
+        # Else that it has healed was told before a restart.
+        if agreement.enter(worker.key.worker_id) and plan.generation == agreement.switched:
+            _report_healed(job, worker, worker.step)
+    elif plan.has(worker.key) and not agreement.broken:
+        order(job, worker, m.PlanNow(plan=plan))
+    if prepared is not None and agreement.in_any_plan(worker.key):
+        order(job, worker, m.PlanPrepared(plan=prepared))
+
+
+def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
+    """A worker follows a plan that the journal does not know: believe it, and let its members come back."""
+    agreement, membership = job.agreement, job.membership
+    known = agreement.generation
+    agreement.adopt(plan)
+    job.healing.keep(())
+    job.quorum.met()
+    membership.begin_grace()
+    for member in plan.members:
+        membership.restore(member, None)
+        if membership.alive(member.key) is None:
+            cause = membership.fenced_for(member.worker_id)
+            agreement.break_off(Why(cause, f"{describe(member.key)} was evicted before"))
+    text = (
+        f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
+        f"of which the journal, at generation {known}, knows nothing: adopted"
+    )
+    job.desk.report("warning", Why(Cause.JOURNAL, text), generation=plan.generation)
+
+
+# ---- what members say of a generation
+
+
+def entered(job: JobState, worker: Worker, message: m.GenerationEntered) -> None:
+    """A worker has settled in a generation; the message has the step that it computes next."""
+    step = message.step - 1
+    worker.reached(step)
+    follow(job, message.generation)
+    plan = job.agreement.plan
+    if not plan.has(worker.key):
+        return
+    if message.generation == plan.generation:
+        job.progress.settled(plan, step, job.recovery.cause(plan.cause))
+        if job.agreement.enter(worker.key.worker_id):
+            _report_healed(job, worker, step)
+        job.recovery.entered(message.generation, message.phases_ms)
+    if worker.key.worker_id == plan.leader(0):
+        job.saving.remind()
+
+
+def _report_healed(job: JobState, worker: Worker, step: int) -> None:
+    """It has settled; if it had not been a member before, that is the end of its way in."""
+    if worker.key.worker_id in job.agreement.plan.joining:
+        why = Why(Cause.JOINED, "it holds the state of the others and takes part")
+        generation = job.agreement.plan.generation
+        job.desk.report("worker_healed", why, **worker.named, step=step, generation=generation)
+
+
+def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
+    """A step is committed."""
+    follow(job, message.generation)
+    worker.reached(message.step)
+    job.progress.reached(message.step, message.step_ms)
+    if 0 < message.generation == job.agreement.plan.generation:
+        job.agreement.enter(worker.key.worker_id)
+        job.recovery.complete(job.progress.step)
+
+
+def done(job: JobState, worker: Worker, message: m.WorkerDone) -> None:
+    """The last step is committed; if the final state is written too, the job is over."""
+    follow(job, message.generation)
+    worker.reached(message.step)
+    if message.final_written and job.agreement.plan.has(worker.key):
+        job.progress.reached(message.step)
+        job.recovery.complete(job.progress.step)
+        job.progress.end("completed", Why(Cause.COMPLETED, f"step {message.step} was the last"), 0)
+
+
+def peer_fault(job: JobState, worker: Worker, message: m.PeerFault) -> None:
+    """A transfer between members has failed."""
+    follow(job, message.generation)
+    job.links.peer_fault(worker, message)
+
+
+def links_due(job: JobState, about: Any) -> None:
+    """All who have lost a peer had the time to say so: no death explains what they accuse each other of."""
+    if job.progress.ended is None:
+        for worker, why in job.links.close_window():
+            evict(job, worker, why, kill=True)
+
+
+def settle_again(job: JobState, worker: Worker, message: m.SettleAgain) -> None:
+    """What a member had stated does not hold: all settle in a new generation, with what holds.
+
+    Where states differ, all go back to where they were alike, once. If they differ there again, that is no chance.
+    """
+    agreement, why = job.agreement, Why(message.cause, message.reason)
+    if message.tainted:
+        if job.progress.differed_before(message.tainted, message.decided_in):
+            text = f"{message.reason}; this is the second time at this step, going back does not help"
+            job.progress.end("failed", Why(message.cause, text), 1)
+            return
+        job.progress.in_doubt(why, message.sound)
+    if message.generation == agreement.plan.generation and agreement.plan.has(worker.key):
+        text = message.reason if message.tainted else f"worker {worker.key.worker_id}: {message.reason}"
+        agreement.break_off(Why(message.cause, text))
+        job.recovery.begin(why)
+
+
+# ---- the switch to a prepared plan
+
+
+def follow(job: JobState, generation: int) -> None:
+    """Something shows that the members have switched to this generation, if it is the prepared one."""
+    prepared = job.agreement.prepared
+    if prepared is not None and generation == prepared.generation:
+        _switch(job, prepared)
+
+
+def left_in_order(job: JobState, key: WorkerKey) -> None:
+    """A process ended because its work was done: whom the prepared plan leaves out has therefore switched to it."""
+    prepared = job.agreement.prepared
+    if prepared is not None and job.agreement.plan.has(key) and not prepared.has(key):
+        _switch(job, prepared)
+
+
+def _switch(job: JobState, plan: Plan) -> None:
+    old = job.agreement.switch(plan)
+    behind = job.links.left_behind(plan)
+    if behind is not None:
+        job.agreement.break_off(behind)
+    job.links.forget_accusations()
+    for worker_id in plan.joining:
+        job.healing.stop(worker_id)
+    announce(job, old)
+    for worker in job.membership.living(member.key for member in old.members if not plan.has(member.key)):
+        dismiss(job, worker, Why(plan.cause, plan.reason))
+
+
+# ---- last words
+
+
+def worker_failed(job: JobState, worker: Worker, message: m.WorkerFailed) -> None:
+    """A worker ends by an exception."""
+    if job.saving.last_words(worker, message):
+        evict(job, worker, Why(message.cause, message.reason), kill=False)
+
+
+def failed_early(job: JobState, message: m.WorkerFailed) -> None:
+    """The same of one that never said hello: its task cannot even be built."""
+    worker = job.membership.alive(WorkerKey(message.worker_id, message.incarnation))
+    if worker is not None:
+        worker_failed(job, worker, message)
+
+
+def saved(job: JobState, worker: Worker, message: m.Saved) -> None:
+    """A checkpoint has ended, one way or the other: that before a worker is let go, or one that was asked for."""
+    if job.saving.staying and job.saving.ending is None and job.agreement.plan.save:
+        failed_due(job, 0)
+    else:
+        job.saving.saved(message)
+
+
+def failed_due(job: JobState, about: Any) -> None:
+    """There is a checkpoint, or no more time for one: workers that have raised are let go."""
+    for worker, why in job.saving.let_go():
+        evict(job, worker, why, kill=False)
+
+
+# ---- the end of a life
+
+
+def evict(
+    job: JobState,
+    worker: Worker,
+    why: Why,
+    *,
+    kill: bool,
+    notice_ns: int = 0,
+    died_unix_ns: int | None = None,
+) -> None:
+    """This life is over, or is made to be: fence it, say why, and break the plan it was part of.
+
+    kill: it may still run. notice_ns: how long ago the fault happened, as far as is known.
+    """
+    key, agent = worker.key, job.agents.of(worker)
+    job.membership.remove(key, why)
+    job.healing.forget(key)
+    job.agreement.forget(key.worker_id)
+    job.speeds.forget(key.worker_id)
+    fields = {**worker.named, "step": worker.step, "generation": job.agreement.plan.generation}
+    if worker.member is None:
+        early = Why(why.cause, f"{describe(key)} ended before it was ready: {why.reason}")
+        job.desk.report("warning", early, **fields)
+    else:
+        job.desk.report("worker_evicted", why, died_unix_ns=died_unix_ns, **fields)
+    job.desk.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=False))
+    if kill and agent is not None:
+        kill_life(job, agent, key, why)
+    if job.agreement.in_any_plan(key):
+        whose = Why(why.cause, f"{describe(key)}: {why.reason}")
+        job.agreement.break_off(whose)
+        job.recovery.begin(whose, key=key, notice_ns=notice_ns, died_unix_ns=died_unix_ns)
+        _shrink(job, key, why.cause)
+
+
+def _shrink(job: JobState, key: WorkerKey, cause: Cause) -> None:
+    slots, shrinks = job.slots, job.desk.config.on_failure == "shrink"
+    if shrinks and slots.wanted(key.worker_id) and slots.target > slots.least:
+        reason = f"{describe(key)} was lost and on_failure is 'shrink'"
+        slots.want(slots.target - 1, slots.ids() - {key.worker_id}, Why(cause, reason))
+
+
+def kill_life(job: JobState, agent: Agent, key: WorkerKey, why: Why) -> None:
+    """Ask the agent for SIGKILL, at most once per `KILL_AGAIN_NS`."""
+    if agent.may_kill(key, job.desk.now, KILL_AGAIN_NS):
+        job.desk.send(agent.connection, m.KillWorker(**asdict(key), cause=why.cause, reason=why.reason))
+
+
+def dismiss(job: JobState, worker: Worker, why: Why) -> None:
+    """A worker is no longer wanted: it leaves without fault."""
+    job.membership.remove(worker.key, why)
+    job.healing.forget(worker.key)
+    job.desk.send(worker.connection, m.Dismissed(cause=why.cause, reason=why.reason, drained=True))
