@@ -59,7 +59,7 @@ def _closed(sock: socket.socket) -> bool:
 
 def test_it_does_not_import_torch() -> None:
     script = (
-        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.agent_main;"
+        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.host_agent;"
         "import everstep.runtime.commands;"
         "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) or 0)"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from everstep.base.cause import Cause, Why
+from everstep.base.config import Config
 
 HEALTHY_S = 60.0
 HOUR_S = 3600.0
@@ -14,30 +15,6 @@ LOOP_OWN = 3
 LOOP_KILLED = 10
 
 SlotState = Literal["empty", "starting", "running", "resting", "left", "lost"]
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """`max_restarts` per worker and hour; `initial_s`, `max_s` bound the backoff; `restart`: whether at all."""
-
-    max_restarts: int
-    initial_s: float
-    max_s: float
-    restart: bool = True
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Start the next life at this monotonic time (seconds)."""
-
-    at_s: float
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """The slot is lost, and why."""
-
-    why: Why
 
 
 @dataclass
@@ -82,17 +59,9 @@ class Slot:
         self.state, self.pids = "running", pids
 
     def exited(
-        self,
-        now_s: float,
-        policy: RestartPolicy,
-        *,
-        in_order: bool,
-        ready: bool,
-        killed: bool,
-        why: Why,
-        random: float,
-    ) -> Restart | GiveUp | None:
-        """The present life has ended; None if there is nothing to do.
+        self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
+    ) -> Why | None:
+        """The present life has ended. Returns why the slot is lost by that; else it has left, or rests until its next.
 
         in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
         """
@@ -100,18 +69,9 @@ class Slot:
         if in_order or not self.wanted:
             self.state = "left"
             return None
-        verdict = self._judge(now_s, policy, ready=ready, killed=killed, why=why, random=random)
-        if isinstance(verdict, GiveUp):
-            self.state = "lost"
-        else:
-            self.state, self.restart_at_s = "resting", verdict.at_s
-        return verdict
-
-    def _judge(
-        self, now_s: float, policy: RestartPolicy, *, ready: bool, killed: bool, why: Why, random: float
-    ) -> Restart | GiveUp:
-        if not policy.restart:
-            return GiveUp(Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again"))
+        self.state = "lost"
+        if config.on_failure == "shrink":
+            return Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again")
         if ready:
             self.early_own = self.early_killed = 0
         elif killed:
@@ -121,20 +81,25 @@ class Slot:
         if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
             times = max(self.early_own, self.early_killed)
             text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
-            return GiveUp(Why(Cause.CRASH_LOOP, text))
+            return Why(Cause.CRASH_LOOP, text)
         while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
             self.restarts_s.popleft()
-        if len(self.restarts_s) >= policy.max_restarts:
+        if len(self.restarts_s) >= config.max_restarts:
             most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
-            return GiveUp(Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}"))
+            return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
+        self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
+        self.restarts_s.append(now_s)
+        return None
+
+    def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:
+        """None at first, then longer and longer, until a life has been healthy."""
+        most_s, delay_s = config.backoff.max_s, 0.0
         if ready and now_s - self.started_s >= HEALTHY_S:
             self.attempt = 0
-        delay_s = 0.0
         if self.attempt > 0:
-            delay_s = min(policy.max_s, policy.initial_s * 2 ** (self.attempt - 1)) * (0.5 + random)
+            delay_s = min(most_s, config.backoff.initial_s * 2 ** (self.attempt - 1)) * (0.5 + random)
         self.attempt += 1
-        self.restarts_s.append(now_s)
-        return Restart(now_s + min(delay_s, policy.max_s))
+        return min(delay_s, most_s)
 
 
 @dataclass

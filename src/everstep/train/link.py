@@ -63,10 +63,6 @@ class WorkerLink(Protocol):
     @property
     def split_checked(self) -> bool: ...
 
-    def use_row(self, row: Row) -> None:
-        """What this worker writes of its progress goes through this row from here on."""
-        ...
-
     def on_flip(self, flip: Callable[[], None]) -> None:
         """Whoever has the state says how a bit of it is flipped."""
         ...
@@ -136,9 +132,6 @@ class LaunchedLink:
     def fill_up(self, config: Config) -> None:
         """A script has said what the job's config left open: this is all of it."""
         self.config = config
-
-    def use_row(self, row: Row) -> None:
-        self.row = row
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip
@@ -222,9 +215,6 @@ class LoneLink:
         self.flip: Callable[[], None] = lambda: None
         self.split_checked = False
         self._deliver: Deliver | None = None
-
-    def use_row(self, row: Row) -> None:
-        self.row = row
 
     def on_flip(self, flip: Callable[[], None]) -> None:
         self.flip = flip

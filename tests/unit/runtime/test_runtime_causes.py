@@ -11,8 +11,7 @@ import pytest
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config, to_dict
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.memory_kills import MemoryKills
-from everstep.runtime.process import cause_of_status
+from everstep.runtime.process import MemoryKills, why_ended
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from everstep.runtime.process import cause_of_status
     ],
 )
 def test_wait_statuses(status: int, cause: Cause) -> None:
-    assert cause_of_status(int(status)) is cause
+    assert why_ended(os.waitstatus_to_exitcode(int(status))).cause is cause
 
 
 def test_a_real_kill() -> None:
@@ -37,7 +36,7 @@ def test_a_real_kill() -> None:
         signal.pause()
         os._exit(0)
     os.kill(pid, signal.SIGKILL)
-    assert cause_of_status(os.waitpid(pid, 0)[1]) is Cause.KILLED
+    assert why_ended(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).cause is Cause.KILLED
 
 
 def test_kills_for_want_of_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
