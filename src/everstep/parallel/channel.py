@@ -3,7 +3,7 @@
     page 0     header and bell (see `mapping`)
     page 1     the opening: the generation that the sender is in, and the number of its first message there
     log        one record per message: to whom, which hop, where it lies
-    room       the messages, see `arena` and `frame`
+    room       the messages, see `Arena` and `frame`
 
 Order of writes: message, then record, its checksum first but its number in the checksum, then the bell.
 
@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, check
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Hop, OnTick
-from everstep.parallel import futex
-from everstep.parallel.arena import Arena
 from everstep.parallel.fence import Fence
 from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
-from everstep.parallel.mapping import PAGE, Mapping, MappingFacts, OwnMapping, PeerMapping
+from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
 
 KINDS = ("act", "grad", "tied", "eval")
 
@@ -43,28 +43,88 @@ _RECORDS = 1 << 16
 _LOG_AT = 2 * PAGE
 _ROOM_AT = _LOG_AT + _RECORDS * _RECORD.size
 _DIGEST_BYTES = 8
+_ROOM_BYTES = 64 << 30  # in flight at once at most; costs address space only
+_WINDOW = 8
+_SLACK_BYTES = 16 << 20
+
+
+class _Taken(NamedTuple):
+    step: int
+    start: int
+    stop: int
+
+
+class Arena:
+    """Where messages lie in a sender's memory: 64-byte aligned runs of [0, room_bytes), taken by step and given back
+    all at once. The same steps in the same order get the same places again, so pages once touched go on being used.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room = room_bytes
+        self._taken: list[_Taken] = []
+        self._next = 0
+        self._limit = room_bytes
+        self._touched = 0
+        self._peaks: deque[int] = deque(maxlen=_WINDOW)
+        self._peak = 0
+
+    def __len__(self) -> int:
+        """How many runs are taken."""
+        return len(self._taken)
+
+    def take(self, step: int, size_bytes: int) -> int:
+        """The start of a run of size_bytes (a multiple of 64)."""
+        if self._next + size_bytes > self._limit and self._limit < self._room:
+            # The gap below the oldest run is full: go on above all of them.
+            self._next, self._limit = max(t.stop for t in self._taken), self._room
+        stop = self._next + size_bytes
+        check(stop <= self._limit, f"{stop} bytes in flight do not fit into the channel's {self._room}")
+        self._taken.append(_Taken(step, self._next, stop))
+        start, self._next = self._next, stop
+        self._touched = max(self._touched, stop)
+        self._peak = max(self._peak, stop)
+        return start
+
+    def forget(self, step: int) -> tuple[int, int]:
+        """Runs of steps up to this one are free. Returns a range [start, stop) that has not been used for long."""
+        kept = [t for t in self._taken if t.step > step]
+        if len(kept) == len(self._taken):
+            return 0, 0
+        self._taken = kept
+        self._next, self._limit = 0, min((t.start for t in kept), default=self._room)
+        if not self._limit:
+            self._next, self._limit = max(t.stop for t in kept), self._room
+        self._peaks.append(self._peak)
+        self._peak = max((t.stop for t in kept), default=0)
+        used = max(*self._peaks, self._peak) + _SLACK_BYTES
+        if len(self._peaks) < _WINDOW or used >= self._touched:
+            return 0, 0
+        idle = used, self._touched
+        self._touched = used
+        return idle
+
+    def clear(self) -> None:
+        """Everything is free."""
+        self.forget(1 << 62)
 
 
 class SharedMemoryChannel:
     """Satisfies `everstep.base.ports.Channel` for members of one host.
 
-    room_bytes: what may be in flight at once at most; costs address space only. device: where received tensors are put.
+    device: where received tensors are put.
     """
 
-    def __init__(
-        self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu", room_bytes: int = 64 << 30
-    ) -> None:
+    def __init__(self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu") -> None:
         self._me = me
         self._tick = tick
         self._device = torch.device(device)
         self._fence = Fence()
-        self._facts: MappingFacts = (room_bytes, _RECORDS, 0, 0)
-        self._size = _ROOM_AT + room_bytes
-        self._own = OwnMapping(me, self._size, _MAGIC, self._facts)
-        self._room = _bytes(self._own, room_bytes)
-        self._arena = Arena(room_bytes)
+        layout: Any = (_ROOM_AT + _ROOM_BYTES, _MAGIC, (_ROOM_BYTES, _RECORDS, 0, 0))
+        self._own = OwnMapping(me, *layout)
+        self._room = _bytes(self._own)
+        self._arena = Arena(_ROOM_BYTES)
         self._number = 0
-        self._attached: dict[str, PeerMapping] = {}
+        self._attached = Attached(me, lambda m: PeerMapping(m.segment, m.key, *layout))
         self._inboxes: dict[int, _Inbox] = {}
 
     @property
@@ -83,18 +143,8 @@ class SharedMemoryChannel:
         self._own.ring()  # a barrier: who copies what is overwritten from here on sees the new opening
         self._arena.clear()
         self._inboxes = {}
-        others = [m for m in plan.members if m.key != self._me]
-        wanted = {m.segment for m in others}
-        for name in [n for n in self._attached if n not in wanted]:
-            self._attached.pop(name).close()
-        dead = [m.worker_id for m in others if not self._attach(m)]
-        if dead:
-            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
-        me = self._me.worker_id
-        mappings: dict[int, Mapping] = {m.worker_id: self._attached[m.segment] for m in others}
-        mappings[me] = self._own
-        room = self._facts[0]
-        self._inboxes = {w: _Inbox(m, w, me, plan.generation, room) for w, m in mappings.items()}
+        mappings: dict[int, Mapping] = {self._me.worker_id: self._own, **self._attached.meet(plan, self._fence)}
+        self._inboxes = {w: _Inbox(m, w, self._me.worker_id, plan.generation) for w, m in mappings.items()}
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
         """One copy into the own memory. Raises: CollectiveAborted if the generation has been aborted."""
@@ -131,8 +181,8 @@ class SharedMemoryChannel:
             self._tick()
             if inbox.has(key):
                 return inbox.take(key, self._device)
-            futex.wait(inbox.mapping.bell_address, bell, _WAIT_S)
-            if inbox.mapping.bell == bell and not inbox.alive():
+            inbox.mapping.await_bell(bell, _WAIT_S)
+            if inbox.mapping.bell == bell and not inbox.mapping.alive():
                 inbox.look()  # what it sent at the very end
                 if not inbox.has(key):
                     raise CollectiveAborted(f"worker {source} died before it sent {key}", [source])
@@ -154,40 +204,24 @@ class SharedMemoryChannel:
     def close(self) -> None:
         """Detach."""
         self._fence.abort(1 << 62)
-        for peer in self._attached.values():
-            peer.close()
-        self._attached.clear()
+        self._attached.close()
         self._inboxes.clear()
         self._room = torch.empty(0, dtype=torch.uint8)
         self._own.close()
-
-    def _attach(self, member: Member) -> bool:
-        self._fence.check()
-        if member.segment in self._attached:
-            return self._attached[member.segment].alive()
-        try:
-            peer = PeerMapping(member.segment, member.key, self._size, _MAGIC, self._facts)
-        except (ProcessLookupError, FileNotFoundError):
-            return False
-        self._attached[member.segment] = peer
-        return True
 
 
 class _Inbox:
     """What one sender has for this worker in one generation."""
 
-    def __init__(self, mapping: Mapping, sender: int, me: int, generation: int, room_bytes: int) -> None:
+    def __init__(self, mapping: Mapping, sender: int, me: int, generation: int) -> None:
         self.mapping = mapping
         self._sender = sender
         self._me = me
         self._generation = generation
-        self._room = _bytes(mapping, room_bytes)
+        self._room = _bytes(mapping)
         self._opening = b""
         self._next = 0
         self._found: dict[Hop, tuple[int, int]] = {}
-
-    def alive(self) -> bool:
-        return not isinstance(self.mapping, PeerMapping) or self.mapping.alive()
 
     def has(self, key: Hop) -> bool:
         return key in self._found
@@ -248,7 +282,7 @@ class _Inbox:
         return True
 
     def _verify(self) -> None:
-        futex.load_fence()
+        load_fence()
         if self.mapping.memory[_OPENING_AT : _OPENING_AT + _OPENING.size] != self._opening:
             self._left()
 
@@ -264,6 +298,6 @@ def _digest(content: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(content))
 
 
-def _bytes(mapping: Mapping, room_bytes: int) -> torch.Tensor:
-    """uint8 [room_bytes] over the room."""
-    return torch.frombuffer(mapping.array(ctypes.c_uint8, room_bytes, _ROOM_AT), dtype=torch.uint8)
+def _bytes(mapping: Mapping) -> torch.Tensor:
+    """uint8 [_ROOM_BYTES] over the room."""
+    return torch.frombuffer(mapping.array(ctypes.c_uint8, _ROOM_BYTES, _ROOM_AT), dtype=torch.uint8)

@@ -42,14 +42,13 @@ class _Edge(NamedTuple):
     part: int
 
 
-class _Lead(NamedTuple):
+class _Coming(NamedTuple):
     content: torch.Tensor
     batch: Batch
 
-
-class _Coming(NamedTuple):
-    frame: torch.Tensor
-    batch: Batch
+    def complete(self) -> bool:
+        works = (*self.batch.works, *(marker for _, marker in self.batch.markers))
+        return all(work.is_completed() for work in works)
 
 
 class GroupChannel:
@@ -71,7 +70,7 @@ class GroupChannel:
 
     def _clear(self) -> None:
         self._rooms: dict[_Edge, int] = {}
-        self._leads: dict[_Edge, _Lead] = {}
+        self._leads: dict[_Edge, _Coming] = {}
         self._frames: dict[_Edge, int] = {}
         self._wanted: dict[_Edge, list[Hop]] = {}
         self._coming: dict[tuple[int, Hop], _Coming] = {}
@@ -101,17 +100,17 @@ class GroupChannel:
             self._rooms[edge] = layout.size
             lead = fresh_bytes(_LEAD.size)
             _write(lead, _LEAD.pack(layout.size))
-            self._keep(key.step, lead, mesh.send_apart((lead, to, _lead_tag(edge))))
+            self._post(mesh, key.step, lead, to, _lead_tag(edge))
         room = self._rooms[edge]
         frame = fresh_bytes(ALIGN_BYTES + room)
         _write(frame, _HEADER.pack(key.step, KINDS.index(key.kind), key.part, key.lane, 0, layout.size))
         if layout.size <= room:
             layout.fill(frame[ALIGN_BYTES:], tensors)
-        self._keep(key.step, frame, mesh.send_apart((frame, to, _tag(key) + _FRAME)))
+        self._post(mesh, key.step, frame, to, _tag(key) + _FRAME)
         if layout.size > room:
             content = fresh_bytes(layout.size)
             layout.fill(content, tensors)
-            self._keep(key.step, content, mesh.send_apart((content, to, _tag(key) + _MORE)))
+            self._post(mesh, key.step, content, to, _tag(key) + _MORE)
 
     def expect(self, source: int, key: Hop) -> None:
         """Ask for it now, if the size of the edge's frames is known, and as soon as it is otherwise.
@@ -126,9 +125,8 @@ class GroupChannel:
         if key not in wanted:
             wanted.append(key)
         if edge not in self._frames and edge not in self._leads:
-            content = fresh_bytes(_LEAD.size)
-            self._leads[edge] = _Lead(content, mesh.receive_apart((content, source, _lead_tag(edge))))
-        self._ask()
+            self._leads[edge] = _receive(mesh, _LEAD.size, source, _lead_tag(edge))
+        self._ask(mesh)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
         """Raises: CollectiveAborted after `abort`, and when the connection with the sender broke."""
@@ -142,16 +140,16 @@ class GroupChannel:
         with self._carrier.ticking():
             if edge in self._leads:
                 mesh.wait(self._leads[edge].batch)
-                self._ask()
+                self._ask(mesh)
             coming = self._coming.pop((source, key))
             mesh.wait(coming.batch)
-            step, kind, part, lane, _, size = _HEADER.unpack(coming.frame[: _HEADER.size].numpy().tobytes())
+            step, kind, part, lane, _, size = _HEADER.unpack(coming.content[: _HEADER.size].numpy().tobytes())
             found = Hop(step, KINDS[kind], part, lane)  # type: ignore[arg-type]
             check(found == key, f"expected {key} of worker {source}, got {found}")
-            content = coming.frame[ALIGN_BYTES:]
+            content = coming.content[ALIGN_BYTES:]
             if size > content.numel():
-                content = fresh_bytes(size)
-                mesh.wait(mesh.receive_apart((content, source, _tag(key) + _MORE)))
+                content, batch = _receive(mesh, size, source, _tag(key) + _MORE)
+                mesh.wait(batch)
         length = head_size(content[:HEAD_LENGTHS].numpy().tobytes())
         layout = parse_head(content[:length].numpy().tobytes())
         return self._tensors(layout, content), layout.meta
@@ -182,36 +180,30 @@ class GroupChannel:
         check(mesh is not None, "a message before the channel was opened")
         return mesh  # type: ignore[return-value]
 
-    def _keep(self, step: int, content: torch.Tensor, works: list[object]) -> None:
-        self._sent.append((step, [content, *works]))
+    def _post(self, mesh: GlooMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
+        """What is sent is kept until the step is forgotten."""
+        self._sent.append((step, [content, *mesh.send_apart((content, to, tag))]))
 
-    def _ask(self) -> None:
+    def _ask(self, mesh: GlooMesh) -> None:
         """Begin to receive all that is wanted and whose size is known by now."""
-        mesh = self._mesh
-        for edge in [e for e, lead in self._leads.items() if _complete(lead.batch)]:
+        for edge in [e for e, lead in self._leads.items() if lead.complete()]:
             lead = self._leads.pop(edge)
             (self._frames[edge],) = _LEAD.unpack(lead.content.numpy().tobytes())
         for edge in [e for e in self._wanted if e in self._frames]:
             for key in self._wanted.pop(edge):
-                frame = fresh_bytes(ALIGN_BYTES + self._frames[edge])
-                batch = mesh.receive_apart((frame, edge.peer, _tag(key) + _FRAME))  # type: ignore[union-attr]
-                self._coming[edge.peer, key] = _Coming(frame, batch)
+                size = ALIGN_BYTES + self._frames[edge]
+                self._coming[edge.peer, key] = _receive(mesh, size, edge.peer, _tag(key) + _FRAME)
 
     def _tensors(self, layout: Frame, content: torch.Tensor) -> list[torch.Tensor]:
         """On the CPU without a copy: each over its part of the content, which is nobody else's."""
-        found = []
-        for place in layout.places:
-            if self._device.type == "cpu":
-                found.append(place.adopt(content))
-            else:
-                found.append(place.fresh(self._device).copy_(place.view(content)))
-        return found
+        if self._device.type == "cpu":
+            return [place.adopt(content) for place in layout.places]
+        return [place.fresh(self._device).copy_(place.view(content)) for place in layout.places]
 
 
-def _complete(batch: Batch) -> bool:
-    return all(marker.is_completed() for _, marker in batch.markers) and all(
-        work.is_completed() for work in batch.works
-    )
+def _receive(mesh: GlooMesh, size: int, source: int, tag: int) -> _Coming:
+    content = fresh_bytes(size)
+    return _Coming(content, mesh.receive_apart((content, source, tag)))
 
 
 def _write(target: torch.Tensor, content: bytes) -> None:

@@ -15,16 +15,19 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import select
 import stat
 import struct
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from everstep.base.errors import MembershipError
-from everstep.base.plan import WorkerKey
-from everstep.parallel import futex
+from everstep.base.errors import CollectiveAborted, MembershipError
+from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.parallel.fence import Fence
 
 PAGE = 4096
 _BELL_AT = 256
@@ -37,6 +40,42 @@ MappingFacts = tuple[int, int, int, int]
 def pages(size_bytes: int) -> int:
     """Rounded up to whole pages."""
     return -(-size_bytes // PAGE) * PAGE
+
+
+# ---- sleeping until a word in shared memory changes, and waking those who sleep on it: Linux futexes, shared between
+# processes (no FUTEX_PRIVATE_FLAG: the key is the file's page, so the waiter may have it mapped read-only). Where the
+# number of the call is not known, waiting is a short sleep. Waiters must be ready for spurious returns.
+# Source: man 2 futex. ctypes releases the interpreter lock during the call; both calls are full memory barriers.
+
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX = _FUTEX_NUMBERS.get(platform.machine())
+_WAIT, _WAKE = 0, 1
+_POLL_S = 0.0002
+_SYSCALL = ctypes.CDLL(None).syscall
+_FENCE = ctypes.c_uint32(0)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_SYSCALL.restype = ctypes.c_long
+_SYSCALL.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_uint32),
+)
+
+
+def _wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at `address`."""
+    if _FUTEX is not None:
+        _SYSCALL(_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
+
+
+def load_fence() -> None:
+    """What was read before stays before what is read afterwards. x86 keeps that order by itself."""
+    if platform.machine() != "x86_64":
+        _wake(ctypes.addressof(_FENCE))
 
 
 class Mapping:
@@ -52,9 +91,17 @@ class Mapping:
     def bell(self) -> int:
         return int(self._bell.value)
 
-    @property
-    def bell_address(self) -> int:
-        return self.address + _BELL_AT
+    def await_bell(self, seen: int, timeout_s: float) -> None:
+        """Sleep while the bell is as it was seen, `timeout_s` seconds at most (below one second)."""
+        if _FUTEX is None:
+            time.sleep(min(_POLL_S, timeout_s))
+        else:
+            timeout = ctypes.byref(_Timespec(0, int(timeout_s * 1e9)))
+            _SYSCALL(_FUTEX, self.address + _BELL_AT, _WAIT, seen, timeout, None, 0)
+
+    def alive(self) -> bool:
+        """Whether its owner still runs."""
+        return True
 
     def array(self, kind: Any, count: int, offset: int) -> Any:
         """A ctypes array over the mapping. It keeps the mapping alive, and nothing else has to."""
@@ -81,7 +128,7 @@ class OwnMapping(Mapping):
     def ring(self) -> None:
         """Wake whoever sleeps on the bell: something has been written. A full memory barrier."""
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
-        futex.wake(self.bell_address)
+        _wake(self.address + _BELL_AT)
 
     def give_back(self, offset: int, size_bytes: int) -> None:
         """Give whole pages back to the system; they read as zeros until they are written again."""
@@ -103,8 +150,7 @@ class PeerMapping(Mapping):
 
     def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
         pid, fd, nonce = _parse(name)
-        self.pid = pid
-        self._pidfd = _pidfd(pid)
+        self._pidfd = os.pidfd_open(pid)
         try:
             expected = (magic, nonce, key.worker_id, key.incarnation, *facts)
             super().__init__(_map_readonly(f"/proc/{pid}/fd/{fd}", size_bytes, expected))
@@ -114,21 +160,54 @@ class PeerMapping(Mapping):
 
     def alive(self) -> bool:
         """Whether the process still runs (one that was killed and not yet waited for does not)."""
-        if self._pidfd is None:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            return True
         watch = select.poll()
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
     def close(self) -> None:
         """Stop watching. The mapping goes when the last tensor over it does."""
-        if self._pidfd is not None:
+        if self._pidfd >= 0:
             os.close(self._pidfd)
-            self._pidfd = None
+            self._pidfd = -1
+
+
+P = TypeVar("P", bound=PeerMapping)
+
+
+class Attached(Generic[P]):
+    """The memory of the other members of a generation. Who stays a member stays attached. attach: makes one."""
+
+    def __init__(self, me: WorkerKey, attach: Callable[[Member], P]) -> None:
+        self._me = me
+        self._attach = attach
+        self._found: dict[str, P] = {}
+
+    def meet(self, plan: Plan, fence: Fence) -> dict[int, P]:
+        """By worker id, all members of the plan but this one; whoever is no member any more is let go.
+
+        Raises: CollectiveAborted if members are dead; MembershipError if a segment is not that of a member.
+        """
+        others = [m for m in plan.members if m.key != self._me]
+        for name in self._found.keys() - {m.segment for m in others}:
+            self._found.pop(name).close()
+        dead = []
+        for member in others:
+            fence.check()
+            try:
+                if member.segment not in self._found:
+                    self._found[member.segment] = self._attach(member)
+                elif not self._found[member.segment].alive():
+                    dead.append(member.worker_id)
+            except (ProcessLookupError, FileNotFoundError):
+                dead.append(member.worker_id)
+        if dead:
+            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
+        return {m.worker_id: self._found[m.segment] for m in others}
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._found:
+            self._found.popitem()[1].close()
 
 
 def _parse(name: str) -> tuple[int, int, bytes]:
@@ -136,15 +215,6 @@ def _parse(name: str) -> tuple[int, int, bytes]:
     if kind != "memfd" or len(rest) != 3 or not rest[0].isdecimal() or not rest[1].isdecimal():
         raise MembershipError(f"expected a segment as memfd:<pid>:<fd>:<nonce>, got {name!r}")
     return int(rest[0]), int(rest[1]), rest[2].encode()
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:  # kernel without pidfd
-        return None
 
 
 def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap.mmap:

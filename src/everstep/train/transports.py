@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from everstep.parallel.kinds.table import KINDS
+from everstep.parallel.kinds import KINDS
 from everstep.parallel.staged import StagedTransport
 from everstep.parallel.store import ControlStore
 from everstep.train.link import WorkerLink
