@@ -22,6 +22,7 @@ from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, merge_presence
 from everstep.parallel.fence import Fence
+from everstep.parallel.mapping import record_key
 from everstep.parallel.mesh import GlooMesh, NcclLinks, Transfer
 from everstep.parallel.peers import PeerSockets
 from everstep.parallel.reduction import (
@@ -33,7 +34,6 @@ from everstep.parallel.reduction import (
     new_flat,
     zero_absent,
 )
-from everstep.parallel.segment import record_key
 from everstep.placement.owners import owners
 
 _LOOPBACK = "127.0.0.1"

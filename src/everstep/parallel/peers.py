@@ -6,12 +6,14 @@ before; here whoever waits reads by itself, ticks by itself, and looks for abort
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import xxhash
@@ -138,6 +140,12 @@ class PeerSockets:
         self._tick()
         return ready
 
+    def _await(self, sock: socket.socket, event: int, until: float = inf) -> None:
+        poller = select.poll()
+        poller.register(sock, event)
+        while not self._poll(poller) and time.monotonic() < until:
+            pass
+
     def _guarded(self, operation: Callable[[], None], worker_id: int) -> None:
         try:
             operation()
@@ -162,12 +170,9 @@ class PeerSockets:
         while True:
             sock = socket.socket(socket.AF_INET6 if ":" in door.host else socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
-            poller = select.poll()
-            poller.register(sock, select.POLLOUT)
             try:
                 sock.connect_ex((door.host, door.port))
-                while not self._poll(poller):
-                    pass
+                self._await(sock, select.POLLOUT)
                 error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if not error and sock.send(hello) == len(hello):
                     return sock
@@ -181,36 +186,22 @@ class PeerSockets:
 
     def _answer(self, listener: socket.socket, expected: set[int]) -> int:
         """Take one call; returns whose it was, or -1 if a stranger's."""
-        poller = select.poll()
-        poller.register(listener, select.POLLIN)
-        while not self._poll(poller):
-            pass
+        self._await(listener, select.POLLIN)
         try:
             sock, _ = listener.accept()
         except OSError:
             return -1
-        sock.setblocking(False)
-        try:
-            worker_id, token = _HELLO.unpack(self._hello(sock))
-        except (OSError, struct.error):
-            sock.close()
-            return -1
-        except BaseException:
-            sock.close()
-            raise
-        if token != self._token or worker_id not in expected:
-            sock.close()
-            return -1
-        self._sockets[worker_id] = sock
-        return int(worker_id)
-
-    def _hello(self, sock: socket.socket) -> bytes:
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        until = time.monotonic() + _GRACE_S * 10
-        while not self._poll(poller) and time.monotonic() < until:
-            pass
-        return sock.recv(_HELLO.size)
+        with contextlib.ExitStack() as refused:
+            refused.callback(sock.close)
+            sock.setblocking(False)
+            self._await(sock, select.POLLIN, time.monotonic() + _GRACE_S * 10)
+            with contextlib.suppress(OSError, struct.error):
+                worker_id, token = _HELLO.unpack(sock.recv(_HELLO.size))
+                if token == self._token and worker_id in expected:
+                    refused.pop_all()
+                    self._sockets[worker_id] = sock
+                    return int(worker_id)
+        return -1
 
 
 class _Talk:
@@ -231,10 +222,8 @@ class _Talk:
         return (select.POLLOUT if self._out else 0) | (0 if done else select.POLLIN)
 
     def send(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._out = self._out[self.sock.send(self._out) :]
-        except BlockingIOError:
-            pass
 
     def receive(self) -> None:
         """Never reads beyond the frame: the next one may be there already."""

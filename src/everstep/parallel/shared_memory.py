@@ -28,9 +28,8 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart
 from everstep.exact.reduce import presence as union
 from everstep.parallel.fence import Fence
-from everstep.parallel.mapping import Attached
+from everstep.parallel.mapping import EXCHANGE, NODES, RESULT, Attached, Geometry, OwnSegment, PeerSegment, record_key
 from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
-from everstep.parallel.segment import EXCHANGE, NODES, RESULT, Geometry, OwnSegment, PeerSegment, record_key
 from everstep.placement.owners import owners
 
 _WAIT_S = 0.005

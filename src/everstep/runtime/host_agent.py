@@ -33,7 +33,7 @@ from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
-from everstep.runtime.collector import Collector
+from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.process import (
@@ -45,7 +45,6 @@ from everstep.runtime.process import (
     readable,
     taking_signals,
 )
-from everstep.runtime.sampler import Sampler
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0

@@ -81,8 +81,7 @@ class PeerConnection:
         size = self._recv_size()
         if size != view.nbytes:
             raise ProtocolError(f"expected {view.nbytes} bytes from a peer, it sends {size}")
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, view)
+        self._fill(view)
 
     def recv_bytes(self, max_bytes: int) -> bytearray:
         """Receive one `send_bytes` of unknown size. Raises: ProtocolError beyond `max_bytes`."""
@@ -90,14 +89,12 @@ class PeerConnection:
         if size > max_bytes:
             raise ProtocolError(f"expected at most {max_bytes} bytes from a peer, it sends {size}")
         data = bytearray(size)
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, memoryview(data))
+        self._fill(memoryview(data))
         return data
 
     def abort(self) -> None:
         """From any thread: make pending operations raise at once."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._sock)
 
     def close(self) -> None:
         """End the conversation; the other side sees the end of the stream."""
@@ -112,9 +109,12 @@ class PeerConnection:
 
     def _recv_size(self) -> int:
         header = bytearray(_SIZE.size)
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, memoryview(header))
+        self._fill(memoryview(header))
         return int(_SIZE.unpack(header)[0])
+
+    def _fill(self, view: memoryview) -> None:
+        with _faults("receiving from a peer"):
+            recv_exact_into(self._sock, view)
 
 
 class _faults(contextlib.AbstractContextManager[None]):
@@ -165,14 +165,12 @@ class PeerServer:
         """Make every conversation in progress raise; go on listening."""
         with self._lock:
             for sock in self._open:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                _hang_up(sock)
 
     def close(self) -> None:
         """Stop listening and end every conversation."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._listener)
         self._listener.close()
         self.abort_all()
         if threading.current_thread() is not self._thread:
@@ -213,9 +211,13 @@ class PeerServer:
         finally:
             with self._lock:
                 self._open.discard(sock)
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(sock)
             sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def peer_connect(

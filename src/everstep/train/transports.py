@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from everstep.parallel.kinds import KINDS
+from everstep.parallel.kinds import KINDS, ControlStore
 from everstep.parallel.staged import StagedTransport
-from everstep.parallel.store import ControlStore
 from everstep.train.link import WorkerLink
 from everstep.train.rendezvous import Rendezvous
 

@@ -21,10 +21,9 @@ from everstep.runtime import cell as channels
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_RANKS, ROW_BYTES, Board
 from everstep.runtime.cell import Head, Limb, LimbLost
-from everstep.runtime.collector import Collector
+from everstep.runtime.collector import Collector, Sampler, process_usage
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import ForkedCell, first_to_go
-from everstep.runtime.sampler import Sampler, process_usage
 
 KILLED, FAILED, DONE = int(signal.SIGKILL), 1 << 8, 0
 
