@@ -216,7 +216,6 @@ def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any
 def follow(
     path: str | os.PathLike[str],
     *,
-    from_start: bool = True,
     poll_s: float = 0.05,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict[str, Any]]:
@@ -224,24 +223,18 @@ def follow(
 
     A file that does not exist yet is waited for.
     """
-    position: int | None = 0 if from_start else None
-    rest = b""
+    position, rest = 0, b""
     while True:
         last = stop()
         try:
             with open(path, "rb") as file:
-                if position is None:
-                    position = file.seek(0, os.SEEK_END)
                 file.seek(position)
                 data = file.read()
                 position += len(data)
         except FileNotFoundError:
-            data = b""
-            position = 0
-        rest += data
-        cut = rest.rfind(b"\n") + 1
-        whole, rest = rest[:cut], rest[cut:]
-        yield from parse_events(whole)
+            position, data = 0, b""
+        whole, end, rest = (rest + data).rpartition(b"\n")
+        yield from parse_events(whole + end)
         if last:
             return
         if not data:

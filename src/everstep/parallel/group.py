@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
@@ -24,7 +24,7 @@ from everstep.exact.reduce import NodePart, merge_presence
 from everstep.parallel.fence import Fence
 from everstep.parallel.mapping import record_key
 from everstep.parallel.mesh import GlooMesh, NcclLinks, Transfer
-from everstep.parallel.peers import PeerSockets
+from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.parallel.reduction import (
     BlockFinisher,
     Flats,
@@ -96,14 +96,12 @@ class GroupTransport:
         with self._lock:
             self._fence.enter(plan.generation)
             self._old += [group for group in (self._links, self._records) if group is not None]
+            store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
             host = _own_host(plan, self._me)
-            common = (plan.worker_ids, self._me.worker_id, self._store)
-            records = self._records = PeerSockets(*common, host, self._fence, self._tick, self._name)
-            links = self._links = (
-                NcclLinks(*common, self._device, self._fence, self._name)
-                if self._device.type == "cuda"
-                else GlooMesh(*common, host, self._fence, self._name)
-            )
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence)
+            records = self._records = PeerSockets(meeting, self._tick)
+            cuda = self._device.type == "cuda"
+            links = self._links = NcclLinks(meeting, self._device) if cuda else GlooMesh(meeting)
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
             self._fence.check()

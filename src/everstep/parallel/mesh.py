@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, StaleGeneration
-from everstep.parallel.fence import Fence
+from everstep.parallel.peers import Meeting
 
 _FOREVER = timedelta(hours=12)
 _CUT_AGAIN_S = 0.005
@@ -59,21 +59,15 @@ class GlooMesh:
     Raises (constructor): CollectiveAborted if the generation ends or a member cannot be reached.
     """
 
-    def __init__(
-        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, name: str = ""
-    ) -> None:
-        self.worker_ids = tuple(worker_ids)
-        self.me = me
-        self._fence = fence
-        self._generation = fence.generation
+    def __init__(self, meeting: Meeting) -> None:
+        self.worker_ids, self.me, self._store, self._host, self._fence = meeting
+        self._generation = self._fence.generation
         self._addresses: frozenset[Address] = frozenset()
         self._group: Any = None
         self._opening = False
         self._sent: list[Any] = []
         self._posted: list[Batch] = []
         self._empty = torch.empty(0)
-        self._store = PrefixStore(f"generation{fence.generation}{name}", store)
-        self._host = host
 
     def connect(self) -> None:
         """Meet the others. `cut` works from the moment when the first of them may connect."""
@@ -254,15 +248,11 @@ class NcclLinks:
     works.
     """
 
-    def __init__(
-        self, worker_ids: Sequence[int], me: int, store: Store, device: torch.device, fence: Fence, name: str = ""
-    ) -> None:
-        self.worker_ids = tuple(worker_ids)
-        self.me = me
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        self.worker_ids, self.me, store, _, self._fence = meeting
+        self._generation = self._fence.generation
+        self._store = PrefixStore("nccl", store)
         self._device = device
-        self._fence = fence
-        self._generation = fence.generation
-        self._store = PrefixStore(f"generation{fence.generation}{name}/nccl", store)
         self._group: Any = None
 
     def connect(self) -> None:

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -48,23 +48,31 @@ class Door(NamedTuple):
         return Door(host, int(port), bytes.fromhex(token))
 
 
+class Meeting(NamedTuple):
+    """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
+
+    host: address to listen on. Of what is made for a meeting, every method that waits raises CollectiveAborted within
+    milliseconds after the fence went down.
+    """
+
+    worker_ids: tuple[int, ...]
+    me: int
+    store: Store
+    host: str
+    fence: Fence
+
+
 class PeerSockets:
     """Connections to the other members of one generation; all methods are called by one thread.
 
-    host: address to listen on. tick is called every few milliseconds while a method waits; every method that waits
-    raises CollectiveAborted within milliseconds after the fence went down.
+    tick is called every few milliseconds while a method waits.
     """
 
-    def __init__(
-        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: OnTick, name: str = ""
-    ) -> None:
-        self._worker_ids = tuple(worker_ids)
-        self._me = me
-        self._store = PrefixStore(f"generation{fence.generation}{name}/records", store)
-        self._fence = fence
+    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
+        self._worker_ids, self._me, store, self._host, self._fence = meeting
+        self._store = PrefixStore("records", store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
-        self._host = host
         self._token = os.urandom(_TOKEN_BYTES)
 
     def connect(self) -> None:

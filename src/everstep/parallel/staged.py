@@ -131,21 +131,22 @@ class StagedTransport:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
-            parts: tuple[Transport | Channel, ...] = (self._records, self._channel, *self._pools.values())
-            for part in parts:
+            for part in self._parts():
                 part.abort(generation)
 
     def close(self) -> None:
         """Give everything back. Tensors that were handed out stay valid for as long as they are referred to."""
         self.abort(1 << 62)
         with self._lock:
-            parts: tuple[Transport | Channel, ...] = (self._channel, *self._pools.values(), self._records)
-            self._pools = {}
+            parts, self._pools = self._parts(), {}
         for part in parts:
             part.close()
         self._reaper.close()
 
     # ---- inside
+
+    def _parts(self) -> tuple[Transport | Channel, ...]:
+        return (self._channel, *self._pools.values(), self._records)
 
     def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
         """Close the transports of stages that are gone, make those of stages that are new, keep the others."""

@@ -189,14 +189,12 @@ class Collector:
         if not found:
             return
         file = pipe.file
-        if file.dropped:
-            text = f"{file.dropped} lines could not be written here: the disk was full, or away"
+        dropped, file.dropped = file.dropped, 0
+        if dropped:
+            text = f"{dropped} lines could not be written here: the disk was full, or away"
             found = pipe.context.line("warning", "everstep", text, time_ns=now_ns) + found
-            dropped, file.dropped = file.dropped, 0
-            if not file.write(found):
-                file.dropped += dropped - 1
-            return
-        file.write(found)
+        if not file.write(found) and dropped:
+            file.dropped += dropped - 1
 
     def _look(self, context: WorkerLog, cell_rank: int) -> None:
         """Where the worker is now, as its row says; of a life that has been followed by another, what it said last."""

@@ -137,10 +137,9 @@ class PeerServer:
     handler: called with the connection and the request (a JSON object); the connection is closed when it returns.
     """
 
-    def __init__(self, host: str, token: bytes, handler: PeerHandler, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, host: str, token: bytes, handler: PeerHandler) -> None:
         self._token = token
         self._handler = handler
-        self._timeout_s = timeout_s
         self._listener = socket.create_server((host, 0), backlog=128)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -195,7 +194,7 @@ class PeerServer:
         try:
             try:
                 handshake_server(sock, self._token)
-                connection = PeerConnection(sock, self._timeout_s)
+                connection = PeerConnection(sock)
                 request = connection.recv_json()
                 if not isinstance(request, dict):
                     raise ProtocolError("expected a request as a JSON object")
@@ -221,13 +220,7 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 def peer_connect(
-    address: str,
-    token: bytes,
-    request: dict[str, Any],
-    *,
-    name: str = "peer",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    address: str, token: bytes, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> PeerConnection:
     """Connect to a `PeerServer` at "host:port", prove the token and make the request.
 
@@ -236,12 +229,12 @@ def peer_connect(
     host, separator, port = address.rpartition(":")
     check(bool(separator) and port.isdigit(), f"expected a peer's address as host:port, got {address!r}")
     try:
-        sock = socket.create_connection((host, int(port)), timeout=connect_timeout_s)
+        sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
     try:
         with _faults(f"greeting the peer at {address}"):
-            handshake_client(sock, token, "peer", name)
+            handshake_client(sock, token, "peer", "peer")
         connection = PeerConnection(sock, timeout_s)
         connection.send_json(request)
     except BaseException:

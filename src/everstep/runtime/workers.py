@@ -104,7 +104,7 @@ class Workers:
 
         first: the least incarnation that the next life of each may have.
         """
-        now_s = time.monotonic()
+        now_s, least = time.monotonic(), dict(zip(worker_ids, first, strict=False))
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
                 text = f"no room for more than {self._board.rows} workers"
@@ -113,10 +113,7 @@ class Workers:
             slot = self._slots.setdefault(worker_id, Slot(worker_id))
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
                 slot.state, slot.restart_at_s = "resting", now_s
-            slot.wanted = True
-        for worker_id, least in zip(worker_ids, first, strict=False):
-            if worker_id in self._slots:
-                self._slots[worker_id].first = least
+            slot.wanted, slot.first = True, least.get(worker_id, slot.first)
         for worker_id, slot in self._slots.items():
             slot.wanted = worker_id in worker_ids
             if not slot.wanted and slot.state in ("resting", "empty"):
