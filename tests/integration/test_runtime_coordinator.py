@@ -136,7 +136,7 @@ def test_the_fork_server_imports_torch_without_starting_threads(
     try:
         ready = fork_server.receive()[0]
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
-        context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, 1, {}, "task")
+        context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, {}, "task")
         log = tmp_path / "worker.log"
         fork_server.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
         seen = []

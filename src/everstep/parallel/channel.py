@@ -354,7 +354,6 @@ class GroupChannel:
         self._carrier = carrier
         self._device = torch.device(device)
         self._fence = Fence()
-        self._mesh: GlooMesh | None = None
         self._members: tuple[int, ...] = ()
         self._clear()
 
@@ -373,7 +372,6 @@ class GroupChannel:
         self._fence.enter(plan.generation)
         self._clear()
         self._members = plan.worker_ids
-        self._mesh = self._carrier.mesh
         self._fence.check()
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
@@ -381,9 +379,7 @@ class GroupChannel:
         mesh = self._checked(to, key)
         layout = frame_of(tensors, meta)
         if to == self._me.worker_id:
-            content = fresh_bytes(layout.size)
-            layout.fill(content, tensors)
-            self._own[key] = content, layout
+            self._own[key] = _filled(layout, tensors), layout
             return
         edge = _Edge(to, key.kind, key.part)
         if edge not in self._rooms:
@@ -398,9 +394,7 @@ class GroupChannel:
             layout.fill(frame[ALIGN_BYTES:], tensors)
         self._post(mesh, key.step, frame, to, _tag(key) + _FRAME)
         if layout.size > room:
-            content = fresh_bytes(layout.size)
-            layout.fill(content, tensors)
-            self._post(mesh, key.step, content, to, _tag(key) + _MORE)
+            self._post(mesh, key.step, _filled(layout, tensors), to, _tag(key) + _MORE)
 
     def expect(self, source: int, key: Hop) -> None:
         """Ask for it now, if the size of the edge's frames is known, and as soon as it is otherwise.
@@ -457,7 +451,6 @@ class GroupChannel:
         """Forget everything; the mesh is the carrier's."""
         self._fence.abort(1 << 62)
         self._clear()
-        self._mesh = None
 
     # ---- inside
 
@@ -466,9 +459,7 @@ class GroupChannel:
         check(peer in self._members, f"worker {peer} is no member of generation {self._fence.generation}")
         fits = 0 <= key.part < _PARTS and 0 <= key.lane < _LANES
         check(fits, f"{key}: at most {_PARTS} parts and {_LANES} lanes")
-        mesh = self._mesh
-        check(mesh is not None, "a message before the channel was opened")
-        return mesh  # type: ignore[return-value]
+        return self._carrier.mesh
 
     def _post(self, mesh: GlooMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
         """What is sent is kept until the step is forgotten."""
@@ -489,6 +480,12 @@ class GroupChannel:
         if self._device.type == "cpu":
             return [place.adopt(content) for place in layout.places]
         return [place.fresh(self._device).copy_(place.view(content)) for place in layout.places]
+
+
+def _filled(layout: Frame, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    content = fresh_bytes(layout.size)
+    layout.fill(content, tensors)
+    return content
 
 
 def _receive(mesh: GlooMesh, size: int, source: int, tag: int) -> _Coming:

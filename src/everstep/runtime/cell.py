@@ -122,7 +122,7 @@ class Limb:
         check(len(context.cell_fds) == 1, f"expected one socket to the head, got {context.cell_fds}")
         self._me: WorkerKey = context.key
         self._head = context.cell_fds[0]
-        self.row = Board.attach(context.board_fd).row(context.board_row, context.cell_rank)
+        self.row = Board.attach(context.board_fd).row(context.worker_id, context.cell_rank)
 
     def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
         """Introduce this rank, then do what the head says, until that goes.

@@ -20,10 +20,10 @@ class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
     `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
-    coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
-    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
-    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
-    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
+    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
+    beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the
+    head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
     """
 
     run_dir: str
@@ -33,7 +33,6 @@ class WorkerContext:
     token: str
     coordinator_file: str
     board_fd: int
-    board_row: int
     config: dict[str, Any]
     task: str
     argv: list[str] = field(default_factory=list)

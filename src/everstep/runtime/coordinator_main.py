@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import uvloop
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
@@ -204,8 +204,7 @@ class ControlServer:
         if now - self._complained_s >= _COMPLAIN_EVERY_S:
             self._complained_s = now
             text = f"refused a connection from {peer}: {reason} ({self.refused} refused so far)"
-            print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", cause=Cause.REFUSED, reason=text)
+            self._warn(Why(Cause.REFUSED, text))
 
     def _frame(self, message: AnyMessage) -> bytes:
         """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
@@ -227,8 +226,11 @@ class ControlServer:
                 f"cannot write {self.journal.path}: the coordinator keeps {self.journal.pending} entries in memory and"
                 " tries again; a restart of it would rely on what the workers report"
             )
-            print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", cause=Cause.DISK, reason=text)
+            self._warn(Why(Cause.DISK, text))
+
+    def _warn(self, why: Why) -> None:
+        print(why.reason, file=sys.stderr, flush=True)
+        self.events.write("warning", **vars(why))
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -56,11 +56,10 @@ _END_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Left:
-    """How an agent ended: exit code, and a line for the user where it is not the job's doing. at_once: by a signal."""
+    """How an agent ended: exit code, and a line for the user where it is not the job's doing."""
 
     exit_code: int
     words: str = ""
-    at_once: bool = False
 
 
 class HostAgent:
@@ -125,7 +124,7 @@ class HostAgent:
         if item == signal.SIGUSR1:
             return  # for the job to act upon
         if isinstance(item, int):
-            self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}", at_once=True))
+            self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}"))
         elif isinstance(item, JobFacts):
             if host is None:
                 self._begin(item)
@@ -219,7 +218,8 @@ class HostAgent:
                 last_first.callback(self._server.close, 0.0)
             else:
                 last_first.callback(self._say_goodbye, self._host)
-                last_first.callback(self._host.close, at_once=self._left is not None and self._left.at_once)
+                by_signal = self._left is not None and self._left.exit_code > 128
+                last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
 
@@ -348,7 +348,6 @@ class Host:
             token=self._token.hex(),
             coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
             board_fd=self._board.fd,
-            board_row=worker_id,
             config=self.facts.config,
             task=self.facts.task,
             argv=list(self.facts.argv),

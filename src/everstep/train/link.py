@@ -109,7 +109,7 @@ class LaunchedLink:
         self.host = context.host
         self.config = config
         self.run_dir: Path | None = context.run_path
-        self.row = Board.attach(context.board_fd).row(context.board_row)
+        self.row = Board.attach(context.board_fd).row(context.worker_id)
         self.faults = faults
         self.fault_now: FaultNow = no_fault_now
         self.log = set_up_worker_log(2, context.worker_id, context.incarnation)

@@ -65,7 +65,7 @@ def test_without_a_counter_no_kill_is_for_want_of_memory(tmp_path: Path) -> None
 def test_last_words_keep_their_cause(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     config = to_dict(load_config([("x", {"steps": 1})]))
-    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, 3, config, "task")
+    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, config, "task")
     assert context.read_last_words() is None
     context.write_last_words(Why(Cause.OOM, "CUDA out of memory\nin linear"))
     assert context.read_last_words() == Why(Cause.OOM, "CUDA out of memory in linear")
