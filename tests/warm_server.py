@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cell_worker
-from everstep.runtime import fork_server, fork_server_client, local_host
+from everstep.runtime import fork_server, fork_server_client, supervisor
 from everstep.runtime.process import adopt_orphans, children, close_descriptors, die_with_parent
 
 PRELOAD = (
@@ -136,7 +136,7 @@ def run_job(request: dict[str, Any]) -> None:
         ranks = int(os.environ.get("EVERSTEP_TEST_RANKS", "1"))
         if ranks > 1:
             run.ENTRY = cell_worker.ENTRY
-            local_host.LocalHost = functools.partial(local_host.LocalHost, ranks=ranks)  # type: ignore
+            supervisor.LocalHost = functools.partial(supervisor.LocalHost, ranks=ranks)  # type: ignore
         code = main.run_command(request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

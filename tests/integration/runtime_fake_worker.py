@@ -29,7 +29,7 @@ class FakeWorker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.run_dir = Path(context.run_dir)
-        self.row = Board.attach(context.board_fd).row(context.board_row)
+        self.row = Board.attach(context.board_fd).row(context.worker_id)
         self.cell = Head(context, self.row.tick)
         who = context.worker_id, context.incarnation, context.host, os.getpid()
         self.member = Member(*who, "127.0.0.1:1", "", self.cell.meet())

@@ -59,7 +59,7 @@ def _closed(sock: socket.socket) -> bool:
 
 def test_it_does_not_import_torch() -> None:
     script = (
-        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.agent_main;"
+        "import sys, everstep.runtime.coordinator_main, everstep.runtime.job, everstep.runtime.host_agent;"
         "import everstep.runtime.commands;"
         "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')) or 0)"
     )
@@ -136,7 +136,7 @@ def test_the_fork_server_imports_torch_without_starting_threads(
     try:
         ready = fork_server.receive()[0]
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
-        context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, 1, {}, "task")
+        context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, {}, "task")
         log = tmp_path / "worker.log"
         fork_server.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
         seen = []

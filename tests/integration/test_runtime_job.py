@@ -23,7 +23,7 @@ from everstep.observe.events import read_events
 from everstep.runtime.address import read_address
 from everstep.runtime.commands import NoJobRunning, ask
 from everstep.runtime.job import Job as JobProcess
-from everstep.runtime.local_host import LocalHost
+from everstep.runtime.supervisor import LocalHost
 
 HERE = Path(__file__).parent
 ENTRY = "runtime_fake_worker:main"
@@ -245,7 +245,7 @@ def test_a_killed_agent_takes_its_workers_along_and_all_come_back(start: Callabl
 def test_an_agent_that_cannot_be_started_ends_the_job(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.runtime.local_host.MODULE", "everstep.nowhere")
+    monkeypatch.setattr("everstep.runtime.supervisor.AGENT_MODULE", "everstep.nowhere")
     monkeypatch.setattr("everstep.runtime.supervisor.HOPELESS", 2)
     job = start()
     assert job.wait() == 1
@@ -346,7 +346,7 @@ def test_what_dead_workers_leave_running_is_ended(start: Callable[..., Job]) -> 
 
 
 def test_workers_that_all_leave_without_a_word(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.runtime.job_end.LAST_WAIT_S", 0.2)
+    monkeypatch.setattr("everstep.runtime.job.LAST_WAIT_S", 0.2)
     job = start(entry="runtime_fake_worker:quick")
     assert job.wait() == 1
     assert job.process.outcome is not None and "has not said" in job.process.outcome.why.reason
@@ -357,7 +357,7 @@ def test_when_the_job_is_killed_everything_dies(tmp_path: Path, monkeypatch: pyt
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
         "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 2})]);"
         f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
     )
@@ -378,7 +378,7 @@ def test_signals_reach_a_job_in_the_main_thread(tmp_path: Path, monkeypatch: pyt
     run_dir = tmp_path / "run"
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
         "run_dir, config = Path(sys.argv[1]), load_config([('t', {'workers': 1, 'checkpoint.enabled': False})]);"
         f"sys.exit(Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=())).run())"
     )

@@ -109,7 +109,7 @@ def test_when_the_job_is_killed_all_ranks_die(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     script = (
         "import sys; from pathlib import Path; from everstep.base.config import load_config;"
-        "from everstep.runtime.job import Job; from everstep.runtime.local_host import LocalHost;"
+        "from everstep.runtime.job import Job; from everstep.runtime.supervisor import LocalHost;"
         "run_dir, config = Path(sys.argv[1]), load_config([('x', {'workers': 2})]);"
         f"Job(run_dir, config, 't', [], LocalHost(run_dir, config, '{ENTRY}', preload=(), ranks=2)).run()"
     )

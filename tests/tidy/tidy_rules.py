@@ -80,7 +80,7 @@ PUBLIC = frozenset(  # what users name, and nothing here does
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")
-DRIVING += ("everstep.runtime.job", "everstep.runtime.host")
+DRIVING += ("everstep.runtime.job", "everstep.runtime.host_agent")
 MAX_ATTRIBUTES = 15
 MAX_METHODS = 20
 CROWDED = frozenset({"everstep.protocol.driver.driver.Driver"})  # not taken apart yet

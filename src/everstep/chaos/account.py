@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.chaos.kinds.table import KINDS
+from everstep.chaos.kinds import KINDS
 from everstep.chaos.scenarios import Scenario
 
 JobEvent = Mapping[str, Any]
@@ -85,12 +85,10 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
             found.state = str(event.get("state") or kind.removeprefix("job_"))
             if found.state != "completed":
                 found.cause, found.reason = Cause.read(event.get("cause")), str(event.get("reason") or "")
-    found.struck = [_struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if _is_strike(event)]
+    found.struck = [
+        _struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if event["kind"] == "fault_injected"
+    ]
     return found
-
-
-def _is_strike(event: JobEvent) -> bool:
-    return bool(event["kind"] == "fault_injected")
 
 
 def _struck(event: JobEvent, later: Sequence[JobEvent]) -> Struck:
@@ -112,19 +110,17 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
     if kind is not None and kind.outcome is not None:
         return kind.outcome, None
     if who is None:
-        back = next((e for e in later if e["kind"] == "coordinator_restarted"), None)
-        return ("the coordinator was restarted", None) if back is not None else ("nothing was reported", None)
+        back = any(e["kind"] == "coordinator_restarted" for e in later)
+        return "the coordinator was restarted" if back else "nothing was reported", None
     life = (who, event.get("incarnation"))
-    end = next(
-        (e for e in later if e["kind"] == "worker_evicted" and (e.get("worker_id"), e.get("incarnation")) == life), None
-    )
+    evicted = (e for e in later if e["kind"] == "worker_evicted")
+    end = next((e for e in evicted if (e.get("worker_id"), e.get("incarnation")) == life), None)
     if end is None:
         return "went on", None
     evicted_ns = int(end["time_unix_ns"])
     done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"]) > evicted_ns), None)
-    outcome = "evicted"
-    if any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later):
-        outcome = "evicted, healed and back"
+    back = any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later)
+    outcome = "evicted, healed and back" if back else "evicted"
     return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9
 
 

@@ -17,8 +17,7 @@ from typing import Any
 from everstep.base.cause import Cause
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
-from everstep.chaos.kinds.kind import Blow, Lasting, OnCut
-from everstep.chaos.kinds.table import KINDS
+from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
 from everstep.chaos.spec import AnyFault, RandomFaults, choose, parse_now
 from everstep.runtime.address import EVENTS_FILE
 
@@ -60,9 +59,8 @@ class Injector:
                 self._expect(fault)
 
     def _expect(self, fault: Fault) -> None:
-        lasting = KINDS[fault.kind].lasting
-        if lasting is not None:
-            self._lasting.append(lasting(fault, self._run_dir / EVENTS_FILE))
+        if KINDS[fault.kind].strike is None:
+            self._lasting.append(Lasting(fault, self._run_dir / EVENTS_FILE))
         else:
             self._once.append(fault)
 
@@ -74,23 +72,18 @@ class Injector:
         if self._idle:
             return
         for fault in tuple(self._once):
-            if fault.at <= step and self._phase_fits(fault, phase):
-                victims = self._victims(fault, plan)
-                if self._worker.worker_id in victims:
-                    self._once.remove(fault)
-                    if self._claim(f"{fault.index}", victims if fault.target.several else None):
-                        self._strike(fault, step, phase, plan, f"{fault.index}")
+            if fault.at <= step and self._phase_fits(fault, phase) and self._is_meant(fault, plan):
+                self._once.remove(fault)
+                self._strike(fault, step, phase, plan, f"{fault.index}")
         for lasting in self._lasting:
-            if lasting.due(step, phase) and self._worker.worker_id in self._victims(lasting.fault, plan):
+            if lasting.due(step, phase) and self._is_meant(lasting.fault, plan):
                 if self._claim(f"{lasting.fault.index}", None):
                     self._tell(lasting.fault, step, phase, plan, os.getpid())
                 lasting.act()
         for source in self._random:
             drawn = self._draw(source, step, plan)
-            if drawn is not None and self._phase_fits(drawn, phase):
-                name = f"{source.index}-{step}"
-                if self._worker.worker_id in self._victims(drawn, plan) and self._claim(name, None):
-                    self._strike(drawn, step, phase, plan, name)
+            if drawn is not None and self._phase_fits(drawn, phase) and self._is_meant(drawn, plan):
+                self._strike(drawn, step, phase, plan, f"{source.index}-{step}")
 
     def now(self, text: str, number: int, step: int, phase: str, plan: Plan | None) -> None:
         """A fault that was asked for while the job runs, `number` among them; in the thread that heard of it.
@@ -102,14 +95,10 @@ class Injector:
         """
         fault = replace(parse_now(text), index=number)
         known = plan if plan is not None else NO_PLAN
-        if KINDS[fault.kind].at_once and not fault.at and fault.phase is None:
-            victims = self._victims(fault, known)
-            several = victims if fault.target.several else None
-            if self._worker.worker_id in victims and self._claim(f"{number}", several):
-                self._strike(fault, step, phase, known, f"{number}")
-                return
-        self._expect(fault)
-        self._idle = False
+        anywhere = KINDS[fault.kind].by_signal and not fault.at and fault.phase is None
+        if not (anywhere and self._is_meant(fault, known) and self._strike(fault, step, phase, known, f"{number}")):
+            self._expect(fault)
+            self._idle = False
 
     def _draw(self, source: RandomFaults, step: int, plan: Plan) -> Fault | None:
         key = (source.index, step, plan.worker_ids)
@@ -125,25 +114,32 @@ class Injector:
     def _victims(self, fault: Fault, plan: Plan) -> tuple[int, ...]:
         return fault.target.victims(plan, lambda n: choose(n, self._seed, fault.index, fault.at))
 
-    def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> None:
+    def _is_meant(self, fault: Fault, plan: Plan) -> bool:
+        return self._worker.worker_id in self._victims(fault, plan)
+
+    def _strike(self, fault: Fault, step: int, phase: str, plan: Plan, name: str) -> bool:
+        """Returns False if this worker may not be struck, having been struck before."""
+        if not self._claim(name, self._victims(fault, plan) if fault.target.several else None):
+            return False
         pid = self._coordinator_pid() if fault.target.kind == "coordinator" else self._pid_of(fault.target.rank)
-        if pid is None:
-            return
-        self._tell(fault, step, phase, plan, pid)
         strike = KINDS[fault.kind].strike
-        if strike is not None:
-            signature = f"chaos:{name}:{self._worker}:{step}"
-            strike(Blow(fault, pid, f"phase {phase} of step {step}", signature, self.cut_off, self.flip))
+        if pid is not None:
+            self._tell(fault, step, phase, plan, pid)
+            if strike is not None:
+                signature = f"chaos:{name}:{self._worker}:{step}"
+                strike(Blow(fault, pid, f"phase {phase} of step {step}", signature, self.cut_off, self.flip))
+        return True
 
     def _tell(self, fault: Fault, step: int, phase: str, plan: Plan, pid: int) -> None:
         rank = f"rank {fault.target.rank} of " if fault.target.rank else ""
-        victim = "coordinator" if fault.target.kind == "coordinator" else f"{rank}worker {self._worker}"
+        key = None if fault.target.kind == "coordinator" else self._worker
+        victim = f"{rank}worker {key}" if key is not None else "coordinator"
         self._report(
             "fault_injected",
             generation=plan.generation,
             step=step,
-            worker_id=None if victim == "coordinator" else self._worker.worker_id,
-            incarnation=None if victim == "coordinator" else self._worker.incarnation,
+            worker_id=key.worker_id if key is not None else None,
+            incarnation=key.incarnation if key is not None else None,
             pid=pid,
             cause=Cause.INJECTED,
             reason=f"chaos fault {str(fault)!r} strikes {victim} in phase {phase} of step {step}",

@@ -35,6 +35,7 @@ TINY: Mapping[str, Any] = {
     "steps": 30,
 }
 """The default task, made small: a step takes milliseconds."""
+LEADER_LOST: Mapping[str, int] = {"worker_evicted": 1, "leader_changed": 1, "recovery_completed": 1}
 COMEBACK = "slow:target=leader:0,at=5,by=0.04,for=8,until=worker_healed*{}"
 
 
@@ -82,11 +83,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill:target=leader:1,at=6,phase=forward; kill:target=leader:1,at=6,phase=reduce; "
         f"kill:target=leader:1,at=6,phase=update; {COMEBACK.format(3)}",
         {"worker_evicted": 3, "leader_changed": 3, "worker_healed": 3},
-        {
-            "stages": 2,
-            "workers": 6,
-            "map": [{"workers": [0, 1]}, {"workers": [2, 3, 4, 5]}],
-        },
+        {**SIX_AS_2x3, "map": [{"workers": [0, 1]}, {"workers": [2, 3, 4, 5]}]},
     ),
     Scenario(
         "leader_recovery",
@@ -138,13 +135,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         "death_in_forward",
         "the leader of the first stage dies in a forward pass",
         "kill:target=leader:0,at=6,phase=forward",
-        {"worker_evicted": 1, "leader_changed": 1, "recovery_completed": 1},
+        LEADER_LOST,
     ),
     Scenario(
         "death_in_backward",
         "the leader of a middle stage dies in a backward pass",
         "kill:target=leader:1,at=6,phase=backward",
-        {"worker_evicted": 1, "leader_changed": 1, "recovery_completed": 1},
+        LEADER_LOST,
     ),
     Scenario(
         "death_in_reduction",
@@ -156,7 +153,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "death_in_update",
         "the leader of a middle stage dies when the step is decided and not yet applied by it",
         "kill:target=leader:1,at=6,phase=update",
-        {"worker_evicted": 1, "leader_changed": 1, "recovery_completed": 1},
+        LEADER_LOST,
     ),
     Scenario(
         "death_in_promotion",

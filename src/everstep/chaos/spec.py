@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.base.errors import ConfigError, did_you_mean
-from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault
-from everstep.chaos.kinds.kind import FaultKind
-from everstep.chaos.kinds.table import KINDS
-from everstep.chaos.targets import Target, parse_target
+from everstep.chaos.fault import COMPUTE_PHASES, PHASES, Fault, Target, parse_target
+from everstep.chaos.kinds import KINDS, FaultKind
 from everstep.observe.events import KINDS as EVENT_KINDS
 
 DRAWN = tuple(kind.name for kind in KINDS.values() if kind.drawn)
@@ -78,12 +76,7 @@ def parse(spec: str) -> tuple[AnyFault, ...]:
 
     Raises: ConfigError, one line that names the fault and what it may say.
     """
-    texts = [text.strip() for text in spec.split(";")]
-    faults: list[AnyFault] = []
-    for text in texts:
-        if text:
-            faults.append(_parse_one(text, len(faults)))
-    return tuple(faults)
+    return tuple(_parse_one(text, index) for index, text in enumerate(_texts(spec)))
 
 
 def parse_now(text: str) -> Fault:
@@ -91,13 +84,18 @@ def parse_now(text: str) -> Fault:
 
     Raises: ConfigError, as `parse`; also for several faults and for random ones.
     """
-    texts = [part.strip() for part in text.split(";") if part.strip()]
+    texts = _texts(text)
     if len(texts) != 1:
         raise ConfigError(f"expected one fault such as kill:target=worker:2, got {text!r}")
     fault = _parse_one(texts[0], 0, now=True)
     if isinstance(fault, RandomFaults):
-        raise _error(texts[0], "random faults are for --chaos, before a job starts; target=random strikes anyone")
+        why = "random faults are for --chaos, before a job starts; target=random strikes anyone"
+        raise ConfigError(f"chaos fault {texts[0]!r}: {why}")
     return fault
+
+
+def _texts(spec: str) -> list[str]:
+    return [text.strip() for text in spec.split(";") if text.strip()]
 
 
 def simulated_failure(total_steps: int | None, seed: int) -> Fault:
@@ -116,115 +114,97 @@ def simulated_failure(total_steps: int | None, seed: int) -> Fault:
 def _parse_one(text: str, index: int, now: bool = False) -> AnyFault:
     kind, _, rest = text.partition(":")
     kind = kind.strip()
-    if kind == "random":
-        return _parse_random(text, _pairs(text, rest, _RANDOM_KEYS), index)
-    if kind not in KINDS:
-        raise _error(text, f"unknown kind {kind!r}; known: {', '.join((*KINDS, 'random'))}{did_you_mean(kind, KINDS)}")
-    values = _pairs(text, rest, _FAULT_KEYS)
-    if "at" not in values and not now:
-        raise _error(text, "it must say at=STEP")
-    _check_taken(text, KINDS[kind], values)
-    phase = values.get("phase")
-    if phase == "any":
-        phase = None
-    if phase is not None and phase not in PHASES:
-        raise _error(text, f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(phase, PHASES)}")
     try:
-        target = parse_target(values.get("target", "random"))
+        if kind == "random":
+            return _parse_random(_pairs(rest, _RANDOM_KEYS), index)
+        if kind not in KINDS:
+            known = ", ".join((*KINDS, "random"))
+            raise ConfigError(f"unknown kind {kind!r}; known: {known}{did_you_mean(kind, KINDS)}")
+        return _parse_fault(KINDS[kind], _pairs(rest, _FAULT_KEYS), index, now)
     except ConfigError as error:
-        raise _error(text, str(error)) from None
-    if target.kind == "coordinator" and not KINDS[kind].of_coordinator:
-        able = " or ".join(other.name for other in KINDS.values() if other.of_coordinator)
-        raise _error(text, f"what strikes the coordinator is {able}; {kind} is for workers only")
-    if target.rank and not KINDS[kind].of_coordinator:
-        able = " or ".join(other.name for other in KINDS.values() if other.of_coordinator)
-        raise _error(text, f"what strikes one rank of a worker is {able}; {kind} is for whole workers")
-    return Fault(
-        kind,
-        target,
-        _integer(text, values, "at", low=1) if "at" in values else 0,
-        phase,
-        _number(text, values, "for", low=0.0) if "for" in values else None,
-        index,
-        _side(text, values) == "peers",
-        _number(text, values, "by", low=0.0) if "by" in values else 0.0,
-        _until(text, values),
-    )
+        raise ConfigError(f"chaos fault {text!r}: {error}") from None
 
 
-def _check_taken(text: str, kind: FaultKind, values: Mapping[str, str]) -> None:
-    """Raises: ConfigError for a key that belongs to other kinds, or one that is lacking."""
+def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bool) -> Fault:
+    if "at" not in values and not now:
+        raise ConfigError("it must say at=STEP")
     for key in values:
         if key in _FORMS and key not in kind.takes:
             takers = ", ".join(other.name for other in KINDS.values() if key in other.takes)
-            raise _error(text, f"{_FORMS[key]} belongs to {takers}, not to {kind.name}")
+            raise ConfigError(f"{_FORMS[key]} belongs to {takers}, not to {kind.name}")
     for key, why in kind.needs.items():
         if key not in values:
-            raise _error(text, f"it must say {_FORMS[key]}, {why}")
-
-
-def _side(text: str, values: Mapping[str, str]) -> str:
+            raise ConfigError(f"it must say {_FORMS[key]}, {why}")
+    phase = values.get("phase")
+    if phase not in (None, "any", *PHASES):
+        raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}{did_you_mean(str(phase), PHASES)}")
+    target = parse_target(values.get("target", "random"))
+    if (target.kind == "coordinator" or target.rank) and not kind.by_signal:
+        able = " or ".join(other.name for other in KINDS.values() if other.by_signal)
+        whom, whose = ("one rank of a worker", "whole workers") if target.rank else ("the coordinator", "workers only")
+        raise ConfigError(f"what strikes {whom} is {able}; {kind.name} is for {whose}")
     side = values.get("from", SIDES[0])
     if side not in SIDES:
-        raise _error(text, f"from must be {' or '.join(SIDES)}, got {side!r}")
-    return side
+        raise ConfigError(f"from must be {' or '.join(SIDES)}, got {side!r}")
+    return Fault(
+        kind.name,
+        target,
+        _integer(values, "at", low=1) if "at" in values else 0,
+        phase if phase != "any" else None,
+        _number(values, "for") if "for" in values else None,
+        index,
+        side == "peers",
+        _number(values, "by") if "by" in values else 0.0,
+        _until(values["until"]) if "until" in values else None,
+    )
 
 
-def _until(text: str, values: Mapping[str, str]) -> tuple[str, int] | None:
-    if "until" not in values:
-        return None
-    event, _, count = values["until"].partition("*")
+def _until(text: str) -> tuple[str, int]:
+    event, _, count = text.partition("*")
     if event not in EVENTS or (count and not count.isdecimal()):
-        raise _error(
-            text, f"until must be KIND or KIND*COUNT of events, got {values['until']!r}{did_you_mean(event, EVENTS)}"
-        )
+        raise ConfigError(f"until must be KIND or KIND*COUNT of events, got {text!r}{did_you_mean(event, EVENTS)}")
     return event, int(count or 1)
 
 
-def _parse_random(text: str, values: Mapping[str, str], index: int) -> RandomFaults:
+def _parse_random(values: Mapping[str, str], index: int) -> RandomFaults:
     if "p" not in values:
-        raise _error(text, "it must say p=PROBABILITY")
-    p = _number(text, values, "p", low=0.0)
+        raise ConfigError("it must say p=PROBABILITY")
+    p = _number(values, "p")
     if p > 1.0:
-        raise _error(text, f"p is a probability from 0 to 1, got {values['p']}")
-    seed = _integer(text, values, "seed", low=0) if "seed" in values else 0
-    after_step = _integer(text, values, "after_step", low=0) if "after_step" in values else 0
+        raise ConfigError(f"p is a probability from 0 to 1, got {values['p']}")
+    seed, after_step = (_integer(values, key, low=0) if key in values else 0 for key in ("seed", "after_step"))
     return RandomFaults(p, seed, after_step, index)
 
 
-def _pairs(text: str, rest: str, known: Sequence[str]) -> dict[str, str]:
+def _pairs(rest: str, known: Sequence[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in rest.split(","))):
         key, equals, value = (s.strip() for s in part.partition("="))
         if not equals or not value:
-            raise _error(text, f"expected key=value, got {part!r}")
+            raise ConfigError(f"expected key=value, got {part!r}")
         if key not in known:
-            raise _error(text, f"unknown key {key!r}; known: {', '.join(known)}{did_you_mean(key, known)}")
+            raise ConfigError(f"unknown key {key!r}; known: {', '.join(known)}{did_you_mean(key, known)}")
         if key in values:
-            raise _error(text, f"{key} is given twice")
+            raise ConfigError(f"{key} is given twice")
         values[key] = value
     return values
 
 
-def _integer(text: str, values: Mapping[str, str], key: str, low: int) -> int:
+def _integer(values: Mapping[str, str], key: str, low: int) -> int:
     try:
         number = int(values[key])
     except ValueError:
-        raise _error(text, f"{key} must be a whole number, got {values[key]!r}") from None
+        raise ConfigError(f"{key} must be a whole number, got {values[key]!r}") from None
     if number < low:
-        raise _error(text, f"{key} must be at least {low}, got {number}")
+        raise ConfigError(f"{key} must be at least {low}, got {number}")
     return number
 
 
-def _number(text: str, values: Mapping[str, str], key: str, low: float) -> float:
+def _number(values: Mapping[str, str], key: str) -> float:
     try:
         number = float(values[key])
     except ValueError:
-        raise _error(text, f"{key} must be a number, got {values[key]!r}") from None
-    if not math.isfinite(number) or number < low:
-        raise _error(text, f"{key} must be a finite number of at least {low:g}, got {values[key]}")
+        raise ConfigError(f"{key} must be a number, got {values[key]!r}") from None
+    if not math.isfinite(number) or number < 0:
+        raise ConfigError(f"{key} must be a finite number of at least 0, got {values[key]}")
     return number
-
-
-def _error(text: str, what: str) -> ConfigError:
-    return ConfigError(f"chaos fault {text!r}: {what}")

@@ -14,7 +14,7 @@ from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.runtime import wire
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
-from everstep.runtime.joining import Joining
+from everstep.runtime.context import Joining
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 _PATIENCE_S = 600.0
@@ -39,7 +39,7 @@ def command(
     The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
     """
     from everstep.cli.main import complain
-    from everstep.runtime.agent_main import take_part
+    from everstep.runtime.host_agent import take_part
 
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")

@@ -13,7 +13,7 @@ import click
 from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError
 from everstep.chaos.account import account
-from everstep.chaos.kinds.table import KINDS
+from everstep.chaos.kinds import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
 from everstep.chaos.spec import parse, parse_now
 from everstep.cli.chaos_suite import UNDISTURBED, Result, Suite, judge, print_result, print_title, undisturbed_options

@@ -60,7 +60,7 @@ from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
-    from everstep.runtime.job_end import Outcome
+    from everstep.runtime.job import Outcome
 
 _OPTIONS = (
     "workers",
@@ -323,7 +323,7 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
 
 def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int) -> int:
     from everstep.runtime import job as runtime_job
-    from everstep.runtime.local_host import LocalHost
+    from everstep.runtime.supervisor import LocalHost
 
     run_dir, config = invocation.run_dir, job.config
     begin_ns = time.time_ns()

@@ -8,6 +8,7 @@ process appends: readers find the event that was begun last on a line.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -81,9 +82,12 @@ class EventLog:
     def close(self) -> None:
         """Give the descriptor back; a later write opens the file again."""
         with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def _append(self, line: bytes) -> None:
         if self._fd is None:
@@ -104,29 +108,20 @@ class EventLog:
 
     def _drop(self, error: OSError) -> None:
         self._unsaid += 1
-        if self._fd is not None:
-            os.close(self._fd)  # the file may have been replaced or the mount come back: open anew next time
-            self._fd = None
+        self._close()  # the file may have been replaced or the mount come back: open anew next time
         if self._unsaid == 1:
-            print(
-                f"everstep: cannot write {self.path}: {error.strerror or error}; events are dropped until it works"
-                " again, training goes on",
-                file=sys.stderr,
-                flush=True,
-            )
+            why = f"cannot write {self.path}: {error.strerror or error}"
+            text = f"everstep: {why}; events are dropped until it works again, training goes on"
+            print(text, file=sys.stderr, flush=True)
 
 
 def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:
     """One line, newline included: the common fields first, null where they do not apply, then the others. A reason
     always has a cause beside it."""
-    event: dict[str, Any] = {"time_unix_ns": time.time_ns() if time_unix_ns is None else time_unix_ns, "kind": kind}
-    for name in COMMON[2:]:
-        event[name] = fields.get(name)
+    now_ns = time.time_ns() if time_unix_ns is None else time_unix_ns
+    event: dict[str, Any] = {"time_unix_ns": now_ns, "kind": kind, **dict.fromkeys(COMMON[2:]), **fields}
     if event["reason"] and event["cause"] is None:
         event["cause"] = Cause.UNKNOWN
-    for name, value in fields.items():
-        if name not in event:
-            event[name] = value
     try:
         line = _encode(event)  # NaN and infinity are no JSON: they become null
     except (ValueError, TypeError):  # text that is no UTF-8, say
@@ -157,13 +152,11 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.split(b"\n"):
         if not line.strip():
             continue
-        try:
-            event = json.loads(line)
-        except ValueError:
-            try:
-                event = json.loads(begun_last(line))
-            except ValueError:
-                continue
+        event = None
+        for text in (line, begun_last(line)):
+            with contextlib.suppress(ValueError):
+                event = json.loads(text)
+                break
         if isinstance(event, dict) and "kind" in event:
             yield event
 
@@ -186,53 +179,43 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
     """The newest step of a `step_committed` event since the last `job_started` at step 0, 0 if none; from the end.
 
     A job that goes on from a checkpoint does not tell again of steps that it had told of."""
-    try:
-        with open(path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            size = _TAIL_BYTES
-            while True:
-                start = max(0, end - size)
-                file.seek(start)
-                data = file.read(end - start)
-                whole = data if start == 0 else data[data.find(b"\n") + 1 :]
-                steps: list[int] = []
-                started = False
-                for event in parse_events(whole):
-                    if event["kind"] == "job_started" and not event.get("step"):  # what was before was given up
-                        steps, started = [], True
-                    elif event["kind"] == "step_committed" and event.get("step"):
-                        steps.append(event["step"])
-                if steps or started or start == 0:
-                    return max(steps, default=0)
-                size *= 4
-    except FileNotFoundError:
-        return 0
+    size, steps, whole = _TAIL_BYTES, list[int](), False
+    while not steps and not whole:
+        events, whole = _newest(path, size)
+        steps = [event["step"] for event in events if event["kind"] == "step_committed" and event.get("step")]
+        size *= 4
+    return max(steps, default=0)
 
 
 def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
     at most."""
+    events, _ = _newest(path, 1 << 20)
+    return {(event["kind"], event["step"]) for event in events if event.get("step") is not None}
+
+
+def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any]], bool]:
+    """The events in the last `size` bytes since the last `job_started` at step 0, for what was before was given up; and
+    whether these are all."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
-            start = max(0, end - (1 << 20))
-            file.seek(start)
+            start = file.seek(max(0, end - size))
             data = file.read(end - start)
     except FileNotFoundError:
-        return set()
-    told: set[tuple[str, int]] = set()
+        return [], True
+    found, whole = list[dict[str, Any]](), start == 0
     for event in parse_events(data if start == 0 else data[data.find(b"\n") + 1 :]):
         if event["kind"] == "job_started" and not event.get("step"):
-            told = set()
-        elif event.get("step") is not None:
-            told.add((event["kind"], event["step"]))
-    return told
+            found, whole = [], True
+        else:
+            found.append(event)
+    return found, whole
 
 
 def follow(
     path: str | os.PathLike[str],
     *,
-    from_start: bool = True,
     poll_s: float = 0.05,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict[str, Any]]:
@@ -240,24 +223,18 @@ def follow(
 
     A file that does not exist yet is waited for.
     """
-    position: int | None = 0 if from_start else None
-    rest = b""
+    position, rest = 0, b""
     while True:
         last = stop()
         try:
             with open(path, "rb") as file:
-                if position is None:
-                    position = file.seek(0, os.SEEK_END)
                 file.seek(position)
                 data = file.read()
                 position += len(data)
         except FileNotFoundError:
-            data = b""
-            position = 0
-        rest += data
-        cut = rest.rfind(b"\n") + 1
-        whole, rest = rest[:cut], rest[cut:]
-        yield from parse_events(whole)
+            position, data = 0, b""
+        whole, end, rest = (rest + data).rpartition(b"\n")
+        yield from parse_events(whole + end)
         if last:
             return
         if not data:

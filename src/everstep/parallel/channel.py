@@ -1,9 +1,11 @@
-"""Messages between workers of one host: the sender writes into its own memory, the receiver copies from there.
+"""Messages between workers: of one host through shared memory, of several over gloo.
+
+On one host the sender writes into its own memory, and the receiver copies from there:
 
     page 0     header and bell (see `mapping`)
     page 1     the opening: the generation that the sender is in, and the number of its first message there
     log        one record per message: to whom, which hop, where it lies
-    room       the messages, see `arena` and `frame`
+    room       the messages, see `Arena` and `frame`
 
 Order of writes: message, then record, its checksum first but its number in the checksum, then the bell.
 
@@ -12,25 +14,36 @@ Why nothing wrong is read, without a lock:
   in a newer generation, after the opening has been rewritten. A receiver looks at the opening again after copying: if
   it has changed, the sender has left the generation, and so must the receiver, who throws the copy away.
 - Records are numbered through, and bear their generation: one of an older generation is never taken for a newer one.
+
+gloo moves bytes only when both sides have named them, and kills a process that receives another size than what was
+sent. So each *edge* (sender, receiver, kind, part) first says in a small *lead* how large its frames are, once in a
+generation; all its frames have that size, and a receiver can ask for many of them before it needs them. A message that
+is larger than its edge's frames says so in the frame, and its content follows as a message of its own.
+
+Tensors on other devices pass through host memory: gradients have NCCL, but single messages in any order would have to
+be paired by order on both sides, with each direction in a communicator of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation, check
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Hop, OnTick
-from everstep.parallel import futex
-from everstep.parallel.arena import Arena
+from everstep.exact.layout import ALIGN_BYTES
 from everstep.parallel.fence import Fence
-from everstep.parallel.frame import HEAD_LENGTHS, frame_of, head_size, parse_head
-from everstep.parallel.mapping import PAGE, Mapping, MappingFacts, OwnMapping, PeerMapping
+from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, head_size, parse_head
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
+from everstep.parallel.mesh import Batch, GlooMesh
 
 KINDS = ("act", "grad", "tied", "eval")
 
@@ -43,28 +56,88 @@ _RECORDS = 1 << 16
 _LOG_AT = 2 * PAGE
 _ROOM_AT = _LOG_AT + _RECORDS * _RECORD.size
 _DIGEST_BYTES = 8
+_ROOM_BYTES = 64 << 30  # in flight at once at most; costs address space only
+_WINDOW = 8
+_SLACK_BYTES = 16 << 20
+
+
+class _Taken(NamedTuple):
+    step: int
+    start: int
+    stop: int
+
+
+class Arena:
+    """Where messages lie in a sender's memory: 64-byte aligned runs of [0, room_bytes), taken by step and given back
+    all at once. The same steps in the same order get the same places again, so pages once touched go on being used.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room = room_bytes
+        self._taken: list[_Taken] = []
+        self._next = 0
+        self._limit = room_bytes
+        self._touched = 0
+        self._peaks: deque[int] = deque(maxlen=_WINDOW)
+        self._peak = 0
+
+    def __len__(self) -> int:
+        """How many runs are taken."""
+        return len(self._taken)
+
+    def take(self, step: int, size_bytes: int) -> int:
+        """The start of a run of size_bytes (a multiple of 64)."""
+        if self._next + size_bytes > self._limit and self._limit < self._room:
+            # The gap below the oldest run is full: go on above all of them.
+            self._next, self._limit = max(t.stop for t in self._taken), self._room
+        stop = self._next + size_bytes
+        check(stop <= self._limit, f"{stop} bytes in flight do not fit into the channel's {self._room}")
+        self._taken.append(_Taken(step, self._next, stop))
+        start, self._next = self._next, stop
+        self._touched = max(self._touched, stop)
+        self._peak = max(self._peak, stop)
+        return start
+
+    def forget(self, step: int) -> tuple[int, int]:
+        """Runs of steps up to this one are free. Returns a range [start, stop) that has not been used for long."""
+        kept = [t for t in self._taken if t.step > step]
+        if len(kept) == len(self._taken):
+            return 0, 0
+        self._taken = kept
+        self._next, self._limit = 0, min((t.start for t in kept), default=self._room)
+        if not self._limit:
+            self._next, self._limit = max(t.stop for t in kept), self._room
+        self._peaks.append(self._peak)
+        self._peak = max((t.stop for t in kept), default=0)
+        used = max(*self._peaks, self._peak) + _SLACK_BYTES
+        if len(self._peaks) < _WINDOW or used >= self._touched:
+            return 0, 0
+        idle = used, self._touched
+        self._touched = used
+        return idle
+
+    def clear(self) -> None:
+        """Everything is free."""
+        self.forget(1 << 62)
 
 
 class SharedMemoryChannel:
     """Satisfies `everstep.base.ports.Channel` for members of one host.
 
-    room_bytes: what may be in flight at once at most; costs address space only. device: where received tensors are put.
+    device: where received tensors are put.
     """
 
-    def __init__(
-        self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu", room_bytes: int = 64 << 30
-    ) -> None:
+    def __init__(self, me: WorkerKey, tick: OnTick, *, device: torch.device | str = "cpu") -> None:
         self._me = me
         self._tick = tick
         self._device = torch.device(device)
         self._fence = Fence()
-        self._facts: MappingFacts = (room_bytes, _RECORDS, 0, 0)
-        self._size = _ROOM_AT + room_bytes
-        self._own = OwnMapping(me, self._size, _MAGIC, self._facts)
-        self._room = _bytes(self._own, room_bytes)
-        self._arena = Arena(room_bytes)
+        layout: Any = (_ROOM_AT + _ROOM_BYTES, _MAGIC, (_ROOM_BYTES, _RECORDS, 0, 0))
+        self._own = OwnMapping(me, *layout)
+        self._room = _bytes(self._own)
+        self._arena = Arena(_ROOM_BYTES)
         self._number = 0
-        self._attached: dict[str, PeerMapping] = {}
+        self._attached = Attached(me, lambda m: PeerMapping(m.segment, m.key, *layout))
         self._inboxes: dict[int, _Inbox] = {}
 
     @property
@@ -83,18 +156,8 @@ class SharedMemoryChannel:
         self._own.ring()  # a barrier: who copies what is overwritten from here on sees the new opening
         self._arena.clear()
         self._inboxes = {}
-        others = [m for m in plan.members if m.key != self._me]
-        wanted = {m.segment for m in others}
-        for name in [n for n in self._attached if n not in wanted]:
-            self._attached.pop(name).close()
-        dead = [m.worker_id for m in others if not self._attach(m)]
-        if dead:
-            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
-        me = self._me.worker_id
-        mappings: dict[int, Mapping] = {m.worker_id: self._attached[m.segment] for m in others}
-        mappings[me] = self._own
-        room = self._facts[0]
-        self._inboxes = {w: _Inbox(m, w, me, plan.generation, room) for w, m in mappings.items()}
+        mappings: dict[int, Mapping] = {self._me.worker_id: self._own, **self._attached.meet(plan, self._fence)}
+        self._inboxes = {w: _Inbox(m, w, self._me.worker_id, plan.generation) for w, m in mappings.items()}
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
         """One copy into the own memory. Raises: CollectiveAborted if the generation has been aborted."""
@@ -131,8 +194,8 @@ class SharedMemoryChannel:
             self._tick()
             if inbox.has(key):
                 return inbox.take(key, self._device)
-            futex.wait(inbox.mapping.bell_address, bell, _WAIT_S)
-            if inbox.mapping.bell == bell and not inbox.alive():
+            inbox.mapping.await_bell(bell, _WAIT_S)
+            if inbox.mapping.bell == bell and not inbox.mapping.alive():
                 inbox.look()  # what it sent at the very end
                 if not inbox.has(key):
                     raise CollectiveAborted(f"worker {source} died before it sent {key}", [source])
@@ -154,40 +217,24 @@ class SharedMemoryChannel:
     def close(self) -> None:
         """Detach."""
         self._fence.abort(1 << 62)
-        for peer in self._attached.values():
-            peer.close()
-        self._attached.clear()
+        self._attached.close()
         self._inboxes.clear()
         self._room = torch.empty(0, dtype=torch.uint8)
         self._own.close()
-
-    def _attach(self, member: Member) -> bool:
-        self._fence.check()
-        if member.segment in self._attached:
-            return self._attached[member.segment].alive()
-        try:
-            peer = PeerMapping(member.segment, member.key, self._size, _MAGIC, self._facts)
-        except (ProcessLookupError, FileNotFoundError):
-            return False
-        self._attached[member.segment] = peer
-        return True
 
 
 class _Inbox:
     """What one sender has for this worker in one generation."""
 
-    def __init__(self, mapping: Mapping, sender: int, me: int, generation: int, room_bytes: int) -> None:
+    def __init__(self, mapping: Mapping, sender: int, me: int, generation: int) -> None:
         self.mapping = mapping
         self._sender = sender
         self._me = me
         self._generation = generation
-        self._room = _bytes(mapping, room_bytes)
+        self._room = _bytes(mapping)
         self._opening = b""
         self._next = 0
         self._found: dict[Hop, tuple[int, int]] = {}
-
-    def alive(self) -> bool:
-        return not isinstance(self.mapping, PeerMapping) or self.mapping.alive()
 
     def has(self, key: Hop) -> bool:
         return key in self._found
@@ -248,7 +295,7 @@ class _Inbox:
         return True
 
     def _verify(self) -> None:
-        futex.load_fence()
+        load_fence()
         if self.mapping.memory[_OPENING_AT : _OPENING_AT + _OPENING.size] != self._opening:
             self._left()
 
@@ -264,6 +311,195 @@ def _digest(content: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(content))
 
 
-def _bytes(mapping: Mapping, room_bytes: int) -> torch.Tensor:
-    """uint8 [room_bytes] over the room."""
-    return torch.frombuffer(mapping.array(ctypes.c_uint8, room_bytes, _ROOM_AT), dtype=torch.uint8)
+def _bytes(mapping: Mapping) -> torch.Tensor:
+    """uint8 [_ROOM_BYTES] over the room."""
+    return torch.frombuffer(mapping.array(ctypes.c_uint8, _ROOM_BYTES, _ROOM_AT), dtype=torch.uint8)
+
+
+# ---- between workers of several hosts: over the gloo group in which all members of a generation meet anyway
+_HEADER = struct.Struct("<qiiiiQ")
+_LEAD = struct.Struct("<Q")
+_PARTS, _LANES = 1 << 10, 1 << 13
+_TAGS = 1 << 28
+_FRAME, _MORE = 0, 2
+"""Each hop has four tags: its frame and the marker behind it, and the same for content that the frame cannot hold."""
+_LEADS = _TAGS + 4 * len(KINDS) * _PARTS * _LANES
+
+
+class _Edge(NamedTuple):
+    peer: int
+    kind: str
+    part: int
+
+
+class _Coming(NamedTuple):
+    content: torch.Tensor
+    batch: Batch
+
+    def complete(self) -> bool:
+        works = (*self.batch.works, *(marker for _, marker in self.batch.markers))
+        return all(work.is_completed() for work in works)
+
+
+class GroupChannel:
+    """Satisfies `everstep.base.ports.Channel` over the mesh of `carrier`, a gloo transport of all members.
+
+    The carrier is opened before the channel, and aborted with it. device: where received tensors are put.
+    """
+
+    segment = ""
+
+    def __init__(self, me: WorkerKey, carrier: GroupTransport, *, device: torch.device | str = "cpu") -> None:
+        self._me = me
+        self._carrier = carrier
+        self._device = torch.device(device)
+        self._fence = Fence()
+        self._members: tuple[int, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rooms: dict[_Edge, int] = {}
+        self._leads: dict[_Edge, _Coming] = {}
+        self._frames: dict[_Edge, int] = {}
+        self._wanted: dict[_Edge, list[Hop]] = {}
+        self._coming: dict[tuple[int, Hop], _Coming] = {}
+        self._own: dict[Hop, tuple[torch.Tensor, Frame]] = {}
+        self._sent: list[tuple[int, list[object]]] = []
+
+    def open(self, plan: Plan) -> None:
+        """Use the carrier's new mesh."""
+        check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
+        self._fence.enter(plan.generation)
+        self._clear()
+        self._members = plan.worker_ids
+        self._fence.check()
+
+    def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
+        """One copy into a frame that is kept until `forget`. Raises: CollectiveAborted."""
+        mesh = self._checked(to, key)
+        layout = frame_of(tensors, meta)
+        if to == self._me.worker_id:
+            self._own[key] = _filled(layout, tensors), layout
+            return
+        edge = _Edge(to, key.kind, key.part)
+        if edge not in self._rooms:
+            self._rooms[edge] = layout.size
+            lead = fresh_bytes(_LEAD.size)
+            _write(lead, _LEAD.pack(layout.size))
+            self._post(mesh, key.step, lead, to, _lead_tag(edge))
+        room = self._rooms[edge]
+        frame = fresh_bytes(ALIGN_BYTES + room)
+        _write(frame, _HEADER.pack(key.step, KINDS.index(key.kind), key.part, key.lane, 0, layout.size))
+        if layout.size <= room:
+            layout.fill(frame[ALIGN_BYTES:], tensors)
+        self._post(mesh, key.step, frame, to, _tag(key) + _FRAME)
+        if layout.size > room:
+            self._post(mesh, key.step, _filled(layout, tensors), to, _tag(key) + _MORE)
+
+    def expect(self, source: int, key: Hop) -> None:
+        """Ask for it now, if the size of the edge's frames is known, and as soon as it is otherwise.
+
+        Raises: CollectiveAborted.
+        """
+        mesh = self._checked(source, key)
+        if source == self._me.worker_id or (source, key) in self._coming:
+            return
+        edge = _Edge(source, key.kind, key.part)
+        wanted = self._wanted.setdefault(edge, [])
+        if key not in wanted:
+            wanted.append(key)
+        if edge not in self._frames and edge not in self._leads:
+            self._leads[edge] = _receive(mesh, _LEAD.size, source, _lead_tag(edge))
+        self._ask(mesh)
+
+    def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
+        """Raises: CollectiveAborted after `abort`, and when the connection with the sender broke."""
+        mesh = self._checked(source, key)
+        if source == self._me.worker_id:
+            check(key in self._own, f"{key} was not sent by the only one who could, this worker")
+            content, layout = self._own.pop(key)
+            return self._tensors(layout, content), layout.meta
+        self.expect(source, key)
+        edge = _Edge(source, key.kind, key.part)
+        with self._carrier.ticking():
+            if edge in self._leads:
+                mesh.wait(self._leads[edge].batch)
+                self._ask(mesh)
+            coming = self._coming.pop((source, key))
+            mesh.wait(coming.batch)
+            step, kind, part, lane, _, size = _HEADER.unpack(coming.content[: _HEADER.size].numpy().tobytes())
+            found = Hop(step, KINDS[kind], part, lane)  # type: ignore[arg-type]
+            check(found == key, f"expected {key} of worker {source}, got {found}")
+            content = coming.content[ALIGN_BYTES:]
+            if size > content.numel():
+                content, batch = _receive(mesh, size, source, _tag(key) + _MORE)
+                mesh.wait(batch)
+        length = head_size(content[:HEAD_LENGTHS].numpy().tobytes())
+        layout = parse_head(content[:length].numpy().tobytes())
+        return self._tensors(layout, content), layout.meta
+
+    def forget(self, step: int) -> None:
+        """Lets go of what was sent for steps up to this one."""
+        self._sent = [sent for sent in self._sent if sent[0] > step]
+        self._own = {key: kept for key, kept in self._own.items() if key.step > step}
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe. Who is already waiting is freed by the abort of the carrier."""
+        self._fence.abort(generation)
+
+    def close(self) -> None:
+        """Forget everything; the mesh is the carrier's."""
+        self._fence.abort(1 << 62)
+        self._clear()
+
+    # ---- inside
+
+    def _checked(self, peer: int, key: Hop) -> GlooMesh:
+        self._fence.check()
+        check(peer in self._members, f"worker {peer} is no member of generation {self._fence.generation}")
+        fits = 0 <= key.part < _PARTS and 0 <= key.lane < _LANES
+        check(fits, f"{key}: at most {_PARTS} parts and {_LANES} lanes")
+        return self._carrier.mesh
+
+    def _post(self, mesh: GlooMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
+        """What is sent is kept until the step is forgotten."""
+        self._sent.append((step, [content, *mesh.send_apart((content, to, tag))]))
+
+    def _ask(self, mesh: GlooMesh) -> None:
+        """Begin to receive all that is wanted and whose size is known by now."""
+        for edge in [e for e, lead in self._leads.items() if lead.complete()]:
+            lead = self._leads.pop(edge)
+            (self._frames[edge],) = _LEAD.unpack(lead.content.numpy().tobytes())
+        for edge in [e for e in self._wanted if e in self._frames]:
+            for key in self._wanted.pop(edge):
+                size = ALIGN_BYTES + self._frames[edge]
+                self._coming[edge.peer, key] = _receive(mesh, size, edge.peer, _tag(key) + _FRAME)
+
+    def _tensors(self, layout: Frame, content: torch.Tensor) -> list[torch.Tensor]:
+        """On the CPU without a copy: each over its part of the content, which is nobody else's."""
+        if self._device.type == "cpu":
+            return [place.adopt(content) for place in layout.places]
+        return [place.fresh(self._device).copy_(place.view(content)) for place in layout.places]
+
+
+def _filled(layout: Frame, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    content = fresh_bytes(layout.size)
+    layout.fill(content, tensors)
+    return content
+
+
+def _receive(mesh: GlooMesh, size: int, source: int, tag: int) -> _Coming:
+    content = fresh_bytes(size)
+    return _Coming(content, mesh.receive_apart((content, source, tag)))
+
+
+def _write(target: torch.Tensor, content: bytes) -> None:
+    target[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def _tag(key: Hop) -> int:
+    return _TAGS + 4 * ((KINDS.index(key.kind) * _PARTS + key.part) * _LANES + key.lane)
+
+
+def _lead_tag(edge: _Edge) -> int:
+    return _LEADS + 4 * (KINDS.index(edge.kind) * _PARTS + edge.part)

@@ -8,11 +8,14 @@ from everstep.base.errors import CollectiveAborted, check
 
 
 class Fence:
-    """`abort` comes from any thread and is sticky: it counts for all generations up to the given one, also later."""
+    """`abort` comes from any thread and is sticky: it counts for all generations up to the given one, also later.
+
+    aborted: the newest generation that has been aborted.
+    """
 
     def __init__(self) -> None:
         self.generation = 0
-        self._aborted = 0
+        self.aborted = 0
         self._lock = threading.Lock()
 
     def enter(self, generation: int) -> None:
@@ -23,17 +26,12 @@ class Fence:
     def abort(self, generation: int) -> None:
         """Everything of this generation and older ends."""
         with self._lock:
-            self._aborted = max(self._aborted, generation)
-
-    @property
-    def aborted(self) -> int:
-        """The newest generation that has been aborted."""
-        return self._aborted
+            self.aborted = max(self.aborted, generation)
 
     @property
     def down(self) -> bool:
         """Whether the current generation has been aborted."""
-        return self._aborted >= self.generation
+        return self.aborted >= self.generation
 
     def check(self) -> None:
         """Raises: CollectiveAborted if the current generation has been aborted."""

@@ -16,7 +16,7 @@ import torch
 
 from everstep.base.errors import check
 from everstep.exact.layout import ALIGN_BYTES, aligned_like, dense_stride, round_up
-from everstep.parallel.flats import new_flat
+from everstep.parallel.reduction import new_flat
 
 _LENGTHS = struct.Struct("<II")
 _REMEMBERED = 512

@@ -7,31 +7,39 @@ that receives another size than it expects. Records go over sockets of their own
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.exact.reduce import NodePart, finish, merge_presence
+from everstep.exact.reduce import NodePart, merge_presence
 from everstep.parallel.fence import Fence
-from everstep.parallel.flats import Flats, new_flat
-from everstep.parallel.mesh import GlooMesh, Transfer
-from everstep.parallel.nccl import NcclLinks
-from everstep.parallel.peers import PeerSockets
-from everstep.parallel.reaper import Reaper
-from everstep.parallel.reduction import Finished, batches, decode_offers, encode_offers, zero_absent
-from everstep.parallel.segment import record_key
+from everstep.parallel.mapping import record_key
+from everstep.parallel.mesh import GlooMesh, NcclLinks, Transfer
+from everstep.parallel.peers import Meeting, PeerSockets
+from everstep.parallel.reduction import (
+    BlockFinisher,
+    Flats,
+    batches,
+    decode_offers,
+    encode_offers,
+    new_flat,
+    zero_absent,
+)
 from everstep.placement.owners import owners
 
 _LOOPBACK = "127.0.0.1"
 _TICK_S = 0.01
 _TAG_RESULT, _TAG_NODE = 2, 16
+_BACKLOG = 8
 
 Offers = dict[int, list[tuple[Node, bytes]]]
 
@@ -39,9 +47,8 @@ Offers = dict[int, list[tuple[Node, bytes]]]
 class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
-    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. backend: 'gloo' (device
-    must be the CPU) or 'nccl' (a CUDA device). bind_host: address to listen on; by default that of the
-    member's own address, or loopback where it has none and all are on one host.
+    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. device: where
+    gradients are; they go over gloo from the CPU, and over NCCL from a CUDA device.
     """
 
     def __init__(
@@ -51,20 +58,15 @@ class GroupTransport:
         n_lanes: int,
         store: Store,
         tick: OnTick,
-        backend: str = "gloo",
         device: torch.device | str = "cpu",
         *,
-        bind_host: str | None = None,
         name: str = "",
     ) -> None:
         self._device = torch.device(device)
-        if (backend, self._device.type) not in (("gloo", "cpu"), ("nccl", "cuda")):
-            raise ConfigError(f"expected gloo with cpu or nccl with cuda, got {backend} with {self._device.type}")
         self._me = me
         self._layout = layout
         self._n_lanes = n_lanes
         self._store = store
-        self._bind_host = bind_host
         self._name = f"/{name}" if name else ""
         self._fence = Fence()
         self._lock = threading.Lock()
@@ -76,7 +78,7 @@ class GroupTransport:
         self._ticker = _Ticker(tick, lambda: self._fence.down)
         self._owned: dict[int, tuple[int, int]] = {}
         self._flats = Flats(layout.numel, self._device)
-        self._done = [Finished(layout.n_blocks), Finished(layout.n_blocks)]
+        self._finisher = BlockFinisher(layout, n_lanes, self._fence.check)
         self._results: list[torch.Tensor | None] = [None, None]
 
     @property
@@ -94,14 +96,12 @@ class GroupTransport:
         with self._lock:
             self._fence.enter(plan.generation)
             self._old += [group for group in (self._links, self._records) if group is not None]
-            host = self._bind_host or _own_host(plan, self._me)
-            common = (plan.worker_ids, self._me.worker_id, self._store)
-            records = self._records = PeerSockets(*common, host, self._fence, self._tick, self._name)
-            links = self._links = (
-                NcclLinks(*common, self._device, self._fence, self._name)
-                if self._device.type == "cuda"
-                else GlooMesh(*common, host, self._fence, self._name)
-            )
+            store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
+            host = _own_host(plan, self._me)
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence)
+            records = self._records = PeerSockets(meeting, self._tick)
+            cuda = self._device.type == "cuda"
+            links = self._links = NcclLinks(meeting, self._device) if cuda else GlooMesh(meeting)
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
             self._fence.check()
@@ -139,7 +139,8 @@ class GroupTransport:
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, hand the result to everybody."""
         self._fence.check()
-        self._forget(step)
+        self._finisher.begin(step)
+        self._flats.begin_reduction(step)
         with self._ticker.ticking():
             own = {node: self._flats.held(step, node) for node in presence}
             records = self._gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
@@ -173,7 +174,7 @@ class GroupTransport:
         self._retire_old()
         for group in (self._links, self._records):
             if group is not None:
-                self._reaper.take(group)
+                self._reaper.take(group.retire)
         self._links = self._records = None
         self._reaper.close()
         self._ticker.close()
@@ -183,7 +184,7 @@ class GroupTransport:
     def _retire_old(self) -> None:
         """Called when all members are known to have left the generation before (or it has been cut)."""
         while self._old:
-            self._reaper.take(self._old.pop())
+            self._reaper.take(self._old.pop().retire)
 
     def _others(self) -> list[int]:
         """Beginning with the next one, so that not everybody begins with the same one."""
@@ -206,19 +207,17 @@ class GroupTransport:
 
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
         """Nodes to their owners, the tree finished by these, and their results to everybody."""
-        done = self._done[step % 2]
-        done.begin(step)
         if isinstance(self._links, GlooMesh):
             try:
-                self._overlapped(self._links, done, own, offers, result)
+                self._overlapped(self._links, step, own, offers, result)
             finally:
                 self._links.forget()
         elif self._links is not None:
-            self._phased(self._links, done, own, offers, result)
-        done.mark(0, self._layout.n_blocks)
+            self._phased(self._links, step, own, offers, result)
+        self._finisher.received(step)
 
     def _overlapped(
-        self, mesh: GlooMesh, done: Finished, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
+        self, mesh: GlooMesh, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
     ) -> None:
         """In batches: while one comes, the one before is finished and its result is on its way."""
         me = self._me.worker_id
@@ -235,13 +234,13 @@ class GroupTransport:
                 mesh.send([_cut((flat, w, _TAG_NODE + i), 0, theirs[w][k]) for i, flat in enumerate(own.values())])
         for run, batch in zip(mine, coming, strict=False):
             mesh.wait(batch)
-            self._finish(done, run, parts, result)
+            self._finisher.finish(step, run, parts, result)
             mesh.send([_cut((result, w, _TAG_RESULT), 0, run) for w in others])
         for batch in coming[len(mine) :]:
             mesh.wait(batch)
 
     def _phased(
-        self, links: NcclLinks, done: Finished, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
+        self, links: NcclLinks, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
     ) -> None:
         """One after the other: a group of NCCL begins and ends as a whole."""
         others = [w for w in self._others() if self._owned[w][0] < self._owned[w][1]]
@@ -249,7 +248,7 @@ class GroupTransport:
         sends = [_cut((t, w, _TAG_NODE + k), 0, self._owned[w]) for w in others for k, t in enumerate(own.values())]
         links.transfer(sends, recvs)
         run = self._owned[self._me.worker_id]
-        self._finish(done, run, parts, result)
+        self._finisher.finish(step, run, parts, result)
         sends = [_cut((result, w, _TAG_RESULT), 0, run) for w in self._others()] if run[0] < run[1] else []
         links.transfer(sends, [_cut((result, w, _TAG_RESULT), 0, self._owned[w]) for w in others])
 
@@ -267,24 +266,11 @@ class GroupTransport:
         parts.sort(key=lambda part: part.node)
         return parts, recvs
 
-    def _finish(self, done: Finished, run: tuple[int, int], parts: list[NodePart], out: torch.Tensor) -> None:
-        for lo, hi in done.missing(*run):
-            self._fence.check()
-            start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
-            finish(self._layout, self._n_lanes, parts, start, stop, out[start:stop])
-            done.mark(lo, hi)
-
     def _result(self, step: int) -> torch.Tensor:
         found = self._results[step % 2]
         if found is None:
             found = self._results[step % 2] = new_flat(self._layout.numel, self._device)
         return found
-
-    def _forget(self, step: int) -> None:
-        """The reduction of `step` begins: results of step - 2 are free, and those of a future that was undone too."""
-        if self._flats.begin_reduction(step):
-            for done in self._done:
-                done.begin(-1)
 
 
 class _Ticker:
@@ -338,3 +324,29 @@ def _own_host(plan: Plan, me: WorkerKey) -> str:
     if len({m.host for m in plan.members}) == 1:
         return _LOOPBACK
     raise ConfigError(f"members on several hosts need an address to listen on; worker {me} has {address!r}")
+
+
+class Reaper:
+    """Takes down what is not needed any more off the critical path: one thread for all of it, in turn. With more than a
+    few waiting, giving blocks: nothing piles up."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
+        self._thread = threading.Thread(target=self._run, name="everstep-reaper", daemon=True)
+        self._thread.start()
+
+    def take(self, retire: Callable[[], None]) -> None:
+        """Call this. The caller must hold no other reference to what shall be freed."""
+        self._queue.put(retire)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish what is left, for `timeout_s` at most."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (retire := self._queue.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # a group that was cut complains when it is shut down
+                retire()
+            del retire

@@ -15,16 +15,24 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import select
 import stat
 import struct
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
+import xxhash
 
-from everstep.base.errors import MembershipError
-from everstep.base.plan import WorkerKey
-from everstep.parallel import futex
+from everstep.base.errors import CollectiveAborted, MembershipError, check
+from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.ports import Tag
+from everstep.parallel.fence import Fence
 
 PAGE = 4096
 _BELL_AT = 256
@@ -37,6 +45,42 @@ MappingFacts = tuple[int, int, int, int]
 def pages(size_bytes: int) -> int:
     """Rounded up to whole pages."""
     return -(-size_bytes // PAGE) * PAGE
+
+
+# ---- sleeping until a word in shared memory changes, and waking those who sleep on it: Linux futexes, shared between
+# processes (no FUTEX_PRIVATE_FLAG: the key is the file's page, so the waiter may have it mapped read-only). Where the
+# number of the call is not known, waiting is a short sleep. Waiters must be ready for spurious returns.
+# Source: man 2 futex. ctypes releases the interpreter lock during the call; both calls are full memory barriers.
+
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX = _FUTEX_NUMBERS.get(platform.machine())
+_WAIT, _WAKE = 0, 1
+_POLL_S = 0.0002
+_SYSCALL = ctypes.CDLL(None).syscall
+_FENCE = ctypes.c_uint32(0)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_SYSCALL.restype = ctypes.c_long
+_SYSCALL.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_uint32),
+)
+
+
+def _wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at `address`."""
+    if _FUTEX is not None:
+        _SYSCALL(_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
+
+
+def load_fence() -> None:
+    """What was read before stays before what is read afterwards. x86 keeps that order by itself."""
+    if platform.machine() != "x86_64":
+        _wake(ctypes.addressof(_FENCE))
 
 
 class Mapping:
@@ -52,9 +96,17 @@ class Mapping:
     def bell(self) -> int:
         return int(self._bell.value)
 
-    @property
-    def bell_address(self) -> int:
-        return self.address + _BELL_AT
+    def await_bell(self, seen: int, timeout_s: float) -> None:
+        """Sleep while the bell is as it was seen, `timeout_s` seconds at most (below one second)."""
+        if _FUTEX is None:
+            time.sleep(min(_POLL_S, timeout_s))
+        else:
+            timeout = ctypes.byref(_Timespec(0, int(timeout_s * 1e9)))
+            _SYSCALL(_FUTEX, self.address + _BELL_AT, _WAIT, seen, timeout, None, 0)
+
+    def alive(self) -> bool:
+        """Whether its owner still runs."""
+        return True
 
     def array(self, kind: Any, count: int, offset: int) -> Any:
         """A ctypes array over the mapping. It keeps the mapping alive, and nothing else has to."""
@@ -81,7 +133,7 @@ class OwnMapping(Mapping):
     def ring(self) -> None:
         """Wake whoever sleeps on the bell: something has been written. A full memory barrier."""
         self._bell.value = (self._bell.value + 1) & 0xFFFFFFFF
-        futex.wake(self.bell_address)
+        _wake(self.address + _BELL_AT)
 
     def give_back(self, offset: int, size_bytes: int) -> None:
         """Give whole pages back to the system; they read as zeros until they are written again."""
@@ -103,8 +155,7 @@ class PeerMapping(Mapping):
 
     def __init__(self, name: str, key: WorkerKey, size_bytes: int, magic: bytes, facts: MappingFacts) -> None:
         pid, fd, nonce = _parse(name)
-        self.pid = pid
-        self._pidfd = _pidfd(pid)
+        self._pidfd = os.pidfd_open(pid)
         try:
             expected = (magic, nonce, key.worker_id, key.incarnation, *facts)
             super().__init__(_map_readonly(f"/proc/{pid}/fd/{fd}", size_bytes, expected))
@@ -114,21 +165,54 @@ class PeerMapping(Mapping):
 
     def alive(self) -> bool:
         """Whether the process still runs (one that was killed and not yet waited for does not)."""
-        if self._pidfd is None:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            return True
         watch = select.poll()
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
     def close(self) -> None:
         """Stop watching. The mapping goes when the last tensor over it does."""
-        if self._pidfd is not None:
+        if self._pidfd >= 0:
             os.close(self._pidfd)
-            self._pidfd = None
+            self._pidfd = -1
+
+
+P = TypeVar("P", bound=PeerMapping)
+
+
+class Attached(Generic[P]):
+    """The memory of the other members of a generation. Who stays a member stays attached. attach: makes one."""
+
+    def __init__(self, me: WorkerKey, attach: Callable[[Member], P]) -> None:
+        self._me = me
+        self._attach = attach
+        self._found: dict[str, P] = {}
+
+    def meet(self, plan: Plan, fence: Fence) -> dict[int, P]:
+        """By worker id, all members of the plan but this one; whoever is no member any more is let go.
+
+        Raises: CollectiveAborted if members are dead; MembershipError if a segment is not that of a member.
+        """
+        others = [m for m in plan.members if m.key != self._me]
+        for name in self._found.keys() - {m.segment for m in others}:
+            self._found.pop(name).close()
+        dead = []
+        for member in others:
+            fence.check()
+            try:
+                if member.segment not in self._found:
+                    self._found[member.segment] = self._attach(member)
+                elif not self._found[member.segment].alive():
+                    dead.append(member.worker_id)
+            except (ProcessLookupError, FileNotFoundError):
+                dead.append(member.worker_id)
+        if dead:
+            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
+        return {m.worker_id: self._found[m.segment] for m in others}
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._found:
+            self._found.popitem()[1].close()
 
 
 def _parse(name: str) -> tuple[int, int, bytes]:
@@ -136,15 +220,6 @@ def _parse(name: str) -> tuple[int, int, bytes]:
     if kind != "memfd" or len(rest) != 3 or not rest[0].isdecimal() or not rest[1].isdecimal():
         raise MembershipError(f"expected a segment as memfd:<pid>:<fd>:<nonce>, got {name!r}")
     return int(rest[0]), int(rest[1]), rest[2].encode()
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:  # kernel without pidfd
-        return None
 
 
 def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap.mmap:
@@ -164,3 +239,138 @@ def _map_readonly(path: str, size_bytes: int, expected: tuple[Any, ...]) -> mmap
         return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)
+
+
+# ---- the shared memory in which a worker offers sums, results and records to its peers
+#
+#     page 0     header and bell
+#     records    exchange 0, exchange 1, nodes, result 0, result 1: small checksummed records
+#     nodes      `slots` flat gradients of float32: sums of complete subtrees
+#     results    two flat gradients of float32 (by parity of the step): finished blocks
+#
+# Order of writes: data, then the record that announces it, its checksum last, then the bell. x86 keeps the order of
+# stores; elsewhere the barrier inside the futex call orders data before the next record, and a reader that runs ahead
+# of it sees a checksum that does not fit.
+EXCHANGE = (0, 1)
+NODES = 2
+RESULT = (3, 4)
+
+_MAGIC = b"EVERSTP1"
+_RECORD = struct.Struct("<QQ40s")
+_KEY = struct.Struct("<q16sqq")
+_SPARE_SLOTS = 3
+
+
+def record_key(generation: int, tag: Tag) -> bytes:
+    """40 bytes that name a record: who waits for one compares them."""
+    kind = tag.kind.encode()
+    check(len(kind) <= 16, f"the kind of a tag has at most 16 bytes, got {tag.kind!r}")
+    return _KEY.pack(generation, kind, tag.step, tag.seq)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where things are in a segment; equal for all members of a job.
+
+    numel: elements of the flat gradient; entries: entries of its layout; record_bytes: capacity of an exchange record.
+    """
+
+    numel: int
+    entries: int
+    n_lanes: int
+    record_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Node slots: every lane apart, and those that results of the last steps may still occupy."""
+        return self.n_lanes + _SPARE_SLOTS
+
+    @cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Payload bytes of each record."""
+        nodes = self.slots * (64 + self.entries)
+        return (self.record_bytes, self.record_bytes, nodes, 64, 64)
+
+    @cached_property
+    def record_offsets(self) -> tuple[int, ...]:
+        offsets = [PAGE]
+        for capacity in self.capacities:
+            offsets.append(offsets[-1] + pages(_RECORD.size + capacity))
+        return tuple(offsets)
+
+    @property
+    def flat_bytes(self) -> int:
+        return pages(4 * max(self.numel, 1))
+
+    def slot_offset(self, slot: int) -> int:
+        return self.record_offsets[-1] + slot * self.flat_bytes
+
+    def result_offset(self, parity: int) -> int:
+        return self.slot_offset(self.slots + parity)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slot_offset(self.slots + 2)
+
+    @property
+    def facts(self) -> MappingFacts:
+        return (self.numel, self.entries, self.n_lanes, self.record_bytes)
+
+
+class _Segment(Mapping):
+    """What both sides can find in a segment."""
+
+    geometry: Geometry
+
+    def flat(self, offset: int) -> torch.Tensor:
+        """float32 [numel] over the mapping. The tensor keeps the mapping alive, and nothing else has to."""
+        if self.geometry.numel == 0:
+            return torch.empty(0)
+        return torch.frombuffer(self.array(ctypes.c_float, self.geometry.numel, offset), dtype=torch.float32)
+
+    def slot(self, slot: int) -> torch.Tensor:
+        check(0 <= slot < self.geometry.slots, f"slot {slot} of {self.geometry.slots}")
+        return self.flat(self.geometry.slot_offset(slot))
+
+    def result(self, parity: int) -> torch.Tensor:
+        return self.flat(self.geometry.result_offset(parity))
+
+    def read(self, record: int, key: bytes) -> bytes | None:
+        """The payload, if the record bears this key and is whole; None otherwise."""
+        at = self.geometry.record_offsets[record]
+        digest, length, found = _RECORD.unpack_from(self.memory, at)
+        if found != key or length > self.geometry.capacities[record]:
+            return None
+        start = at + _RECORD.size
+        payload = self.memory[start : start + length]
+        return payload if xxhash.xxh3_64_intdigest(key + payload) == digest else None
+
+
+class OwnSegment(OwnMapping, _Segment):
+    """The segment that this process writes."""
+
+    def __init__(self, me: WorkerKey, geometry: Geometry) -> None:
+        self.geometry = geometry
+        super().__init__(me, geometry.size_bytes, _MAGIC, geometry.facts)
+
+    def write(self, record: int, key: bytes, payload: bytes) -> None:
+        """Publish: everything that the record announces must have been written before."""
+        capacity = self.geometry.capacities[record]
+        check(len(payload) <= capacity, f"a record of {len(payload)} bytes does not fit into {capacity}")
+        at = self.geometry.record_offsets[record]
+        start = at + _RECORD.size
+        self.memory[start : start + len(payload)] = payload
+        _RECORD.pack_into(self.memory, at, xxhash.xxh3_64_intdigest(key + payload), len(payload), key)
+        self.ring()
+
+    def forget_slot(self, slot: int) -> None:
+        """Give the slot's pages back to the system; it reads as zeros until it is written again."""
+        self.give_back(self.geometry.slot_offset(slot), self.geometry.flat_bytes)
+
+
+class PeerSegment(PeerMapping, _Segment):
+    """A peer's segment, mapped read-only, and a watch on the peer's life; raises what `PeerMapping` does."""
+
+    def __init__(self, name: str, key: WorkerKey, geometry: Geometry) -> None:
+        self.geometry = geometry
+        super().__init__(name, key, geometry.size_bytes, _MAGIC, geometry.facts)

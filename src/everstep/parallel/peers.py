@@ -6,12 +6,14 @@ before; here whoever waits reads by itself, ticks by itself, and looks for abort
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import xxhash
@@ -46,23 +48,31 @@ class Door(NamedTuple):
         return Door(host, int(port), bytes.fromhex(token))
 
 
+class Meeting(NamedTuple):
+    """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
+
+    host: address to listen on. Of what is made for a meeting, every method that waits raises CollectiveAborted within
+    milliseconds after the fence went down.
+    """
+
+    worker_ids: tuple[int, ...]
+    me: int
+    store: Store
+    host: str
+    fence: Fence
+
+
 class PeerSockets:
     """Connections to the other members of one generation; all methods are called by one thread.
 
-    host: address to listen on. tick is called every few milliseconds while a method waits; every method that waits
-    raises CollectiveAborted within milliseconds after the fence went down.
+    tick is called every few milliseconds while a method waits.
     """
 
-    def __init__(
-        self, worker_ids: Sequence[int], me: int, store: Store, host: str, fence: Fence, tick: OnTick, name: str = ""
-    ) -> None:
-        self._worker_ids = tuple(worker_ids)
-        self._me = me
-        self._store = PrefixStore(f"generation{fence.generation}{name}/records", store)
-        self._fence = fence
+    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
+        self._worker_ids, self._me, store, self._host, self._fence = meeting
+        self._store = PrefixStore("records", store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
-        self._host = host
         self._token = os.urandom(_TOKEN_BYTES)
 
     def connect(self) -> None:
@@ -138,6 +148,12 @@ class PeerSockets:
         self._tick()
         return ready
 
+    def _await(self, sock: socket.socket, event: int, until: float = inf) -> None:
+        poller = select.poll()
+        poller.register(sock, event)
+        while not self._poll(poller) and time.monotonic() < until:
+            pass
+
     def _guarded(self, operation: Callable[[], None], worker_id: int) -> None:
         try:
             operation()
@@ -162,12 +178,9 @@ class PeerSockets:
         while True:
             sock = socket.socket(socket.AF_INET6 if ":" in door.host else socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
-            poller = select.poll()
-            poller.register(sock, select.POLLOUT)
             try:
                 sock.connect_ex((door.host, door.port))
-                while not self._poll(poller):
-                    pass
+                self._await(sock, select.POLLOUT)
                 error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if not error and sock.send(hello) == len(hello):
                     return sock
@@ -181,36 +194,22 @@ class PeerSockets:
 
     def _answer(self, listener: socket.socket, expected: set[int]) -> int:
         """Take one call; returns whose it was, or -1 if a stranger's."""
-        poller = select.poll()
-        poller.register(listener, select.POLLIN)
-        while not self._poll(poller):
-            pass
+        self._await(listener, select.POLLIN)
         try:
             sock, _ = listener.accept()
         except OSError:
             return -1
-        sock.setblocking(False)
-        try:
-            worker_id, token = _HELLO.unpack(self._hello(sock))
-        except (OSError, struct.error):
-            sock.close()
-            return -1
-        except BaseException:
-            sock.close()
-            raise
-        if token != self._token or worker_id not in expected:
-            sock.close()
-            return -1
-        self._sockets[worker_id] = sock
-        return int(worker_id)
-
-    def _hello(self, sock: socket.socket) -> bytes:
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        until = time.monotonic() + _GRACE_S * 10
-        while not self._poll(poller) and time.monotonic() < until:
-            pass
-        return sock.recv(_HELLO.size)
+        with contextlib.ExitStack() as refused:
+            refused.callback(sock.close)
+            sock.setblocking(False)
+            self._await(sock, select.POLLIN, time.monotonic() + _GRACE_S * 10)
+            with contextlib.suppress(OSError, struct.error):
+                worker_id, token = _HELLO.unpack(sock.recv(_HELLO.size))
+                if token == self._token and worker_id in expected:
+                    refused.pop_all()
+                    self._sockets[worker_id] = sock
+                    return int(worker_id)
+        return -1
 
 
 class _Talk:
@@ -231,10 +230,8 @@ class _Talk:
         return (select.POLLOUT if self._out else 0) | (0 if done else select.POLLIN)
 
     def send(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._out = self._out[self.sock.send(self._out) :]
-        except BlockingIOError:
-            pass
 
     def receive(self) -> None:
         """Never reads beyond the frame: the next one may be there already."""

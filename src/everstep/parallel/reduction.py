@@ -1,15 +1,18 @@
-"""What the transports have in common when they reduce: offering nodes, and keeping track of finished blocks."""
+"""What the transports have in common when they reduce: offering nodes, and finishing blocks once."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from everstep.base.errors import InvariantViolation
+from everstep.base.errors import InvariantViolation, check
 from everstep.base.ports import Node
-from everstep.exact.layout import GradientLayout
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.reduce import NodePart, finish
 
 CHUNK_BLOCKS = 16
 """Blocks (4 MiB) that are finished between two looks at aborts and ticks: about 2 ms."""
@@ -17,31 +20,46 @@ _BATCHES = 3
 _OFFER = struct.Struct("<qqq")
 
 
-class Finished:
-    """Which blocks of a result area hold their final bits, and for which step."""
+class BlockFinisher:
+    """Finishes the tree in the blocks of two result areas (by parity of the step), each of them once per step, so that
+    whoever holds an earlier result of the step may go on reading it. look: called between chunks of blocks."""
 
-    def __init__(self, n_blocks: int) -> None:
-        self._step = -1
-        self._blocks = bytearray(n_blocks)
+    def __init__(self, layout: GradientLayout, n_lanes: int, look: Callable[[], None]) -> None:
+        self._layout = layout
+        self._n_lanes = n_lanes
+        self._look = look
+        self._newest = -1
+        self._steps = [-1, -1]
+        self._done = [bytearray(layout.n_blocks), bytearray(layout.n_blocks)]
 
     def begin(self, step: int) -> None:
-        if step != self._step:
-            self._step = step
-            self._blocks = bytearray(len(self._blocks))
+        """The reduction of `step` begins."""
+        if step < self._newest:  # steps have been undone, and what is finished is void
+            self._steps = [-1, -1]
+        self._newest, parity = step, step % 2
+        if self._steps[parity] != step:
+            self._steps[parity] = step
+            self._done[parity] = bytearray(self._layout.n_blocks)
 
-    def missing(self, first: int, last: int, at_most: int = CHUNK_BLOCKS) -> list[tuple[int, int]]:
-        """Unfinished runs [lo, hi) inside [first, last), of `at_most` blocks each."""
-        runs = []
-        lo = first
-        while (lo := self._blocks.find(0, lo, last)) >= 0:
-            hi = self._blocks.find(1, lo, min(lo + at_most, last))
-            hi = min(lo + at_most, last) if hi < 0 else hi
-            runs.append((lo, hi))
+    def finish(self, step: int, run: tuple[int, int], parts: Sequence[NodePart], out: torch.Tensor) -> None:
+        """The blocks [first, last) of `out`, the flat result of the step, as far as they are not finished."""
+        done, (lo, last) = self._done[step % 2], run
+        while (lo := done.find(0, lo, last)) >= 0:
+            most = min(lo + CHUNK_BLOCKS, last)
+            hi = done.find(1, lo, most)
+            hi = most if hi < 0 else hi
+            self._look()
+            start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
+            finish(self._layout, self._n_lanes, parts, start, stop, out[start:stop])
+            self._mark(step, lo, hi)
             lo = hi
-        return runs
 
-    def mark(self, lo: int, hi: int) -> None:
-        self._blocks[lo:hi] = b"\x01" * (hi - lo)
+    def received(self, step: int) -> None:
+        """All other blocks have come from those who finished them."""
+        self._mark(step, 0, self._layout.n_blocks)
+
+    def _mark(self, step: int, lo: int, hi: int) -> None:
+        self._done[step % 2][lo:hi] = b"\x01" * (hi - lo)
 
 
 def batches(first: int, last: int) -> list[tuple[int, int]]:
@@ -76,3 +94,67 @@ def decode_offers(record: bytes, entries: int) -> list[tuple[Node, int, bytes]]:
         lo, hi, slot = _OFFER.unpack_from(record, at)
         offers.append((Node(lo, hi), slot, record[at + _OFFER.size : at + size]))
     return offers
+
+
+# ---- private flat gradients of a transport that has no shared memory
+_HUGE_BYTES = 8 << 20
+
+
+def new_flat(numel: int, device: torch.device) -> torch.Tensor:
+    """float32 [numel], at least 64-byte aligned; on the CPU in huge pages where the kernel gives them."""
+    if device.type != "cpu" or numel * 4 < _HUGE_BYTES:
+        return torch.empty(numel, device=device)
+    memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+class Flats:
+    """Nodes, kept results and receive buffers: hands out float32 [numel] tensors by (step, node), and takes them back
+    by the promises of the transport."""
+
+    _SPARES = 2
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel = numel
+        self._device = device
+        self._step = 0
+        self._nodes: dict[Node, torch.Tensor] = {}
+        self._results: dict[int, torch.Tensor] = {}
+        self._spare: list[torch.Tensor] = []
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    def tensor(self, step: int, node: Node) -> torch.Tensor:
+        """The same (step, node) gives the same memory; a new step frees that of the step before."""
+        if step != self._step:
+            self._step = step
+            kept = {id(t) for t in self._results.values()}
+            self._spare += [t for t in self._nodes.values() if id(t) not in kept]
+            self._nodes.clear()
+        if node not in self._nodes:
+            self._nodes[node] = self._spare.pop() if self._spare else new_flat(self._numel, self._device)
+        return self._nodes[node]
+
+    def held(self, step: int, node: Node) -> torch.Tensor:
+        """A node that was filled before."""
+        check(step == self._step and node in self._nodes, f"node {node} of step {step} was never asked for")
+        return self._nodes[node]
+
+    def keep_result(self, step: int, node: Node) -> None:
+        """The node is the result of the step: it stays until the reduction of step + 2 begins."""
+        self._results[step] = self._nodes[node]
+
+    def begin_reduction(self, step: int) -> None:
+        """Frees results of step - 2, and those of a future that was undone."""
+        freed = [s for s in self._results if not step - 2 < s <= step]
+        held = {id(t) for t in self._nodes.values()}
+        self._spare += [t for t in map(self._results.pop, freed) if id(t) not in held]
+        del self._spare[self._SPARES :]
+
+    def scratch(self, number: int, numel: int) -> torch.Tensor:
+        """The receive buffer `number`, free again after the reduction; float32 [numel]."""
+        found = self._scratch.get(number)
+        if found is None or found.numel() < numel:
+            found = self._scratch[number] = new_flat(numel, self._device)
+        return found[:numel]

@@ -22,15 +22,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from everstep.base.errors import CollectiveAborted, check
-from everstep.base.plan import Member, Plan, WorkerKey
+from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.exact.reduce import NodePart, finish
+from everstep.exact.reduce import NodePart
 from everstep.exact.reduce import presence as union
-from everstep.parallel import futex
 from everstep.parallel.fence import Fence
-from everstep.parallel.reduction import Finished, decode_offers, encode_offers, zero_absent
-from everstep.parallel.segment import EXCHANGE, NODES, RESULT, Geometry, OwnSegment, PeerSegment, record_key
+from everstep.parallel.mapping import EXCHANGE, NODES, RESULT, Attached, Geometry, OwnSegment, PeerSegment, record_key
+from everstep.parallel.reduction import BlockFinisher, decode_offers, encode_offers, zero_absent
 from everstep.placement.owners import owners
 
 _WAIT_S = 0.005
@@ -57,13 +56,12 @@ class SharedMemoryTransport:
         self._geometry = Geometry(layout.numel, len(layout.entries), n_lanes, record_bytes)
         self._own = OwnSegment(me, self._geometry)
         self._peers: dict[int, PeerSegment] = {}
-        self._attached: dict[str, PeerSegment] = {}
+        self._attached = Attached(me, lambda m: PeerSegment(m.segment, m.key, self._geometry))
         self._fence = Fence()
         self._owned: dict[int, tuple[int, int]] = {}
         self._exchanges = 0
         self._slots = _NodeSlots(self._own)
-        self._reduced_step = -1
-        self._done = [Finished(layout.n_blocks), Finished(layout.n_blocks)]
+        self._finisher = BlockFinisher(layout, n_lanes, self._look)
 
     @property
     def segment(self) -> str:
@@ -77,18 +75,7 @@ class SharedMemoryTransport:
         check(plan.has(self._me), f"{self._me} is no member of generation {plan.generation}")
         self._fence.enter(plan.generation)
         self._peers = {}
-        others = [m for m in plan.members if m.key != self._me]
-        wanted = {m.segment for m in others}
-        for name in [n for n in self._attached if n not in wanted]:
-            self._attached.pop(name).close()
-        dead = []
-        for member in others:
-            self._fence.check()
-            if not self._attach(member):
-                dead.append(member.worker_id)
-        if dead:
-            raise CollectiveAborted(f"generation {plan.generation}: workers {dead} are gone", dead)
-        self._peers = {m.worker_id: self._attached[m.segment] for m in others}
+        self._peers = self._attached.meet(plan, self._fence)
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
 
     def node(self, step: int, node: Node) -> torch.Tensor:
@@ -114,7 +101,8 @@ class SharedMemoryTransport:
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
         self._fence.check()
-        self._forget(step)
+        self._finisher.begin(step)
+        self._slots.release_results(step)
         key = record_key(self._fence.generation, Tag("reduce", step, 0))
         slots = {node: self._slots.index(step, node) for node in presence}
         alone = Node(0, self._n_lanes)
@@ -125,7 +113,7 @@ class SharedMemoryTransport:
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
         parity = step % 2
-        self._finish_own(step, parts)
+        self._finisher.finish(step, self._owned[self._me.worker_id], parts, self._own.result(parity))
         self._own.write(RESULT[parity], key, b"")
         self._await(lambda _, peer: peer.read(RESULT[parity], key) is not None, f"results of step {step}")
         return Reduced(step, self._pieces(parity), union(parts), self._owned[self._me.worker_id])
@@ -140,23 +128,15 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Detach. Tensors that were handed out stay valid for as long as they are referred to."""
         self._fence.abort(1 << 62)
-        for peer in self._attached.values():
-            peer.close()
-        self._attached.clear()
+        self._attached.close()
         self._peers = {}
         self._own.close()
 
     # ---- inside
 
-    def _attach(self, member: Member) -> bool:
-        if member.segment in self._attached:
-            return self._attached[member.segment].alive()
-        try:
-            peer = PeerSegment(member.segment, member.key, self._geometry)
-        except (ProcessLookupError, FileNotFoundError):
-            return False
-        self._attached[member.segment] = peer
-        return True
+    def _look(self) -> None:
+        self._fence.check()
+        self._tick()
 
     def _round(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         self._fence.check()
@@ -190,18 +170,6 @@ class SharedMemoryTransport:
         self._await(ready, "nodes")
         return parts
 
-    def _finish_own(self, step: int, parts: list[NodePart]) -> None:
-        first, last = self._owned[self._me.worker_id]
-        out = self._own.result(step % 2)
-        done = self._done[step % 2]
-        done.begin(step)
-        for lo, hi in done.missing(first, last):
-            self._fence.check()
-            self._tick()
-            start, stop = lo * BLOCK_ELEMENTS, hi * BLOCK_ELEMENTS
-            finish(self._layout, self._n_lanes, parts, start, stop, out[start:stop])
-            done.mark(lo, hi)
-
     def _pieces(self, parity: int) -> tuple[Piece, ...]:
         pieces = []
         for worker_id, (first, last) in self._owned.items():
@@ -211,14 +179,6 @@ class SharedMemoryTransport:
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
             pieces.append(Piece(start, stop, holder.result(parity)[start:stop]))
         return tuple(pieces)
-
-    def _forget(self, step: int) -> None:
-        """The reduction of `step` begins: results of step - 2 are free, and those of a future that was undone too."""
-        if step < self._reduced_step:
-            for done in self._done:
-                done.begin(-1)
-        self._reduced_step = step
-        self._slots.release_results(step)
 
     def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
         """A worker alone that has added up everything: its node is the result, if what no lane had reads as zero."""
@@ -239,12 +199,11 @@ class SharedMemoryTransport:
             for worker_id in bells:
                 if ready(worker_id, waiting[worker_id]):
                     del waiting[worker_id]
-            self._fence.check()
-            self._tick()
+            self._look()
             if not waiting:
                 return
             worker_id, peer = next(iter(waiting.items()))
-            futex.wait(peer.bell_address, bells[worker_id], _WAIT_S)
+            peer.await_bell(bells[worker_id], _WAIT_S)
             if time.monotonic() - life_checked > _LIFE_CHECK_S:
                 life_checked = time.monotonic()
                 dead = [w for w, p in waiting.items() if not p.alive() and not ready(w, p)]

@@ -21,9 +21,8 @@ from everstep.base.plan import Plan, WorkerKey
 from everstep.base.ports import Channel, Node, OnTick, Reduced, Tag, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
-from everstep.parallel.kinds.kind import Site
-from everstep.parallel.kinds.table import KINDS
-from everstep.parallel.reaper import Reaper
+from everstep.parallel.group import Reaper
+from everstep.parallel.kinds import KINDS, Site
 
 _OPEN = "open"
 
@@ -32,7 +31,7 @@ class StagedTransport:
     """Moves gradients, records and activations among the members of one generation, whatever their stages.
 
     kind: a name of `kinds`. store: where groups meet, for kinds that need one. device: where gradients and received
-    tensors are. bind_host: as for `GroupTransport`. cell_rank: of this process in its worker's cell; it meets
+    tensors are. cell_rank: of this process in its worker's cell; it meets
     those of the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
@@ -51,14 +50,13 @@ class StagedTransport:
         kind: str = "shm",
         store: Store | None = None,
         device: torch.device | str = "cpu",
-        bind_host: str | None = None,
         cell_rank: int = 0,
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
         store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._site = Site(me, n_lanes, tick, torch.device(device), store, bind_host)
+        self._site = Site(me, n_lanes, tick, torch.device(device), store)
         self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")
@@ -133,21 +131,22 @@ class StagedTransport:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
         with self._lock:
             self._fence.abort(generation)
-            parts: tuple[Transport | Channel, ...] = (self._records, self._channel, *self._pools.values())
-            for part in parts:
+            for part in self._parts():
                 part.abort(generation)
 
     def close(self) -> None:
         """Give everything back. Tensors that were handed out stay valid for as long as they are referred to."""
         self.abort(1 << 62)
         with self._lock:
-            parts: tuple[Transport | Channel, ...] = (self._channel, *self._pools.values(), self._records)
-            self._pools = {}
+            parts, self._pools = self._parts(), {}
         for part in parts:
             part.close()
         self._reaper.close()
 
     # ---- inside
+
+    def _parts(self) -> tuple[Transport | Channel, ...]:
+        return (self._channel, *self._pools.values(), self._records)
 
     def _renew(self, layouts: Mapping[int, GradientLayout]) -> None:
         """Close the transports of stages that are gone, make those of stages that are new, keep the others."""
@@ -161,23 +160,13 @@ class StagedTransport:
             self._pools = {s: kept.get(s) or fresh[s] for s in prints}
             self._layouts = prints
         while gone:
-            self._reaper.take(_Closing(gone.pop()))
+            self._reaper.take(gone.pop().close)
 
     def _tell_segments(self, generation: int) -> dict[int, dict[str, str]]:
         """Of all members: how to attach to their channels ("") and pools (the stage)."""
         own = {"": self._channel.segment, **{str(stage): pool.segment for stage, pool in self._pools.items()}}
         records = self._records.exchange(Tag(_OPEN, generation, 0), msgspec.msgpack.encode(own))
         return {w: msgspec.msgpack.decode(record, type=dict[str, str]) for w, record in records.items()}
-
-
-class _Closing:
-    """A transport that is no longer needed, for the reaper."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def retire(self) -> None:
-        self._transport.close()
 
 
 def _restricted(plan: Plan, stage: int) -> Plan:

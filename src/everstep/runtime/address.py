@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from everstep.base.errors import ProtocolError
 
@@ -34,23 +36,20 @@ class CoordinatorAddress:
     pid: int
     host: str
     port: int
-    started_unix_ns: int
 
 
-def write_address(path: Path, host: str, port: int) -> CoordinatorAddress:
+def write_address(path: Path, host: str, port: int) -> None:
     """Announce this process as the coordinator."""
-    address = CoordinatorAddress(os.getpid(), host, port, time.time_ns())
-    write_atomically(path, json.dumps(asdict(address)))
-    return address
+    address = {"pid": os.getpid(), "host": host, "port": port, "started_unix_ns": time.time_ns()}
+    write_atomically(path, json.dumps(address))
 
 
 def read_address(path: Path) -> CoordinatorAddress:
     """Raises: FileNotFoundError if nobody announced itself; ProtocolError if the file says something else."""
     text = path.read_text()
     try:
-        data = json.loads(text)
-        return CoordinatorAddress(int(data["pid"]), str(data["host"]), int(data["port"]), int(data["started_unix_ns"]))
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(text, type=CoordinatorAddress)
+    except msgspec.DecodeError:
         raise ProtocolError(f"expected a coordinator's address in {path}, found {text[:80]!r}") from None
 
 

@@ -35,38 +35,30 @@ _RATE_WINDOW_S = 2.0
 
 
 class Rate:
-    """Samples per second over the last seconds, from a counter that starts anew with each life."""
+    """Samples per second over the last seconds, from the counter of one life."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
-        self._incarnation = -1
 
-    def update(self, now_s: float, incarnation: int, samples: int) -> float:
+    def update(self, now_s: float, samples: int) -> float:
         """Take the counter's present value; returns the rate."""
-        if incarnation != self._incarnation:
-            self._seen.clear()
-            self._incarnation = incarnation
         self._seen.append((now_s, samples))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= _RATE_WINDOW_S:
             self._seen.popleft()
         first_s, first = self._seen[0]
-        elapsed_s = now_s - first_s
-        return (samples - first) / elapsed_s if elapsed_s > 0 else 0.0
+        return (samples - first) / (now_s - first_s) if now_s > first_s else 0.0
 
 
 class LaneTime:
-    """Milliseconds of computing per lane over the last lanes, from counters that start anew with each life."""
+    """Milliseconds of computing per lane over the last lanes, from the counters of one life."""
 
     def __init__(self) -> None:
-        self._incarnation = -1
-        self._seen = (0.0, 0, 0)
+        self._seen: tuple[float, int, int] | None = None
         self._ms = 0.0
 
-    def update(self, now_s: float, incarnation: int, compute_ns: int, lanes: int) -> float:
+    def update(self, now_s: float, compute_ns: int, lanes: int) -> float:
         """Take the counters' present values; returns the time per lane, 0 while none is known."""
-        if incarnation != self._incarnation:
-            self._incarnation, self._seen, self._ms = incarnation, (now_s, compute_ns, lanes), 0.0
-        since_s, before_ns, before = self._seen
+        since_s, before_ns, before = self._seen = self._seen or (now_s, compute_ns, lanes)
         if lanes > before and now_s - since_s >= _RATE_WINDOW_S:
             self._ms = (compute_ns - before_ns) / (lanes - before) / 1e6
             self._seen = (now_s, compute_ns, lanes)
@@ -103,7 +95,7 @@ class AgentLink:
         self._seq = 0
         self._sent: tuple[int, float] = (0, 0.0)
         self._rtts_ms: deque[float] = deque(maxlen=31)
-        self._rates: dict[int, tuple[Rate, LaneTime]] = {}
+        self._paces: dict[tuple[int, int], tuple[Rate, LaneTime]] = {}
         self._next_s = 0.0
         self.client = ControlClient(address, token, "agent", agent_id, self._hello, self._receive)
 
@@ -130,11 +122,9 @@ class AgentLink:
             return
         self._seq += 1
         rtt_ms = self._rtts_ms[-1] if self._rtts_ms else 0.0
-        beat = Heartbeat(
-            agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=list(self.pulses(self._lives(), now_s))
-        )
+        workers = list(self.pulses(self._lives(), now_s))
         self._sent = (self._seq, time.monotonic())
-        self.client.send(beat)
+        self.client.send(Heartbeat(agent_id=self.agent_id, seq=self._seq, rtt_ms=rtt_ms, workers=workers))
 
     def beat_every(self, interval_s: float | None) -> None:
         """Seconds between heartbeats; None: ten median round trips within 0.2 to 5 s."""
@@ -143,19 +133,20 @@ class AgentLink:
     def pulses(self, lives: Iterable[WorkerLife], now_s: float) -> Iterable[WorkerPulse]:
         """What the board says of these lives."""
         now_ns = time.monotonic_ns()
-        for life in lives:
-            pulse = self._board.read(life.worker_id)
-            if pulse.incarnation != life.incarnation or self._board.row(life.worker_id).hidden(now_ns):
+        keys = [(life.worker_id, life.incarnation) for life in lives]
+        self._paces = {key: self._paces.get(key) or (Rate(), LaneTime()) for key in keys}
+        for (worker_id, incarnation), (rate, lane_time) in self._paces.items():
+            pulse = self._board.read(worker_id)
+            if pulse.incarnation != incarnation or self._board.row(worker_id).hidden(now_ns):
                 continue
-            rate, lane_time = self._rates.setdefault(life.worker_id, (Rate(), LaneTime()))
             yield WorkerPulse(
-                worker_id=life.worker_id,
-                incarnation=life.incarnation,
+                worker_id=worker_id,
+                incarnation=incarnation,
                 step=pulse.step,
                 phase=pulse.phase,
                 still_ms=pulse.still_ms(now_ns),
-                samples_per_s=rate.update(now_s, life.incarnation, pulse.samples),
-                compute_ms_per_lane=lane_time.update(now_s, life.incarnation, pulse.compute_ns, pulse.lanes),
+                samples_per_s=rate.update(now_s, pulse.samples),
+                compute_ms_per_lane=lane_time.update(now_s, pulse.compute_ns, pulse.lanes),
                 slowest=pulse.slowest,
             )
 
@@ -175,8 +166,7 @@ class AgentLink:
                 agent_id=self.agent_id,
                 worker_id=worker_id,
                 incarnation=incarnation,
-                cause=why.cause,
-                reason=why.reason,
+                **vars(why),
                 died_unix_ns=died_unix_ns,
                 in_order=in_order,
                 step=pulse.step if pulse.incarnation == incarnation else 0,
@@ -185,11 +175,11 @@ class AgentLink:
 
     def slot_lost(self, worker_id: int, why: Why) -> None:
         """A slot was given up."""
-        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, cause=why.cause, reason=why.reason))
+        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, **vars(why)))
 
     def host_failed(self, why: Why) -> None:
         """No restart helps any further here."""
-        self.client.send(HostFailed(agent_id=self.agent_id, cause=why.cause, reason=why.reason))
+        self.client.send(HostFailed(agent_id=self.agent_id, **vars(why)))
 
     def notice(self, kind: str, fields: dict[str, Any]) -> None:
         """Something for whoever watches the job."""
@@ -212,9 +202,8 @@ class AgentLink:
         )
 
     def _receive(self, message: AnyMessage) -> None:
-        if isinstance(message, Pong):
-            seq, sent_s = self._sent
-            if message.seq == seq:
-                self._rtts_ms.append((time.monotonic() - sent_s) * 1000)
-            return
-        self._on_message(message)
+        seq, sent_s = self._sent
+        if not isinstance(message, Pong):
+            self._on_message(message)
+        elif message.seq == seq:
+            self._rtts_ms.append((time.monotonic() - sent_s) * 1000)

@@ -20,20 +20,8 @@ MAX_ROWS = 4096
 MAX_RANKS = 32
 """Of one worker."""
 PHASES = (
-    "idle",
-    "starting",
-    "load",
-    "forward",
-    "backward",
-    "transfer",
-    "reduce",
-    "agree",
-    "update",
-    "stall",
-    "heal",
-    "settle",
-    "evaluate",
-    "finish",
+    *("idle", "starting", "load", "forward", "backward", "transfer", "reduce", "agree", "update"),
+    *("stall", "heal", "settle", "evaluate", "finish"),
 )
 PHASE_CODE = {name: code for code, name in enumerate(PHASES)}
 OPERATIONS = ("reduce", "transfer", "heal")
@@ -95,6 +83,7 @@ class Row:
     def __init__(self, words: memoryview) -> None:
         self._words = words
         self._since_ns = 0
+        self._marks: list[tuple[int, str]] | None = None
 
     def tick(self) -> None:
         """Something moved: count it."""
@@ -118,6 +107,8 @@ class Row:
         if step is not None:
             words[_STEP] = step
         if phase is not None:
+            if self._marks is not None:
+                self._marks.append((time.time_ns(), phase))
             if self._since_ns:
                 words[_SPENT_NS + words[_PHASE]] += now_ns - self._since_ns
             self._since_ns = now_ns
@@ -129,6 +120,10 @@ class Row:
             words[_GENERATION] = generation
         words[_COUNTER] += 1
         words[_BEAT_NS] = now_ns
+
+    def mark(self, marks: list[tuple[int, str]] | None) -> None:
+        """From now on each phase is noted there too, as (unix time in ns, name); None: no more."""
+        self._marks = marks
 
     def seat(self, stage: int | None, role: str) -> None:
         """Where this worker sits from now on. Raises: ValueError for an unknown role."""
@@ -143,9 +138,7 @@ class Row:
         words = self._words
         for i in range(_WORDS):
             words[i] = 0
-        words[_INCARNATION] = incarnation
-        words[_PID] = pid
-        words[_RANKS] = ranks
+        words[_INCARNATION], words[_PID], words[_RANKS] = incarnation, pid, ranks
         self.set(phase="starting")
 
     def set_pid(self, pid: int) -> None:
@@ -163,51 +156,23 @@ class Row:
     def read(self) -> Pulse:
         """What the row says now; fields are read one after the other, not as one."""
         w = self._words
-        code = w[_PHASE]
-        phase = PHASES[code] if 0 <= code < len(PHASES) else "idle"
+        phase, role = w[_PHASE], w[_ROLE]
         return Pulse(
-            w[_COUNTER],
-            w[_BEAT_NS],
-            w[_STEP],
-            phase,
-            w[_SAMPLES],
-            w[_INCARNATION],
-            w[_PID],
-            w[_GENERATION],
-            w[_LANES],
-            tuple(w[_SPENT_NS : _SPENT_NS + len(PHASES)]),
-            tuple(w[_SENT_BYTES : _SENT_BYTES + len(OPERATIONS)]),
-            w[_STAGE] - 1 if w[_STAGE] else None,
-            ROLES[w[_ROLE]] if 0 <= w[_ROLE] < len(ROLES) else "",
-            w[_RANKS],
+            counter=w[_COUNTER],
+            beat_ns=w[_BEAT_NS],
+            step=w[_STEP],
+            phase=PHASES[phase] if 0 <= phase < len(PHASES) else "idle",
+            samples=w[_SAMPLES],
+            incarnation=w[_INCARNATION],
+            pid=w[_PID],
+            generation=w[_GENERATION],
+            lanes=w[_LANES],
+            spent_ns=tuple(w[_SPENT_NS : _SPENT_NS + len(PHASES)]),
+            sent_bytes=tuple(w[_SENT_BYTES : _SENT_BYTES + len(OPERATIONS)]),
+            stage=w[_STAGE] - 1 if w[_STAGE] else None,
+            role=ROLES[role] if 0 <= role < len(ROLES) else "",
+            ranks=w[_RANKS],
         )
-
-
-class MarkedRow(Row):
-    """A worker's own row while it is profiled: each phase is also noted in `marks`, as (unix time in ns, name)."""
-
-    def __init__(self, row: Row, marks: list[tuple[int, str]]) -> None:
-        super().__init__(row._words)
-        self._since_ns = row._since_ns
-        self._row = row
-        self._marks = marks
-
-    def plain(self) -> Row:
-        """The row as it was before, which goes on from here."""
-        self._row._since_ns = self._since_ns
-        return self._row
-
-    def set(
-        self,
-        *,
-        step: int | None = None,
-        phase: str | None = None,
-        samples: int | None = None,
-        generation: int | None = None,
-    ) -> None:
-        if phase is not None:
-            self._marks.append((time.time_ns(), phase))
-        super().set(step=step, phase=phase, samples=samples, generation=generation)
 
 
 class Board:

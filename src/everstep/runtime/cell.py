@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -22,10 +21,11 @@ from everstep.base.errors import EverstepError, ProtocolError, check
 from everstep.base.plan import Rank, WorkerKey
 from everstep.runtime.board import Board
 from everstep.runtime.context import WorkerContext
+from everstep.runtime.process import readable
 
 MOST_BYTES = 1 << 16
 """Of a command or an answer: what is larger goes by other ways."""
-_LOOK_MS = 20
+_LOOK_S = 0.02
 _END_S = 5.0
 
 
@@ -97,14 +97,10 @@ class Head:
     def _hear(self) -> list[bytes]:
         heard: dict[int, bytes] = {}
         waiting = {limb.fileno(): cell_rank for cell_rank, limb in enumerate(self._limbs, 1)}
-        poller = select.poll()
-        for fd in waiting:
-            poller.register(fd, select.POLLIN)
         while waiting:
-            ready = poller.poll(_LOOK_MS)
+            ready = readable(waiting, _LOOK_S)
             self._tick()
-            for fd, _ in ready:
-                poller.unregister(fd)
+            for fd in ready:
                 cell_rank = waiting.pop(fd)
                 heard[cell_rank] = _received(fd) or self._await_end(cell_rank)
         return [heard[cell_rank] for cell_rank in sorted(heard)]
@@ -126,9 +122,7 @@ class Limb:
         check(len(context.cell_fds) == 1, f"expected one socket to the head, got {context.cell_fds}")
         self._me: WorkerKey = context.key
         self._head = context.cell_fds[0]
-        self._poller = select.poll()
-        self._poller.register(self._head, select.POLLIN)
-        self.row = Board.attach(context.board_fd).row(context.board_row, context.cell_rank)
+        self.row = Board.attach(context.board_fd).row(context.worker_id, context.cell_rank)
 
     def serve(self, act: Mapping[str, Callable[..., Any]], *, address: str = "", segment: str = "") -> None:
         """Introduce this rank, then do what the head says, until that goes.
@@ -147,14 +141,12 @@ class Limb:
 
     def _say(self, said: Any) -> bool:
         """Whether the head is there to hear it."""
-        try:
-            os.write(self._head, _packed(said))
-        except OSError:
-            return False
-        return True
+        with contextlib.suppress(OSError):
+            return os.write(self._head, _packed(said)) > 0
+        return False
 
     def _wait(self) -> bytes:
-        while not self._poller.poll(_LOOK_MS):
+        while not readable([self._head], _LOOK_S):
             self.row.tick()
         self.row.tick()
         return _received(self._head)

@@ -70,15 +70,13 @@ def is_locked(run_dir: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
+def run_lock(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the directory's lock, which ends with this process at the latest.
 
     Raises: ConfigError if another process holds it, or if the directory cannot be made or written.
     """
     held = f"a job is still running in {run_dir}: wait for it, stop it, or choose another --run-dir"
-    with sole_holder(run_dir / LOCK_FILE, held, f"the run directory {run_dir}"):
-        yield
+    return sole_holder(run_dir / LOCK_FILE, held, f"the run directory {run_dir}")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a process of a worker is given when it starts: everything it needs to find its job, as plain data."""
+"""What agents and workers are given when they start: everything that they need to find their job, as plain data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
+from everstep.base.errors import ConfigError
 from everstep.base.plan import WorkerKey
 
 
@@ -17,10 +20,10 @@ class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
     `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
-    coordinator restarts. `board_fd` and `board_row` locate the progress row. `config` is the effective config as
-    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
-    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
-    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
+    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
+    beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the
+    head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
     """
 
     run_dir: str
@@ -30,7 +33,6 @@ class WorkerContext:
     token: str
     coordinator_file: str
     board_fd: int
-    board_row: int
     config: dict[str, Any]
     task: str
     argv: list[str] = field(default_factory=list)
@@ -59,7 +61,7 @@ class WorkerContext:
 
     def write_last_words(self, why: Why) -> None:
         """Raises: OSError."""
-        self.last_words_path.write_text(json.dumps({"cause": why.cause, "reason": why.reason}) + "\n")
+        self.last_words_path.write_text(json.dumps(vars(why)) + "\n")
 
     def read_last_words(self) -> Why | None:
         """What this worker wrote, None if it died without a word."""
@@ -76,3 +78,63 @@ class WorkerContext:
     def load_config(self) -> Config:
         """The effective config. Raises: ConfigError."""
         return load_config([("job.json", self.config)])
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A fork server on its way from one process to another.
+
+    fd, board_fd: inherited. heard: what it has said and nobody has read; greeting: that it is ready, if it has said so.
+    """
+
+    fd: int
+    board_fd: int
+    pid: int
+    heard: str
+    greeting: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Which job an agent takes part in, and as what.
+
+    address: "host:port" of the coordinator, or the path of coordinator.json. entry: "module:function", called in each
+    worker with its `WorkerContext`; what it returns is the worker's exit code, and 0 means that it left in order (done,
+    or dismissed by request). preload: modules that the fork server imports. host: a name that no other agent of the job
+    has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
+    as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
+    runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    """
+
+    address: str
+    token_file: str
+    entry: str
+    preload: list[str]
+    host: str
+    room: int = 0
+    run_dir: str = ""
+    threads: int = 1
+    server: Handed | None = None
+    parent: int = 0
+    ranks: int = 1
+
+    def where(self) -> Path | tuple[str, int]:
+        """As a control connection wants it. Raises: ConfigError if it is no address."""
+        if "/" in self.address:
+            return Path(self.address)
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {self.address!r}")
+        return host, int(port)
+
+    def to_json(self) -> str:
+        """As text; `from_json` undoes it."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Joining:
+        """Raises: ConfigError for anything else than `to_json` makes."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"expected what an agent is started with as JSON, got something else: {error}") from None

@@ -10,15 +10,17 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, cast
 
 import uvloop
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.observe.events import EventLog
@@ -36,16 +38,78 @@ from everstep.protocol.coordinator.types import (
     Send,
     Tick,
 )
-from everstep.protocol.messages import AgentRefused, AnyMessage, JobFacts, PlanNow, PlanPrepared, decode, encode
+from everstep.protocol.messages import (
+    AgentCount,
+    AgentHello,
+    AgentNotice,
+    AgentRefused,
+    AnyMessage,
+    JobFacts,
+    JobHello,
+    Ping,
+    PlanNow,
+    PlanPrepared,
+    Pong,
+    decode,
+    encode,
+)
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
 from everstep.runtime.journal import Journal
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
-from everstep.runtime.switchboard import Sends, Switchboard
 
 MAX_STRANGERS = 4096
 MAX_UNSENT_BYTES = 256 << 20
 _COMPLAIN_EVERY_S = 1.0
+Sends = list[tuple[str, AnyMessage]]
+
+
+class Switchboard:
+    """What passes between the job's process and its agents without the coordinator deciding anything.
+
+    Pure: what came in, what goes out. Knows which connections are agents' and which the job's. facts: what agents are
+    told.
+    """
+
+    def __init__(self, facts: JobFacts) -> None:
+        self._facts = facts
+        self._jobs: set[str] = set()
+        self._agents: dict[str, AgentHello] = {}
+
+    def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
+        """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
+        match message:
+            case Ping(seq=seq):
+                return [(connection, Pong(seq=seq))], False
+            case AgentNotice():
+                return [(job, message) for job in sorted(self._jobs)], False
+            case JobHello():
+                self._jobs.add(connection)
+                return [(connection, self._present())], True
+            case AgentHello():
+                return self._agent_hello(connection, message)
+        return [], True
+
+    def gone(self, connection: str) -> Sends:
+        """A connection has ended."""
+        self._jobs.discard(connection)
+        return self._tell() if self._agents.pop(connection, None) is not None else []
+
+    def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
+        for other in self._agents.values():
+            if other.agent_id == hello.agent_id and other.process != hello.process:
+                pid = other.process.partition("-")[0]
+                text = f"another agent of this job is called {hello.agent_id!r} (process {pid} of its host)"
+                refused = AgentRefused(cause=Cause.CONFIG, reason=f"{text}: give one of them another --host-name")
+                return [(connection, refused)], False
+        self._agents[connection] = hello
+        return [(connection, self._facts), *self._tell()], True
+
+    def _tell(self) -> Sends:
+        return [(job, self._present()) for job in sorted(self._jobs)]
+
+    def _present(self) -> AgentCount:
+        return AgentCount(agent_ids=sorted({hello.agent_id for hello in self._agents.values()}))
 
 
 class ControlServer:
@@ -81,13 +145,9 @@ class ControlServer:
                 case Persist(entry):
                     self._persist(entry)
                 case Send(name, message):
-                    connection = self.connections.get(name)
-                    if connection is not None:
-                        connection.send(self._frame(message))
-                case Close(name, reason):
-                    connection = self.connections.get(name)
-                    if connection is not None:
-                        connection.end(reason)
+                    self._send(name, message)
+                case Close(name):
+                    self._end(name)
                 case Report(kind, fields):
                     if kind == "recovery_completed":
                         fields = noticed(fields, time.time_ns())
@@ -109,11 +169,17 @@ class ControlServer:
 
     def _hand_on(self, sends: Sends) -> None:
         for name, message in sends:
-            connection = self.connections.get(name)
-            if connection is not None:
-                connection.send(self._frame(message))
-                if isinstance(message, AgentRefused):
-                    connection.end(message.reason)
+            self._send(name, message)
+            if isinstance(message, AgentRefused):
+                self._end(name)
+
+    def _send(self, name: str, message: AnyMessage) -> None:
+        if name in self.connections:
+            self.connections[name].send(self._frame(message))
+
+    def _end(self, name: str) -> None:
+        if name in self.connections:
+            self.connections[name].end()
 
     def _arrival_ns(self) -> int:
         """The time at which the events of this round of the loop were found waiting.
@@ -137,22 +203,17 @@ class ControlServer:
         if now - self._complained_s >= _COMPLAIN_EVERY_S:
             self._complained_s = now
             text = f"refused a connection from {peer}: {reason} ({self.refused} refused so far)"
-            print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", cause=Cause.REFUSED, reason=text)
+            self._warn(Why(Cause.REFUSED, text))
 
     def _frame(self, message: AnyMessage) -> bytes:
         """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
         known, data = self._last_encoded
-        if known is message:
-            return data
-        if (
-            isinstance(message, PlanNow | PlanPrepared)
-            and type(known) is type(message)
-            and getattr(known, "plan", None) is message.plan
-        ):
-            return data
-        data = wire.frame(encode(message), deflate=True)
-        self._last_encoded = (message, data)
+        same = known is message
+        if isinstance(message, PlanNow | PlanPrepared) and type(known) is type(message):
+            same = getattr(known, "plan", None) is message.plan
+        if not same:
+            data = wire.frame(encode(message), deflate=True)
+            self._last_encoded = (message, data)
         return data
 
     def _persist(self, entry: dict[str, Any]) -> None:
@@ -164,8 +225,11 @@ class ControlServer:
                 f"cannot write {self.journal.path}: the coordinator keeps {self.journal.pending} entries in memory and"
                 " tries again; a restart of it would rely on what the workers report"
             )
-            print(text, file=sys.stderr, flush=True)
-            self.events.write("warning", cause=Cause.DISK, reason=text)
+            self._warn(Why(Cause.DISK, text))
+
+    def _warn(self, why: Why) -> None:
+        print(why.reason, file=sys.stderr, flush=True)
+        self.events.write("warning", **vars(why))
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -217,7 +281,7 @@ class ControlSocket(asyncio.Protocol):
         except ProtocolError as error:
             if self._name:
                 self._server.refuse(self._peer, str(error))
-                self.end(str(error))
+                self.end()
             else:
                 self._refuse(str(error))
 
@@ -239,7 +303,7 @@ class ControlSocket(asyncio.Protocol):
             self._server.refuse(self._peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
 
-    def end(self, reason: str) -> None:
+    def end(self) -> None:
         """Close after what is queued has left."""
         if self._transport is not None:
             self._transport.close()
@@ -252,9 +316,9 @@ class ControlSocket(asyncio.Protocol):
         end = 2 + wire.answer_length(bytes(early[:2]))
         if len(early) < end:
             return
-        identity, reply = wire.verify(self._server.token, self._nonce, bytes(early[2:end]))
-        if identity.role not in ("agent", "worker", "job", "client"):
-            raise ProtocolError(f"expected the role agent, worker, job or client, got {identity.role!r}")
+        role, reply = wire.verify(self._server.token, self._nonce, bytes(early[2:end]))
+        if role not in ("agent", "worker", "job", "client"):
+            raise ProtocolError(f"expected the role agent, worker, job or client, got {role!r}")
         if self._transport is None:
             return
         self._stop_timeout()
@@ -264,7 +328,7 @@ class ControlSocket(asyncio.Protocol):
         self._name = self._server.next_name()
         self._server.strangers -= 1
         self._server.connections[self._name] = self
-        self._server.handle(Connected(self._name, identity.role))
+        self._server.handle(Connected(self._name, role))
         if rest:
             self._frames(rest)
 
@@ -286,23 +350,27 @@ class ControlSocket(asyncio.Protocol):
 
 def coordinator_config(config: Config) -> CoordinatorConfig:
     """What the coordinator needs of the job's config."""
-    hang = config.hang_limit_s
-    interval = config.heartbeat.interval_s
+    beat = config.heartbeat
     return CoordinatorConfig(
         lanes=config.lanes,
         stages=config.stages,
         workers=config.workers,
         min_workers=config.min_workers,
         on_failure=config.on_failure,
-        hang_limit_ns=None if isinstance(hang, str) else int(hang * 1e9),
-        heartbeat_floor_ns=int(config.heartbeat.floor_s * 1e9),
-        heartbeat_ceiling_ns=int(config.heartbeat.ceiling_s * 1e9),
-        heartbeat_interval_ns=None if isinstance(interval, str) else int(interval * 1e9),
+        hang_limit_ns=_ns(config.hang_limit_s),
+        heartbeat_floor_ns=int(beat.floor_s * 1e9),
+        heartbeat_ceiling_ns=int(beat.ceiling_s * 1e9),
+        heartbeat_interval_ns=_ns(beat.interval_s),
         quorum_wait_ns=int(config.quorum_wait_s * 1e9),
         wish=pool_wish(config),
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
     )
+
+
+def _ns(seconds: float | str) -> int | None:
+    """None for 'auto'."""
+    return None if isinstance(seconds, str) else int(seconds * 1e9)
 
 
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
@@ -328,18 +396,20 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     events = EventLog(run_dir / EVENTS_FILE)
     coordinator = Coordinator(coordinator_config(config), journal.entries)
     server = ControlServer(coordinator, Switchboard(job_facts(run_dir, job, job_pid)), journal, events, token)
-    loop = asyncio.get_running_loop()
+
+    def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
+        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), host, port, backlog=2048)
+
     try:
-        listener = await loop.create_server(lambda: ControlSocket(server), host, port, backlog=2048)
+        listener = await listen(port)
     except OSError:
         if port == 0:
             raise
-        # Somebody else took the port meanwhile: clients read the new one from the address file.
-        listener = await loop.create_server(lambda: ControlSocket(server), host, 0, backlog=2048)
+        listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
-    address = write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
+    write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
     if journal.entries:
-        report_restart(events, coordinator, journal, address.pid, down_since_unix_ns, cause)
+        report_restart(events, coordinator, journal, down_since_unix_ns, cause)
     server.handle(Tick())
     gc.collect()
     gc.freeze()
@@ -347,7 +417,7 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
 
 
 def report_restart(
-    events: EventLog, coordinator: Coordinator, journal: Journal, pid: int, down_since_unix_ns: int, cause: Cause
+    events: EventLog, coordinator: Coordinator, journal: Journal, down_since_unix_ns: int, cause: Cause
 ) -> None:
     """Tell that this coordinator continues the work of another."""
     now_ns = time.time_ns()
@@ -357,7 +427,7 @@ def report_restart(
         "coordinator_restarted",
         time_unix_ns=now_ns,
         generation=coordinator.status().get("generation"),
-        pid=pid,
+        pid=os.getpid(),
         cause=cause,
         reason=f"continues from its journal of {len(journal.entries)} entries{torn}",
         downtime_s=downtime_s,

@@ -4,7 +4,7 @@ one process or more.
 `python -m everstep.runtime.fork_server --fd N --board-fd M --preload a,b,c`. It starts no threads and does no tensor
 work, so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its agent:
 
-    <- {"op": "start", "worker_id", "incarnation", "entry": "module:function", "context": {...}}
+    <- {"op": "start", "entry": "module:function", "context": {...}}
                                               with two descriptors per rank, which become its stdout and stderr
     <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
     <- {"op": "log", "path"}                                           where its own output goes from now on
@@ -29,6 +29,7 @@ import io
 import json
 import logging
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -36,15 +37,14 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.errors import cause_of
 from everstep.runtime.board import MAX_RANKS
-from everstep.runtime.cell_end import ForkedCell
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import (
     adopt_orphans,
@@ -92,6 +92,9 @@ class ForkServer:
         self._buffer = b""
         self._outputs: deque[int] = deque()
         self._signal_r, self._signal_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = select.poll()
+        for readable in (sock.fileno(), self._signal_r):
+            self._poller.register(readable, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
 
@@ -101,23 +104,17 @@ class ForkServer:
 
     def run(self) -> None:
         """Serve until the agent's end of the socket closes."""
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._signal_r, select.POLLIN)
         while not self._over:
-            self._serve(poller.poll())
+            self._serve(None)
 
     def between_imports(self) -> None:
         """Calls need not wait until everything is imported: what they run imports what it needs."""
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.register(self._signal_r, select.POLLIN)
-        self._serve(poller.poll(0))
+        self._serve(0)
         if self._over:
             raise ConnectionError("the agent has gone")
 
-    def _serve(self, ready: list[tuple[int, int]]) -> None:
-        for fd, _events in ready:
+    def _serve(self, timeout_ms: int | None) -> None:
+        for fd, _events in self._poller.poll(timeout_ms):
             if fd == self._signal_r:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._signal_r, 4096)
@@ -196,18 +193,10 @@ class ForkServer:
 
     def _bury(self, statuses: dict[int, int]) -> None:
         """Of one cell: end what is left of it, or say that nothing is."""
-        cells = [self._children.pop(pid) for pid in statuses]
-        cell = cells[0]
+        *_, cell = (self._children.pop(pid) for pid in statuses)
         _kill_all(cell.died(statuses, time.time_ns()))
         if not cell.ranks:
-            self.tell(
-                op="exited",
-                worker_id=cell.worker_id,
-                incarnation=cell.incarnation,
-                cell_rank=cell.cell_rank,
-                status=cell.status,
-                unix_ns=cell.unix_ns,
-            )
+            self.tell(op="exited", **{name: value for name, value in vars(cell).items() if name != "ranks"})
 
     def _end_orphans(self) -> None:
         known = self._children.keys() | self._called
@@ -219,9 +208,7 @@ class ForkServer:
         try:
             _leave_server_behind()
             redirect_output(Path(os.devnull))
-            module, _, function = request["entry"].partition(":")
-            answer = getattr(importlib.import_module(module), function)(request["question"])
-            self.tell(op="answer", answer=answer)
+            self.tell(op="answer", answer=pkgutil.resolve_name(request["entry"])(request["question"]))
             code = 0
         finally:
             os._exit(code)
@@ -252,13 +239,8 @@ def _kill_all(pids: Iterable[int]) -> None:
 _SERVER_PID = os.getpid()
 
 
-def die_with_parent_of_fork() -> None:
-    """In a fresh fork: die with the fork server."""
-    die_with_parent(_SERVER_PID)
-
-
 def _leave_server_behind() -> None:
-    die_with_parent_of_fork()
+    die_with_parent(_SERVER_PID)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -279,43 +261,28 @@ def redirect_output(path: Path) -> None:
 def run_entry(entry: str, context: WorkerContext) -> int:
     """Call "module:function" with the context. Returns the exit code; what it raises goes to the log and last words."""
     try:
-        module, _, function = entry.partition(":")
-        result = getattr(importlib.import_module(module), function)(context)
+        result = pkgutil.resolve_name(entry)(context)
         code = result if isinstance(result, int) else 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else (0 if error.code is None else 1)
     except BaseException as error:
-        log.critical("%s", describe(error), exc_info=True)
-        write_last_words(context, error)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        log.critical("%s", text, exc_info=True)
+        with contextlib.suppress(OSError):
+            if not context.last_words_path.exists():  # else the worker has said something better itself
+                context.write_last_words(Why(cause_of(error), text))
         code = 1
     _leave_in_order()
     return code
 
 
-def write_last_words(context: WorkerContext, error: BaseException) -> None:
-    """One line that says why, unless the worker has written a better one itself."""
-    with contextlib.suppress(OSError):
-        if not context.last_words_path.exists():
-            context.write_last_words(Why(cause_of(error), describe(error)))
-
-
-def describe(error: BaseException) -> str:
-    """An error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def _leave_in_order() -> None:
     # os._exit skips what a process does at its end: flush, and end the helpers that multiprocessing started.
     multiprocessing_util = sys.modules.get("multiprocessing.util")
-    for act in (
-        getattr(multiprocessing_util, "_exit_function", None),
-        logging.shutdown,
-        sys.stdout.flush,
-        sys.stderr.flush,
-    ):
-        if act is not None:
-            with contextlib.suppress(Exception):
-                act()
+    end_helpers = getattr(multiprocessing_util, "_exit_function", lambda: None)
+    for act in (end_helpers, logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(Exception):
+            act()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -349,6 +316,50 @@ def main(argv: list[str] | None = None) -> int:
         if os.getpid() == _SERVER_PID:
             fork_server.end_children()
     return 0
+
+
+# ---- what ends a cell: who is to blame does not follow from who is found dead first
+
+
+#
+@dataclass
+class ForkedCell:
+    """One life of a worker. ranks: by pid, of the processes that have not been waited for.
+
+    cell_rank, status, unix_ns: of the death that ended the cell; status None before. A limb that ends in order ends
+    nothing: it does so when its head lets go of it.
+    """
+
+    worker_id: int
+    incarnation: int
+    ranks: dict[int, int]
+    cell_rank: int = 0
+    status: int | None = None
+    unix_ns: int = 0
+
+    def died(self, statuses: Mapping[int, int], unix_ns: int) -> list[int]:
+        """These, by pid, were found dead at once, with these wait statuses. Returns who is to be killed by that."""
+        found = {self.ranks.pop(pid): status for pid, status in statuses.items()}
+        if self.status is None:
+            cell_rank = first_to_go(found)
+            if cell_rank is None:
+                return []
+            self.cell_rank, self.status, self.unix_ns = cell_rank, found[cell_rank], unix_ns
+        return list(self.ranks)
+
+
+def first_to_go(statuses: Mapping[int, int]) -> int | None:
+    """Of ranks that were found dead at once, by wait status, the one that drew the others along; None if none did.
+
+    A head that leaves in order needs its limbs no more. Otherwise a signal is nobody's reaction to another's death; and
+    a head may raise because a limb has gone, while limbs leave quietly.
+    """
+    if statuses.get(0) == 0:
+        return 0
+    failed = sorted(cell_rank for cell_rank, status in statuses.items() if status != 0)
+    struck = [cell_rank for cell_rank in failed if os.WIFSIGNALED(statuses[cell_rank])]
+    limbs = [cell_rank for cell_rank in failed if cell_rank > 0]
+    return next(iter(struck or limbs or failed), None)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
 from everstep.runtime.board import MAX_ROWS, create_board_memory
-from everstep.runtime.context import WorkerContext
-from everstep.runtime.inbox import readable
-from everstep.runtime.process import describe_status, own_command, pinned_environment
+from everstep.runtime.context import Handed, WorkerContext
+from everstep.runtime.process import own_command, pinned_environment, readable, why_ended
 
 MODULE = "everstep.runtime.fork_server"
 _DEATH_WAIT_S = 5.0
@@ -25,20 +24,6 @@ _DEATH_WAIT_S = 5.0
 
 class ForkEnded(EverstepError):
     """The fork that was to answer has ended without an answer; the text says how."""
-
-
-@dataclass(frozen=True)
-class Handed:
-    """A fork server on its way from one process to another.
-
-    fd, board_fd: inherited. heard: what it has said and nobody has read; greeting: that it is ready, if it has said so.
-    """
-
-    fd: int
-    board_fd: int
-    pid: int
-    heard: str
-    greeting: dict[str, Any]
 
 
 class ForkServerClient:
@@ -82,15 +67,7 @@ class ForkServerClient:
         outputs: for each of them the descriptors that become its stdout and stderr; they are closed here.
         """
         fds = [fd for pair in outputs for fd in pair]
-        request = {
-            "op": "start",
-            "worker_id": context.worker_id,
-            "incarnation": context.incarnation,
-            "entry": entry,
-            "context": asdict(context),
-        }
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._sock, [json.dumps(request).encode() + b"\n"], fds)
+        self._ask(fds, op="start", entry=entry, context=asdict(context))
         for fd in fds:
             os.close(fd)
 
@@ -112,24 +89,24 @@ class ForkServerClient:
 
         Raises: ForkEnded if there is no answer.
         """
-        request = {"op": "call", "entry": entry, "question": question}
-        with contextlib.suppress(OSError):
-            self._sock.sendall(json.dumps(request).encode() + b"\n")
-        answers: list[Any] = []
+        self._ask(op="call", entry=entry, question=question)
         while messages := self.receive():
-            answers += [message["answer"] for message in messages if message["op"] == "answer"]
-            if answers:
-                return answers[0]
-            for message in messages:
+            for message in messages:  # the answer comes first
+                if message["op"] == "answer":
+                    return message["answer"]
                 if message["op"] == "called":
-                    raise ForkEnded(describe_status(message["status"]))
+                    raise ForkEnded(why_ended(os.waitstatus_to_exitcode(message["status"])).reason)
         code = self._process.wait() if self._process is not None else 0
-        raise ForkEnded(f"the fork server: {describe_status(-code if code < 0 else code << 8)}")
+        raise ForkEnded(f"the fork server: {why_ended(code).reason}")
 
     def log_to(self, path: Path) -> None:
         """Where the server's own output goes from now on."""
+        self._ask(op="log", path=str(path.resolve()))
+
+    def _ask(self, fds: Sequence[int] = (), **request: Any) -> None:
         with contextlib.suppress(OSError):
-            self._sock.sendall(json.dumps({"op": "log", "path": str(path.resolve())}).encode() + b"\n")
+            data = json.dumps(request).encode() + b"\n"
+            self._sock.sendall(data[socket.send_fds(self._sock, [data], fds) :])
 
     def let_go(self) -> None:
         """Another process has the way to it by now."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from math import inf
+from pathlib import Path
 from typing import Any
 
-from everstep.base.cause import Why
+from everstep.base.cause import Cause, Why
+from everstep.base.config import Config, load_config
+from everstep.base.errors import EverstepError
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
@@ -26,26 +29,37 @@ from everstep.protocol.messages import (
     SetSlots,
     WorkerLife,
 )
+from everstep.runtime import wire
+from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.agent_link import AgentLink
-from everstep.runtime.board import Board
-from everstep.runtime.fork_server_client import ForkServerClient
-from everstep.runtime.host import Host
-from everstep.runtime.inbox import Inbox, readable
-from everstep.runtime.joining import Joining
-from everstep.runtime.process import machine
+from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
+from everstep.runtime.collector import Collector, Sampler
+from everstep.runtime.context import Joining, WorkerContext
+from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
+from everstep.runtime.process import (
+    Inbox,
+    die_with_parent,
+    last_line,
+    machine,
+    raise_descriptor_limit,
+    readable,
+    taking_signals,
+)
+from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SERVER_HOPELESS = 3
+_END_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Left:
-    """How an agent ended: exit code, and a line for the user where it is not the job's doing. at_once: by a signal."""
+    """How an agent ended: exit code, and a line for the user where it is not the job's doing."""
 
     exit_code: int
     words: str = ""
-    at_once: bool = False
 
 
 class HostAgent:
@@ -64,7 +78,7 @@ class HostAgent:
         self._job_fd = -1
         self._connected_s = time.monotonic()
         self._ended: JobEnded | None = None
-        self._deadline_s: float | None = None
+        self._deadline_s = inf
         self._killed = False
         self._told_failed = False
         self._idle = True  # until it is told of slots
@@ -76,7 +90,7 @@ class HostAgent:
     def run(self) -> Left:
         """Take part until the job is over. Nothing is left running."""
         try:
-            with self._signal_handlers():
+            with taking_signals(_SIGNALS, self._inbox.put):
                 while self._left is None:
                     self._turn()
         finally:
@@ -100,18 +114,17 @@ class HostAgent:
         self._look_at_end(now_s)
 
     def _patience(self, now_s: float) -> float:
-        waits = [1.0, self._link.due_in(now_s)]
-        due_s = self._host.workers.due_in(now_s) if self._host is not None else None
-        waits += [due_s] if due_s is not None else []
-        waits += [self._deadline_s - now_s] if self._deadline_s is not None else []
-        return min(waits)
+        start_s = self._host.workers.due_in(now_s) if self._host is not None else inf
+        return min(1.0, self._link.due_in(now_s), start_s, self._deadline_s - now_s)
 
     # ---- what comes
 
     def _take(self, item: AnyMessage | int) -> None:
         host = self._host
+        if item == signal.SIGUSR1:
+            return  # for the job to act upon
         if isinstance(item, int):
-            self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}", at_once=True))
+            self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}"))
         elif isinstance(item, JobFacts):
             if host is None:
                 self._begin(item)
@@ -177,25 +190,21 @@ class HostAgent:
             self._leave(Left(3, f"the job at {self._joining.address} has not answered for {AWAY_LIMIT_S:g} s"))
 
     def _look_at_end(self, now_s: float) -> None:
-        if self._ended is None or self._deadline_s is None:
+        if self._ended is None:
             return
-        late, host = now_s >= self._deadline_s, self._host
+        host, completed = self._host, self._ended.state == "completed"
         if host is None or host.workers.none_live():
             self._leave(Left(0))
-        elif late and self._finishing(host, now_s):
+        elif now_s < self._deadline_s:
             return
-        elif late and not self._killed:
+        elif completed and host.finishing() and now_s < self._deadline_s + host.config.quorum_wait_s:
+            return  # some worker still does what its script does after the last step
+        elif self._killed:
+            self._leave(Left(0))
+        else:
             self._killed = True
             host.workers.kill_all()
             self._deadline_s = now_s + GRACE_S
-        elif late:
-            self._leave(Left(0))
-
-    def _finishing(self, host: Host, now_s: float) -> bool:
-        """Whether the job is completed and some worker may still do what its script does after the last step."""
-        if self._ended is None or self._ended.state != "completed" or self._deadline_s is None:
-            return False
-        return host.finishing() and now_s < self._deadline_s + host.config.quorum_wait_s
 
     def _leave(self, how: Left) -> None:
         self._left = self._left or how
@@ -205,17 +214,17 @@ class HostAgent:
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
             last_first.callback(self._link.close)
-            last_first.callback(self._say_goodbye)
             if self._host is None:
                 last_first.callback(self._server.close, 0.0)
             else:
-                last_first.callback(self._host.close, at_once=self._left is not None and self._left.at_once)
+                last_first.callback(self._say_goodbye, self._host)
+                by_signal = self._left is not None and self._left.exit_code > 128
+                last_first.callback(self._host.close, at_once=by_signal)
             if self._job_fd >= 0:
                 last_first.callback(os.close, self._job_fd)
 
-    def _say_goodbye(self) -> None:
-        if self._host is not None:
-            self._notify("host_left", reached=self._host.reached())
+    def _say_goodbye(self, host: Host) -> None:
+        self._notify("host_left", reached=host.reached())
 
     # ---- small things
 
@@ -226,22 +235,183 @@ class HostAgent:
         return self._host.workers.wanted_slots() if self._host is not None else 0
 
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
-        said = {} if why is None else {"cause": why.cause, "reason": why.reason}
+        said = vars(why) if why is not None else {}
         self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
 
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
+
+class Host:
+    """Starts nothing before it is told of slots (`workers.want`).
+
+    board: that of `server`, a fork server that was started for `joining.threads` threads. notify: tells whoever watches
+    (kind, why, fields). `hopeless`: why nothing that is started here can help any more, None while there is hope.
+    """
+
+    def __init__(
+        self,
+        facts: JobFacts,
+        joining: Joining,
+        token: bytes,
+        board: Board,
+        server: ForkServerClient,
+        link: AgentLink,
+        notify: Callable[..., None],
+    ) -> None:
+        self.facts = facts
+        self._joining = joining
+        self._token = token
+        self._board = board
+        self._notify = notify
+        self._failures = 0
+        self._failed: Why | None = None
+        self.config: Config = load_config([("the job", facts.config)])
+        self.run_dir = Path(joining.run_dir or facts.run_dir)
+        logs = self.config.logs
+        self._collector = Collector(self.run_dir / LOGS_FOLDER, board, int(logs.max_mb * (1 << 20)), logs.keep)
+        self.workers = Workers(
+            board, joining.entry, self.config, self._context, link, notify, self._collector, joining.ranks
+        )
+        self._sampler = self._start_sampler()
+        if self.config.threads != joining.threads:
+            server.close(0.0)
+            server = self._new_server()
+        self._server = server
+        self._begin(server)
+
+    # ---- the fork server
+
+    @property
+    def server_fd(self) -> int:
+        """Readable when the fork server has said something; -1 if there is none any more."""
+        return self._server.fd
+
+    def hear_server(self) -> None:
+        """Take in what the fork server has said; where it has died, start another."""
+        messages = self._server.receive()
+        for message in messages:
+            if message["op"] == "ready":
+                self._ready(message)
+            else:
+                self.workers.heard(message)
+        if not messages:
+            self._server_died()
+
+    def _new_server(self) -> ForkServerClient:
+        return start_fork_server(self._log_path, self._board.fd, self.config.threads, self._joining.preload)
+
+    def _begin(self, server: ForkServerClient) -> None:
+        server.log_to(self._log_path)
+        self.workers.use(server)
+        if server.ready:
+            self._ready(server.greeting)
+
+    def _ready(self, message: dict[str, Any]) -> None:
+        self._failures = 0
+        self._notify("fork_server_ready", **{k: v for k, v in message.items() if k != "op"})
+
+    def _server_died(self) -> None:
+        was_ready = self._server.ready
+        self._server.close(timeout_s=2.0)
+        self.workers.server_died()
+        self._failures = 0 if was_ready else self._failures + 1
+        said = last_line(self._log_path)
+        self._notify("warning", Why(Cause.EXITED, f"the fork server died and is started again: {said}"))
+        if self._failures >= SERVER_HOPELESS:
+            self._failed = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
             return
+        self._server = self._new_server()
+        self._begin(self._server)
 
-        def handler(number: int, _frame: FrameType | None) -> None:
-            self._inbox.put(number)
+    @property
+    def _log_path(self) -> Path:
+        return self.run_dir / LOGS_FOLDER / "fork-server.log"
 
-        before = {number: signal.signal(number, handler) for number in _SIGNALS}
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the job to act upon
-        try:
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
+    # ---- the workers
+
+    @property
+    def hopeless(self) -> Why | None:
+        return self._failed or self.workers.hopeless
+
+    def finishing(self) -> bool:
+        """Whether some worker still runs what its script does after the last step."""
+        return any(self._board.read(life.worker_id).phase == "finish" for life in self.workers.lives())
+
+    def reached(self) -> int:
+        """The newest step that a worker of this host has applied."""
+        return max(self._board.read(row).step for row in range(self._board.rows))
+
+    def _context(self, worker_id: int, incarnation: int) -> WorkerContext:
+        return WorkerContext(
+            run_dir=str(self.run_dir.resolve()),
+            worker_id=worker_id,
+            incarnation=incarnation,
+            host=self._joining.host,
+            token=self._token.hex(),
+            coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
+            board_fd=self._board.fd,
+            config=self.facts.config,
+            task=self.facts.task,
+            argv=list(self.facts.argv),
+            spare=worker_id >= self.config.workers,
+        )
+
+    def _start_sampler(self) -> Sampler | None:
+        interval_s = self.config.metrics.interval_s
+        if not interval_s:
+            return None
+        # Of several agents of one machine each needs a file of its own.
+        name = os.uname().nodename
+        if self._joining.host not in (name, self.config.network.address):
+            name = self._joining.host
+        return Sampler(self.run_dir / METRICS_FOLDER, name, self._board, self.workers.lives, interval_s)
+
+    def close(self, *, at_once: bool) -> None:
+        """End everything; what is left of the workers is killed. All of it is done, whatever a part of it raises.
+
+        at_once: the fork server is not waited for.
+        """
+        self.workers.stop()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._collector.close)
+            last_first.callback(self._end_workers, at_once)
+            if self._sampler is not None:
+                last_first.callback(self._sampler.close)
+
+    def _end_workers(self, at_once: bool) -> None:
+        self.workers.kill_all()
+        # While it imports it hears nothing.
+        self._server.close(timeout_s=_END_WAIT_S if self._server.ready and not at_once else 0.0)
+        self.workers.server_died()
+
+
+def take_part(joining: Joining, token: bytes) -> Left:
+    """Be the agent of this host until the job is over."""
+    raise_descriptor_limit()
+    if joining.server is not None:
+        for fd in (joining.server.fd, joining.server.board_fd):
+            os.set_inheritable(fd, False)
+        board, server = Board.attach(joining.server.board_fd), ForkServerClient.adopt(joining.server)
+    else:
+        board = Board.attach(create_board_memory(MAX_ROWS))
+        server = start_fork_server(None, board.fd, joining.threads, joining.preload)
+    try:
+        return HostAgent(joining, token, board, server).run()
+    finally:
+        board.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process."""
+    try:
+        joining = Joining.from_json((sys.argv[1:] if argv is None else argv)[0])
+        die_with_parent(joining.parent)
+        left = take_part(joining, wire.read_token(Path(joining.token_file)))
+    except (EverstepError, OSError) as error:
+        print(f"everstep agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+    if left.words:
+        print(f"everstep agent: {left.words}", file=sys.stderr, flush=True)
+    return left.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,18 +6,30 @@ It knows the agents, that of its own host too, from the control connection alone
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
-from everstep.protocol.messages import AgentCount, AgentNotice, AnyMessage, CommandReply, JobEnded
+from everstep.protocol.messages import (
+    AgentCount,
+    AgentNotice,
+    AnyMessage,
+    Command,
+    CommandReply,
+    JobEnded,
+    JobHello,
+    Ping,
+    Pong,
+)
 from everstep.runtime import wire
 from everstep.runtime.address import (
     COORDINATOR_FILE,
@@ -27,14 +39,16 @@ from everstep.runtime.address import (
     TOKEN_FILE,
     write_atomically,
 )
-from everstep.runtime.inbox import Inbox, readable
-from everstep.runtime.job_end import JobEnd, Outcome
-from everstep.runtime.job_link import JobLink
-from everstep.runtime.local_host import LocalHost
-from everstep.runtime.process import raise_descriptor_limit
-from everstep.runtime.supervisor import CoordinatorProcess
+from everstep.runtime.control import ControlClient
+from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, readable, taking_signals
+from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 
 COORDINATOR_SILENT_S = 5.0
+GRACE_S = 10.0
+AGENTS_WAIT_S = 40.0
+LAST_WAIT_S = 15.0
+PING_S = 0.25
+SILENT_PINGS = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
 
@@ -83,7 +97,7 @@ class Job:
     def run(self) -> int:
         """Run the job to its end. Returns the exit code; `outcome` says more. Nothing is left running on this host."""
         try:
-            with self._signal_handlers():
+            with taking_signals(_SIGNALS, self.interrupt):
                 self._write_files()
                 self._start_coordinator()
                 self._start_local()
@@ -147,17 +161,15 @@ class Job:
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
-        waits = [1.0, link.due_in(now_s)]
-        for process in (self._coordinator, self._local):
-            if process is not None and process.restart_at_s is not None and self._end.outcome is None:
-                waits.append(process.restart_at_s - now_s)
-        due_s = self._end.due_in(now_s)
-        return min(waits if due_s is None else [*waits, due_s])
+        restarts = [process.restart_at_s for process in (self._coordinator, self._local) if process is not None]
+        restart_s = min(restarts) - now_s if self._end.outcome is None else inf
+        return min(1.0, link.due_in(now_s), self._end.due_in(now_s), restart_s)
 
     def _start_due(self, now_s: float) -> None:
-        for process, start in ((self._coordinator, self._start_coordinator), (self._local, self._start_local)):
-            if process is not None and process.restart_at_s is not None and process.restart_at_s <= now_s:
-                start()
+        if self._coordinator.restart_at_s <= now_s:
+            self._start_coordinator()
+        if self._local is not None and self._local.restart_at_s <= now_s:
+            self._start_local()
 
     def _check_coordinator(self, link: JobLink, now_s: float) -> None:
         """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
@@ -176,19 +188,21 @@ class Job:
         if self._end.outcome is not None:
             self._end.present(())  # nobody will say when the agents have left
         if hopeless and self._end.outcome is None:
-            tail = self._coordinator.log_tail()
-            self._end.fail(Why(Cause.CRASH_LOOP, f"the coordinator cannot start ({why.reason}): {tail}"))
+            self._fail_start("the coordinator", self._coordinator, why)
 
     def _on_local_death(self) -> None:
         if self._local is None:
             return
         why, hopeless = self._local.died(time.monotonic())
-        if self._end.outcome is not None or self._local.restart_at_s is None:
+        if self._end.outcome is not None or self._local.restart_at_s == inf:
             return  # it has left, as it was to
         self._notify("agent_died", Why(Cause.HOST_LOST, why.reason))
         if hopeless:
-            tail = self._local.log_tail()
-            self._end.fail(Why(Cause.CRASH_LOOP, f"the agent of this host cannot start ({why.reason}): {tail}"))
+            self._fail_start("the agent of this host", self._local, why)
+
+    def _fail_start(self, what: str, process: Supervised, why: Why) -> None:
+        text = f"{what} cannot start ({why.reason}): {last_line(process.log_path)}"
+        self._end.fail(Why(Cause.CRASH_LOOP, text))
 
     # ---- what comes
 
@@ -222,16 +236,14 @@ class Job:
             if self._end.outcome is None and not self._end.interrupted:
                 text = f"{name}: a preemption is coming, so a checkpoint is taken now"
                 self._notify("warning", Why(Cause.PREEMPTED, text))
-                words = {"cause": Cause.PREEMPTED, "reason": f"notice of a preemption ({name})"}
-                link.command("checkpoint", words)
+                link.command("checkpoint", vars(Why(Cause.PREEMPTED, f"notice of a preemption ({name})")))
             return
         rule = self.config.checkpoint
         grace_s = rule.grace_s if rule.enabled else 0.0
-        if self._end.signal(number, time.monotonic(), grace_s) != "ask":
+        if not self._end.signal(number, time.monotonic(), grace_s):
             return
         why = Why(Cause.INTERRUPTED, f"interrupted by {name}")
-        args = {"cause": why.cause, "reason": why.reason, "exit_code": 128 + number, "grace_s": grace_s}
-        link.command("stop", args)
+        link.command("stop", {**vars(why), "exit_code": 128 + number, "grace_s": grace_s})
         self._notify("warning", Why(why.cause, f"{why.reason}: ending in order, once more ends at once"))
 
     # ---- the end
@@ -262,21 +274,151 @@ class Job:
 
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         if self._on_event is not None:
-            said = {} if why is None else {"cause": why.cause, "reason": why.reason}
+            said = vars(why) if why is not None else {}
             self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **said, **fields})
 
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
-        def handler(number: int, _frame: FrameType | None) -> None:
-            self.interrupt(number)
+# ---- how it comes to its end; time is passed in
 
-        before = {number: signal.signal(number, handler) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended: 'completed', 'failed' or 'interrupted', and why."""
+
+    exit_code: int
+    state: str
+    why: Why
+
+
+class JobEnd:
+    """Says when the job is over, and how. finish_s: how long workers may go on after the last step."""
+
+    def __init__(self, finish_s: float) -> None:
+        self._finish_s = finish_s
+        self._signals = 0
+        self._left: set[str] = set()
+        self._present: set[str] = set()
+        self._deadline_s = inf
+        self.interrupted = 0
+        self.outcome: Outcome | None = None
+        self.over = False
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until `look` has something to say if nothing comes before."""
+        return self._deadline_s - now_s
+
+    def signal(self, number: int, now_s: float, grace_s: float) -> bool:
+        """One that is to end the job. grace_s: for a checkpoint before that.
+
+        Returns whether the coordinator is to be asked to end it; a second one ends everything now.
+        """
+        self._signals += 1
+        if self._signals > 1:
+            self.outcome = (None if self.interrupted else self.outcome) or _interrupted(number)
+            self.over = True
+            return False
+        self.interrupted = number
+        if self.outcome is not None:
+            return False
+        self._deadline_s = now_s + grace_s + GRACE_S
+        return True
+
+    def told(self, message: JobEnded, now_s: float) -> None:
+        """The coordinator's word. Agents leave when their workers have."""
+        why = Why(message.cause, message.reason)
+        outcome = Outcome(message.exit_code, message.state, why)
+        if self.interrupted and message.state != "completed":
+            outcome = Outcome(128 + self.interrupted, "interrupted", why)
+        if self.outcome is None:
+            self.outcome = outcome
+            self._deadline_s = now_s + AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
+
+    def fail(self, why: Why) -> None:
+        """It cannot go on, and nobody is there who could end it in order."""
+        self.outcome = self.outcome or Outcome(1, "failed", why)
+        self.over = True
+
+    def present(self, agents: Iterable[str]) -> None:
+        """These agents are connected."""
+        self._present = set(agents)
+        self._left &= self._present
+
+    def all_left(self, agent_id: str) -> None:
+        """No worker of this agent runs or is about to."""
+        self._left.add(agent_id)
+
+    def started(self, agent_id: str) -> None:
+        """A worker of this agent runs."""
+        self._left.discard(agent_id)
+
+    def look(self, now_s: float, local: bool) -> None:
+        """Time has passed, or something has come. local: the agent of the job's own host runs."""
+        late = now_s >= self._deadline_s
+        if self.outcome is not None:
+            self.over = self.over or late or not (local or self._present)
+        elif self.interrupted:
+            if late:
+                self.outcome = _interrupted(self.interrupted, "; the coordinator did not answer")
+                self.over = True
+        elif not self._left or self._left < self._present:
+            self._deadline_s = inf
+        elif self._deadline_s == inf:
+            self._deadline_s = now_s + LAST_WAIT_S
+        elif late:
+            self.fail(Why(Cause.UNKNOWN, "all workers have left, but the coordinator has not said how the job ended"))
+
+
+def _interrupted(number: int, more: str = "") -> Outcome:
+    text = f"interrupted by {signal.Signals(number).name}{more}"
+    return Outcome(128 + number, "interrupted", Why(Cause.INTERRUPTED, text))
+
+
+# ---- its connection to the coordinator
+
+
+class JobLink:
+    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says."""
+
+    def __init__(self, coordinator_file: Path, token: bytes, on_message: Callable[[AnyMessage], None]) -> None:
+        self._on_message = on_message
+        self._numbers = itertools.count(1)
+        self._next_s = 0.0
+        self._unanswered = 0
+        self._heard_s = time.monotonic()
+        self._client = ControlClient(coordinator_file, token, "job", f"job-{os.getpid()}", JobHello, self._receive)
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until the next ping."""
+        return max(0.0, self._next_s - now_s)
+
+    def ping(self, now_s: float) -> None:
+        """Ask whether the coordinator answers, if it is time to. `now_s` is monotonic."""
+        if now_s >= self._next_s:
+            self._next_s = now_s + PING_S
+            self._unanswered += 1
+            if self._client.connected:
+                self._client.send(Ping(seq=next(self._numbers)))
+
+    def expect_anew(self) -> None:
+        """The coordinator has just been started: its silence until now counts for nothing."""
+        self._unanswered, self._heard_s = 0, time.monotonic()
+
+    def silence_s(self, now_s: float) -> float:
+        """For how long the coordinator has answered nothing; 0 until several pings have had time for an answer.
+
+        So a process that was itself stopped for a while does not blame the coordinator.
+        """
+        return now_s - self._heard_s if self._unanswered > SILENT_PINGS else 0.0
+
+    def command(self, name: str, args: dict[str, Any]) -> None:
+        """Ask for something, as the command line would; the reply goes to `on_message`."""
+        self._client.send(Command(request=next(self._numbers), name=name, args=args))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close(0.0)
+
+    def _receive(self, message: AnyMessage) -> None:
+        self.expect_anew()
+        if not isinstance(message, Pong):
+            self._on_message(message)

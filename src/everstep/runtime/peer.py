@@ -81,8 +81,7 @@ class PeerConnection:
         size = self._recv_size()
         if size != view.nbytes:
             raise ProtocolError(f"expected {view.nbytes} bytes from a peer, it sends {size}")
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, view)
+        self._fill(view)
 
     def recv_bytes(self, max_bytes: int) -> bytearray:
         """Receive one `send_bytes` of unknown size. Raises: ProtocolError beyond `max_bytes`."""
@@ -90,14 +89,12 @@ class PeerConnection:
         if size > max_bytes:
             raise ProtocolError(f"expected at most {max_bytes} bytes from a peer, it sends {size}")
         data = bytearray(size)
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, memoryview(data))
+        self._fill(memoryview(data))
         return data
 
     def abort(self) -> None:
         """From any thread: make pending operations raise at once."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._sock)
 
     def close(self) -> None:
         """End the conversation; the other side sees the end of the stream."""
@@ -112,9 +109,12 @@ class PeerConnection:
 
     def _recv_size(self) -> int:
         header = bytearray(_SIZE.size)
-        with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, memoryview(header))
+        self._fill(memoryview(header))
         return int(_SIZE.unpack(header)[0])
+
+    def _fill(self, view: memoryview) -> None:
+        with _faults("receiving from a peer"):
+            recv_exact_into(self._sock, view)
 
 
 class _faults(contextlib.AbstractContextManager[None]):
@@ -137,10 +137,9 @@ class PeerServer:
     handler: called with the connection and the request (a JSON object); the connection is closed when it returns.
     """
 
-    def __init__(self, host: str, token: bytes, handler: PeerHandler, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, host: str, token: bytes, handler: PeerHandler) -> None:
         self._token = token
         self._handler = handler
-        self._timeout_s = timeout_s
         self._listener = socket.create_server((host, 0), backlog=128)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -165,14 +164,12 @@ class PeerServer:
         """Make every conversation in progress raise; go on listening."""
         with self._lock:
             for sock in self._open:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                _hang_up(sock)
 
     def close(self) -> None:
         """Stop listening and end every conversation."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        _hang_up(self._listener)
         self._listener.close()
         self.abort_all()
         if threading.current_thread() is not self._thread:
@@ -197,7 +194,7 @@ class PeerServer:
         try:
             try:
                 handshake_server(sock, self._token)
-                connection = PeerConnection(sock, self._timeout_s)
+                connection = PeerConnection(sock)
                 request = connection.recv_json()
                 if not isinstance(request, dict):
                     raise ProtocolError("expected a request as a JSON object")
@@ -213,19 +210,17 @@ class PeerServer:
         finally:
             with self._lock:
                 self._open.discard(sock)
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(sock)
             sock.close()
 
 
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def peer_connect(
-    address: str,
-    token: bytes,
-    request: dict[str, Any],
-    *,
-    name: str = "peer",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    address: str, token: bytes, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> PeerConnection:
     """Connect to a `PeerServer` at "host:port", prove the token and make the request.
 
@@ -234,12 +229,12 @@ def peer_connect(
     host, separator, port = address.rpartition(":")
     check(bool(separator) and port.isdigit(), f"expected a peer's address as host:port, got {address!r}")
     try:
-        sock = socket.create_connection((host, int(port)), timeout=connect_timeout_s)
+        sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
     try:
         with _faults(f"greeting the peer at {address}"):
-            handshake_client(sock, token, "peer", name)
+            handshake_client(sock, token, "peer", "peer")
         connection = PeerConnection(sock, timeout_s)
         connection.send_json(request)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What the job's processes need of Linux: dying with the parent, pinned environments, exit statuses as text."""
+"""What the job's processes need of Linux: dying with the parent, pinned environments, exit codes as text, waiting."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
 _PR_SET_PDEATHSIG = 1
@@ -35,8 +41,7 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
@@ -86,39 +91,138 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def describe_status(status: int) -> str:
-    """A wait status as text for people, such as 'killed by SIGKILL' or 'exit code 1'."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        try:
-            return f"killed by {signal.Signals(number).name}"
-        except ValueError:
-            return f"killed by signal {number}"
-    return f"exit code {os.waitstatus_to_exitcode(status)}"
+def why_ended(code: int) -> Why:
+    """What an exit code says, such as 'killed by SIGKILL' or 'exit code 1'; negative: by that signal."""
+    if code >= 0:
+        return Why(Cause.EXITED, f"exit code {code}")
+    try:
+        text = f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        text = f"killed by signal {-code}"
+    return Why(Cause.KILLED if killed_from_outside(code) else Cause.CRASHED, text)
 
 
-def cause_of_status(status: int) -> Cause:
-    """What a wait status says of an end."""
-    if os.WIFSIGNALED(status):
-        return Cause.KILLED if killed_from_outside(status) else Cause.CRASHED
-    return Cause.EXITED
+def last_line(path: Path) -> str:
+    """The last line of a text file that is not empty, '' if there is none."""
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace")[-8192:].split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
 
 
-def killed_from_outside(status: int) -> bool:
+def killed_from_outside(code: int) -> bool:
     """Whether a signal ended it that a process does not send itself by crashing (SIGKILL, SIGTERM, ...)."""
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) not in _OWN_CRASHES
+    return code < 0 and -code not in _OWN_CRASHES
 
 
 def pinned_environment(threads: int) -> dict[str, str]:
     """This process's environment with what numerics depend on fixed; `threads` is the intra-op number per worker."""
-    environment = dict(os.environ)
-    environment.update(
-        PYTHONHASHSEED="0",
-        PYTHONUNBUFFERED="1",
-        OMP_NUM_THREADS=str(threads),
-        MKL_NUM_THREADS=str(threads),
-        NUMEXPR_NUM_THREADS=str(threads),
-        OPENBLAS_NUM_THREADS="1",  # its pool starts at import, and a fork server must not have threads
-        CUBLAS_WORKSPACE_CONFIG=":4096:8",
-    )
-    return environment
+    return {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), str(threads)),
+        "OPENBLAS_NUM_THREADS": "1",  # its pool starts at import, and a fork server must not have threads
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+_LATELY_S = 5.0
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class MemoryKills:
+    """Whether the kernel has killed for want of memory: what SIGKILL alone does not say. Watches the counter of this
+    process's control group; where there is none, no kill was for want of memory.
+
+    Source: Linux, admin-guide/cgroup-v2: `oom_kill` in memory.events (memory.oom_control in version 1) counts the
+    processes of the group that any kind of out-of-memory killer has killed; it rises before the signal is sent.
+    """
+
+    def __init__(self, events: Path | None = None) -> None:
+        self._events = _counter() if events is None else events
+        self._count = self._read()
+        self._rose_s: float | None = None
+
+    def look(self, now_s: float) -> None:
+        """Take note of the counter, so that a later death is not ascribed to an older kill. `now_s` is monotonic."""
+        count = self._read()
+        if count > self._count:
+            self._rose_s = now_s
+        self._count = count
+
+    def lately(self, now_s: float) -> bool:
+        """Whether somebody was killed in the last seconds."""
+        self.look(now_s)
+        return self._rose_s is not None and now_s - self._rose_s <= _LATELY_S
+
+    def _read(self) -> int:
+        try:
+            rows = dict(line.split() for line in self._events.read_text().splitlines() if line)
+            return int(rows.get("oom_kill", 0))
+        except (OSError, ValueError):
+            return 0
+
+
+def _counter() -> Path:
+    """The file with the counter of this process's control group, whether it exists or not."""
+    try:
+        groups = [row.split(":", 2) for row in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        groups = []
+    paths = {controllers: path.lstrip("/") for _, controllers, path in groups}
+    if "memory" in paths:
+        return _ROOT / "memory" / paths["memory"] / "memory.oom_control"
+    return _ROOT / paths.get("", "") / "memory.events"
+
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """A queue and a descriptor. `fd` is readable while there may be something in it."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self.fd, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def put(self, item: T) -> None:
+        """Any thread; also a signal handler."""
+        self._items.append(item)
+        with contextlib.suppress(OSError):  # full: it is readable anyway; closed: nobody waits any more
+            os.write(self._wake, b"\0")
+
+    def take(self) -> list[T]:
+        """All that is there."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+        os.close(self.fd)
+
+
+def readable(fds: Iterable[int], timeout_s: float) -> set[int]:
+    """Those of these descriptors that can be read, or have come to an end; negative ones are passed over."""
+    poller = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1000)}
+
+
+@contextlib.contextmanager
+def taking_signals(numbers: Iterable[signal.Signals], put: Callable[[int], None]) -> Iterator[None]:
+    """Have these signals given to `put`, where this is the main thread; elsewhere nobody can have them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda found, _frame: put(found)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

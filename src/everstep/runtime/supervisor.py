@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from everstep.base.cause import Cause, Why
+from everstep.base.config import Config
 from everstep.base.errors import EverstepError
-from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, read_address
-from everstep.runtime.process import cause_of_status, describe_status, own_command
+from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, TOKEN_FILE, read_address
+from everstep.runtime.context import Joining
+from everstep.runtime.fork_server import DEFAULT_PRELOAD
+from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.process import own_command, why_ended
 
 COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
+AGENT_MODULE = "everstep.runtime.host_agent"
 SHORT_LIFE_S = 2.0
 HOPELESS = 8
 MAX_BACKOFF_S = 5.0
+LAST_WAIT_S = 15.0
+_SERVER_WAIT_S = 0.5
 
 
 class Supervised(ABC):
     """One process and its lives. `pidfd` is readable when it has died; -1 while none runs.
 
-    death, exit_code (negative: by that signal), died_unix_ns: of its last life.
+    restart_at_s: when its next life is due; inf: never, or it runs. death, exit_code (negative: by that signal),
+    died_unix_ns: of its last life.
     """
 
     def __init__(self, log_path: Path) -> None:
@@ -37,7 +45,7 @@ class Supervised(ABC):
         self.exit_code = 0
         self.died_unix_ns = 0
         self.pidfd = -1
-        self.restart_at_s: float | None = None
+        self.restart_at_s = inf
         self.log_path = log_path
 
     @property
@@ -62,7 +70,7 @@ class Supervised(ABC):
             )
         self._started_s = time.monotonic()
         self.pidfd = os.pidfd_open(self._process.pid)
-        self.restart_at_s = None
+        self.restart_at_s = inf
 
     def kill(self) -> None:
         """SIGKILL: it lives, but does nothing. `pidfd` becomes readable."""
@@ -76,24 +84,25 @@ class Supervised(ABC):
         Returns why it died, and whether another start is hopeless.
         """
         self.died_unix_ns = time.time_ns()
-        code = self.exit_code = self._process.wait() if self._process is not None else 0
-        status = -code if code < 0 else code << 8
-        cause = Cause.HUNG if self._silent else cause_of_status(status)
-        self.death, self._silent = Why(cause, describe_status(status)), False
+        self.exit_code = self._process.wait() if self._process is not None else 0
+        self.death = why_ended(self.exit_code)
+        if self._silent:
+            self.death, self._silent = Why(Cause.HUNG, self.death.reason), False
         self._drop()
         self._short_lives = self._short_lives + 1 if now_s - self._started_s < SHORT_LIFE_S else 0
         delay_s = 0.0 if self._short_lives <= 1 else min(MAX_BACKOFF_S, 0.05 * 2**self._short_lives)
         self.restart_at_s = now_s + delay_s
         return self.death, self._short_lives >= HOPELESS
 
-    def log_tail(self) -> str:
-        """The last line of its log."""
-        return last_line(self.log_path)
-
     def end(self, timeout_s: float = 2.0) -> None:
         """Stop it for good: SIGTERM, and SIGKILL after so long."""
         if self._process is not None:
-            end_process(self._process, timeout_s, signal.SIGTERM)
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._drop()
 
     def _drop(self) -> None:
@@ -121,20 +130,62 @@ class CoordinatorProcess(Supervised):
         self.spawn(command)
 
 
-def end_process(process: subprocess.Popen[bytes], timeout_s: float, number: signal.Signals | None) -> None:
-    """Wait for a process to end, after sending it `number`; SIGKILL after `timeout_s`."""
-    if process.poll() is None and number is not None:
-        process.send_signal(number)
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+class LocalHost(Supervised):
+    """One agent process after the other. entry, preload, ranks: as `Joining` has them.
 
+    early: a fork server that may be running already; the first agent takes it over, later ones start their own.
+    """
 
-def last_line(path: Path) -> str:
-    """The last line of a text file that is not empty, '' if there is none."""
-    with contextlib.suppress(OSError):
-        lines = [line for line in path.read_text(errors="replace")[-8192:].splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
-    return ""
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        entry: str,
+        *,
+        preload: Sequence[str] = DEFAULT_PRELOAD,
+        early: EarlyForkServer | None = None,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__(run_dir / LOGS_FOLDER / "agent.log")
+        self._run_dir = run_dir
+        self._config = config
+        self._entry = entry
+        self._preload = tuple(preload)
+        self._early = early
+        self._ranks = ranks
+        self._handed = False
+
+    def start(self) -> None:
+        """Start an agent, with the early fork server if there is one that nobody has had yet."""
+        early = None if self._handed else self._early
+        self._handed = True
+        server = early.hand_over(self._config.threads) if early is not None else None
+        joining = Joining(
+            address=str((self._run_dir / COORDINATOR_FILE).resolve()),
+            token_file=str(self._run_dir / TOKEN_FILE),
+            entry=self._entry,
+            preload=list(self._preload),
+            host=self._config.network.address,
+            threads=self._config.threads,
+            ranks=self._ranks,
+            server=server,
+            parent=os.getpid(),
+        )
+        self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())
+        if early is not None:
+            early.let_go()
+
+    def died(self, now_s: float) -> tuple[Why, bool]:
+        """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again."""
+        if self._early is not None:  # a child of this process, which does not outlive the agent that had it
+            self._early.close(_SERVER_WAIT_S)
+        found = super().died(now_s)
+        if self.exit_code == 0:
+            self.restart_at_s = inf
+        return found
+
+    def end(self, timeout_s: float = LAST_WAIT_S) -> None:
+        """Stop it for good, and its workers with it."""
+        super().end(timeout_s)
+        if self._early is not None:
+            self._early.close(_SERVER_WAIT_S)

@@ -23,7 +23,6 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.base.errors import ProtocolError
@@ -40,14 +39,6 @@ DEFLATE_FROM_BYTES = 16 << 10
 _DEFLATED = 1 << 31
 _LENGTH = struct.Struct(">I")
 _SHORT = struct.Struct(">H")
-
-
-@dataclass(frozen=True)
-class PeerIdentity:
-    """Who proved the token: `role` is 'agent', 'worker', 'client' or 'peer'; `name` is for people."""
-
-    role: str
-    name: str
 
 
 def new_token() -> bytes:
@@ -108,18 +99,17 @@ def answer(token: bytes, greeted: bytes, role: str, name: str) -> tuple[bytes, b
     return _SHORT.pack(len(sent)) + sent, _mac(token, b"server", nonce, body)
 
 
-def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[PeerIdentity, bytes]:
-    """Check a client's answer (without its length): who it is, and the server's reply.
+def verify(token: bytes, nonce: bytes, answered: bytes) -> tuple[str, bytes]:
+    """Check a client's answer (without its length): its role ('agent', 'worker', 'job', 'client' or 'peer'; its name is
+    for people who look at the wire), and the server's reply.
 
     Raises: ProtocolError if the client does not know the token.
     """
     body, mac = answered[:-MAC_BYTES], answered[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(token, b"client", nonce, body)):
         raise ProtocolError("expected proof of the job's token, got a wrong one")
-    role, _, name = body[CLIENT_NONCE_BYTES:].partition(b"\0")
-    return PeerIdentity(role.decode("utf-8", "replace"), name.decode("utf-8", "replace")), _mac(
-        token, b"server", nonce, body
-    )
+    role = body[CLIENT_NONCE_BYTES:].partition(b"\0")[0].decode("utf-8", "replace")
+    return role, _mac(token, b"server", nonce, body)
 
 
 def answer_length(prefix: bytes) -> int:
@@ -190,18 +180,24 @@ class FrameReader:
 # ---- blocking sockets
 
 
-def recv_exact(sock: socket.socket, size: int) -> bytes:
-    """Raises: ProtocolError if the other side closes first; OSError (TimeoutError) as the socket does."""
+def recv_exact(sock: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
+    """As `recv_exact_into`. deadline_s: monotonic time until which all has to be there, however slowly it drips."""
     data = bytearray(size)
-    recv_exact_into(sock, memoryview(data))
+    recv_exact_into(sock, memoryview(data), deadline_s)
     return bytes(data)
 
 
-def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
-    """Fill `out` (bytes). Raises: ProtocolError if the other side closes first; OSError as the socket does."""
+def recv_exact_into(sock: socket.socket, out: memoryview, deadline_s: float | None = None) -> None:
+    """Fill `out` (bytes). Raises: ProtocolError if the other side closes first; OSError (TimeoutError) as the socket
+    does."""
     got = 0
     size = len(out)
     while got < size:
+        if deadline_s is not None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the handshake took too long")
+            sock.settimeout(left_s)
         n = sock.recv_into(out[got:] if got else out)
         if n == 0:
             raise ProtocolError(f"the connection ended after {got} of {size} bytes")
@@ -223,34 +219,21 @@ def handshake_client(sock: socket.socket, token: bytes, role: str, name: str) ->
         raise ProtocolError("the server does not know this job's token: it serves another job")
 
 
-def handshake_server(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> PeerIdentity:
-    """Have a client prove the token within `timeout_s`, however slowly it drips. Leaves the socket without a timeout.
+def handshake_server(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> str:
+    """Have a client prove the token within `timeout_s`, however slowly it drips; returns its role. Leaves the socket
+    without a timeout.
 
     Raises: ProtocolError; OSError (TimeoutError).
     """
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     sock.settimeout(timeout_s)
     sent, nonce = greeting()
     sock.sendall(sent)
-    length = answer_length(_recv_by(sock, 2, deadline))
-    identity, reply = verify(token, nonce, _recv_by(sock, length, deadline))
+    length = answer_length(recv_exact(sock, 2, deadline_s))
+    role, reply = verify(token, nonce, recv_exact(sock, length, deadline_s))
     sock.sendall(reply)
     sock.settimeout(None)
-    return identity
-
-
-def _recv_by(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the handshake took too long")
-        sock.settimeout(left)
-        more = sock.recv(size - len(data))
-        if not more:
-            raise ProtocolError("the connection ended in the middle of the handshake")
-        data += more
-    return data
+    return role
 
 
 def send_frame(sock: socket.socket, body: bytes) -> None:

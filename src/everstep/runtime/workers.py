@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Literal
 
 from everstep.base.cause import Cause, Why
+from everstep.base.config import Config
 from everstep.base.errors import check
 from everstep.protocol.messages import WorkerLife
 from everstep.runtime.agent_link import AgentLink
@@ -20,11 +22,9 @@ from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient
-from everstep.runtime.memory_kills import MemoryKills
-from everstep.runtime.process import cause_of_status, describe_status, killed_from_outside
-from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
+from everstep.runtime.process import MemoryKills, killed_from_outside, readable, why_ended
 
-_DEATH_WAIT_MS = 2000
+_DEATH_WAIT_S = 2.0
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
 _ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
 
@@ -41,7 +41,7 @@ class Workers:
         self,
         board: Board,
         entry: str,
-        policy: RestartPolicy,
+        config: Config,
         make_context: Callable[[int, int], WorkerContext],
         link: AgentLink,
         notify: Callable[..., None],
@@ -51,7 +51,7 @@ class Workers:
         check(1 <= ranks <= MAX_RANKS, f"a worker has 1 to {MAX_RANKS} ranks, asked for {ranks}")
         self._board = board
         self._entry = entry
-        self._policy = policy
+        self._config = config
         self._make_context = make_context
         self._link = link
         self._notify = notify
@@ -104,7 +104,7 @@ class Workers:
 
         first: the least incarnation that the next life of each may have.
         """
-        now_s = time.monotonic()
+        now_s, least = time.monotonic(), dict(zip(worker_ids, first, strict=False))
         for worker_id in worker_ids:
             if not 0 <= worker_id < self._board.rows:
                 text = f"no room for more than {self._board.rows} workers"
@@ -113,26 +113,23 @@ class Workers:
             slot = self._slots.setdefault(worker_id, Slot(worker_id))
             if slot.state == "left" or (slot.state == "lost" and not slot.wanted):
                 slot.state, slot.restart_at_s = "resting", now_s
-            slot.wanted = True
-        for worker_id, least in zip(worker_ids, first, strict=False):
-            if worker_id in self._slots:
-                self._slots[worker_id].first = least
+            slot.wanted, slot.first = True, least.get(worker_id, slot.first)
         for worker_id, slot in self._slots.items():
             slot.wanted = worker_id in worker_ids
             if not slot.wanted and slot.state in ("resting", "empty"):
                 slot.state = "left"
 
-    def due_in(self, now_s: float) -> float | None:
-        """Seconds until a slot has to be started, None if none waits or none can be started now."""
+    def due_in(self, now_s: float) -> float:
+        """Seconds until a slot has to be started; endless if none waits or none can be started now."""
         if self._stopping or self._server is None or not self._server.ready:
-            return None
-        waiting = [s.restart_at_s for s in self._slots.values() if s.state in ("empty", "resting")]
-        return max(0.0, min(waiting) - now_s) if waiting else None
+            return inf
+        waiting = (slot.restart_at_s for slot in self._slots.values() if slot.state in ("empty", "resting"))
+        return max(0.0, min(waiting, default=inf) - now_s)
 
     def start_due(self, now_s: float) -> None:
         """Start every slot whose time has come."""
         self._memory_kills.look(now_s)
-        if self._stopping or self._server is None or not self._server.ready:
+        if self._server is None or self.due_in(now_s) > 0.0:
             return
         for slot in self.slots:
             if slot.state in ("empty", "resting") and slot.restart_at_s <= now_s:
@@ -164,12 +161,14 @@ class Workers:
         if message["op"] == "started":
             self._started(message["worker_id"], message["incarnation"], message["pids"])
         elif message["op"] == "exited":
-            status = message["status"]
-            why = self._death(status)
+            code = os.waitstatus_to_exitcode(message["status"])
+            why = why_ended(code)
+            if code == -signal.SIGKILL and self._memory_kills.lately(time.monotonic()):
+                why = Why(Cause.OOM, f"{why.reason}: the kernel ran out of memory")
             if self._ranks > 1:
-                how = "was" if os.WIFSIGNALED(status) else "ended with"
+                how = "was" if code < 0 else "ended with"
                 why = Why(why.cause, f"its rank {message['cell_rank']} {how} {why.reason}")
-            self._exited(message["worker_id"], message["incarnation"], status, why, message["unix_ns"])
+            self._exited(message["worker_id"], message["incarnation"], code, why, message["unix_ns"])
 
     def server_died(self) -> None:
         """The fork server is dead, and its children with it."""
@@ -179,17 +178,9 @@ class Workers:
                 continue
             for pidfd in self._pidfds.get(slot.worker_id, ()):
                 _kill(pidfd)
-                _wait_dead(pidfd)
+                readable([pidfd], _DEATH_WAIT_S)
             why = Why(Cause.KILLED, "killed by SIGKILL, because its fork server died")
-            self._exited(slot.worker_id, slot.incarnation, int(signal.SIGKILL), why, time.time_ns())
-
-    def _death(self, status: int) -> Why:
-        """How a process ended; SIGKILL may be the kernel's, when memory ran out."""
-        cause, reason = cause_of_status(status), describe_status(status)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        if killed and self._memory_kills.lately(time.monotonic()):
-            return Why(Cause.OOM, f"{reason}: the kernel ran out of memory")
-        return Why(cause, reason)
+            self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
 
     def _started(self, worker_id: int, incarnation: int, pids: list[int]) -> None:
         slot = self._slots[worker_id]
@@ -207,60 +198,43 @@ class Workers:
             for pidfd in pidfds:
                 _kill(pidfd)
 
-    def _exited(self, worker_id: int, incarnation: int, status: int, why: Why, unix_ns: int) -> None:
-        slot = self._slots[worker_id]
-        pid = slot.pid
-        words = self._last_words(worker_id, incarnation)
-        if words is not None and status != 0:
+    def _exited(self, worker_id: int, incarnation: int, code: int, why: Why, unix_ns: int) -> None:
+        slot, in_order = self._slots[worker_id], code == 0
+        about = {"worker_id": worker_id, "incarnation": incarnation, "pid": slot.pid, "in_order": in_order}
+        words = self._make_context(worker_id, incarnation).read_last_words()
+        if words is not None and not in_order:
             why = Why(words.cause, f"{why.reason}: {words.reason}")
-        pulse = self._board.read(worker_id)
+        pulse, now_s = self._board.read(worker_id), time.monotonic()
         ready = pulse.incarnation == incarnation and pulse.phase != "starting"
-        verdict = slot.exited(
-            time.monotonic(),
-            self._policy,
-            in_order=status == 0,
-            ready=ready,
-            killed=killed_from_outside(status),
-            why=why,
-            random=self._jitter.random(),
-        )
+        killed, random = killed_from_outside(code), self._jitter.random()
+        lost = slot.exited(now_s, self._config, why, in_order=in_order, ready=ready, killed=killed, random=random)
         self._lives = self._list_lives()
-        self._link.worker_exited(worker_id, incarnation, why, unix_ns, status == 0)
+        self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order)
         for pidfd in self._pidfds.pop(worker_id, ()):
             os.close(pidfd)
-        about = {"worker_id": worker_id, "incarnation": incarnation, "pid": pid, "in_order": status == 0}
         self._notify("worker_exited", why, **about)
         if self._stopping:
             return
-        if ready and not words:
-            self._judge_crash(worker_id, status, why.reason)
-        if isinstance(verdict, GiveUp):
-            self._link.slot_lost(worker_id, verdict.why)
-            self._notify("slot_lost", verdict.why, worker_id=worker_id)
-        elif isinstance(verdict, Restart):
-            delay_s = verdict.at_s - time.monotonic()
-            if delay_s > 0:
-                again = Why(why.cause, f"starts again in {delay_s:.1f} s")
-                self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
+        if ready and not words and not killed and code not in _ORDERLY_CODES and pulse.phase in _COMPUTING:
+            self._judge_crash(worker_id, pulse.step, code, why.reason)
+        if lost is not None:
+            self._link.slot_lost(worker_id, lost)
+            self._notify("slot_lost", lost, worker_id=worker_id)
+        elif slot.state == "resting" and slot.restart_at_s > now_s:
+            delay_s = slot.restart_at_s - now_s
+            again = Why(why.cause, f"starts again in {delay_s:.1f} s")
+            self._notify("worker_restarting", again, worker_id=worker_id, delay_s=delay_s)
 
-    def _judge_crash(self, worker_id: int, status: int, reason: str) -> None:
+    def _judge_crash(self, worker_id: int, step: int, code: int, reason: str) -> None:
         """It ended by itself and could not say why: the code it runs, or what that calls, has ended the process."""
-        pulse = self._board.read(worker_id)
-        orderly = os.WIFEXITED(status) and os.WEXITSTATUS(status) in _ORDERLY_CODES
-        if orderly or killed_from_outside(status) or pulse.phase not in _COMPUTING:
-            return
         furthest = max(self._board.read(slot.worker_id).step for slot in self.slots)
-        if furthest > pulse.step:
+        if furthest > step:
             return  # others are ahead of it: it may be its host that is ill
-        wanted = max(1, self.wanted_slots())
-        why = self._crashes.observe(pulse.step + 1, describe_status(status), furthest, wanted)
+        why = self._crashes.observe(step + 1, why_ended(code).reason, furthest, max(1, self.wanted_slots()))
         if why:
             log = self._make_context(worker_id, 0).log_path
             text = f"crash loop: {why}, last worker {worker_id}: {reason}; its output is in {log}"
             self.hopeless = Why(Cause.CRASH_LOOP, text)
-
-    def _last_words(self, worker_id: int, incarnation: int) -> Why | None:
-        return self._make_context(worker_id, incarnation).read_last_words()
 
     def _list_lives(self) -> tuple[WorkerLife, ...]:
         return tuple(_life(slot) for slot in self.slots if slot.live)
@@ -278,7 +252,125 @@ def _kill(pidfd: int) -> bool:
     return True
 
 
-def _wait_dead(pidfd: int) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    poller.poll(_DEATH_WAIT_MS)
+# ---- when a dead worker is started again, and when its slot is given up; time and random numbers are passed in
+
+HEALTHY_S = 60.0
+HOUR_S = 3600.0
+LOOP_OWN = 3
+LOOP_KILLED = 10
+
+SlotState = Literal["empty", "starting", "running", "resting", "left", "lost"]
+
+
+@dataclass
+class Slot:
+    """One worker slot of this host and its lives.
+
+    state: 'empty' (never started), 'starting' (asked for), 'running', 'resting' (waits for its restart), 'left' (ended
+    in order), 'lost' (given up). pids: of the present life's processes, the head's first. first: the least incarnation
+    that a next life may have.
+    """
+
+    worker_id: int
+    wanted: bool = True
+    state: SlotState = "empty"
+    incarnation: int = -1
+    pids: tuple[int, ...] = ()
+    restart_at_s: float = 0.0
+    started_s: float = 0.0
+    attempt: int = 0
+    early_own: int = 0
+    early_killed: int = 0
+    restarts_s: deque[float] = field(default_factory=deque)
+    first: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def pid(self) -> int:
+        """Of the head of the present life, 0 if there is none."""
+        return self.pids[0] if self.pids else 0
+
+    def begin(self, now_s: float) -> int:
+        """A new life is asked for. Returns its incarnation."""
+        self.incarnation = max(self.incarnation + 1, self.first)
+        self.state, self.pids, self.started_s = "starting", (), now_s
+        return self.incarnation
+
+    def started(self, *pids: int) -> None:
+        """The processes of the present life exist."""
+        self.state, self.pids = "running", pids
+
+    def exited(
+        self, now_s: float, config: Config, why: Why, *, in_order: bool, ready: bool, killed: bool, random: float
+    ) -> Why | None:
+        """The present life has ended. Returns why the slot is lost by that; else it has left, or rests until its next.
+
+        in_order: exit code 0. ready: it got beyond its start-up. killed: by a signal from outside. random: in [0, 1).
+        """
+        self.pids = ()
+        if in_order or not self.wanted:
+            self.state = "left"
+            return None
+        self.state = "lost"
+        if config.on_failure == "shrink":
+            return Why(why.cause, f"{why.reason}; on_failure is 'shrink', so it is not started again")
+        if ready:
+            self.early_own = self.early_killed = 0
+        elif killed:
+            self.early_killed += 1
+        else:
+            self.early_own += 1
+        if self.early_own >= LOOP_OWN or self.early_killed >= LOOP_KILLED:
+            times = max(self.early_own, self.early_killed)
+            text = f"crash loop: it died {times} times in a row before it was ready, last: {why.reason}"
+            return Why(Cause.CRASH_LOOP, text)
+        while self.restarts_s and now_s - self.restarts_s[0] >= HOUR_S:
+            self.restarts_s.popleft()
+        if len(self.restarts_s) >= config.max_restarts:
+            most = f"{len(self.restarts_s)} restarts within an hour are all that it may have (max_restarts)"
+            return Why(Cause.CRASH_LOOP, f"{most}, last: {why.reason}")
+        self.state, self.restart_at_s = "resting", now_s + self._delay_s(now_s, config, ready, random)
+        self.restarts_s.append(now_s)
+        return None
+
+    def _delay_s(self, now_s: float, config: Config, ready: bool, random: float) -> float:
+        """None at first, then longer and longer, until a life has been healthy."""
+        most_s, delay_s = config.backoff.max_s, 0.0
+        if ready and now_s - self.started_s >= HEALTHY_S:
+            self.attempt = 0
+        if self.attempt > 0:
+            delay_s = min(most_s, config.backoff.initial_s * 2 ** (self.attempt - 1)) * (0.5 + random)
+        self.attempt += 1
+        return min(delay_s, most_s)
+
+
+@dataclass
+class StepCrashes:
+    """Crashes of workers by their own doing, over all slots, and whether they keep the job from getting any further.
+
+    Three alike at one step, and that step cannot be done; three of each worker without a new step, and nothing can.
+    """
+
+    at: tuple[int, str] = (-1, "")
+    alike: int = 0
+    furthest: int = -1
+    fruitless: int = 0
+
+    def observe(self, step: int, how: str, furthest: int, workers: int) -> str:
+        """A worker crashed in this way while it computed `step`; `furthest`: the newest step that any has committed.
+
+        Returns why to give up, "" while there is hope.
+        """
+        if furthest > self.furthest:
+            self.at, self.alike, self.furthest, self.fruitless = (-1, ""), 0, furthest, 0
+        self.alike = self.alike + 1 if (step, how) == self.at else 1
+        self.at = (step, how)
+        self.fruitless += 1
+        if self.alike >= LOOP_OWN:
+            return f"workers ended themselves {self.alike} times in a row while they computed step {step}"
+        if self.fruitless >= LOOP_OWN * workers:
+            return f"workers ended themselves {self.fruitless} times without getting beyond step {self.furthest}"
+        return ""

@@ -71,10 +71,6 @@ class WorkerLink:
             log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
             return {}
 
-    def use_row(self, row: Row) -> None:
-        """What this worker writes of its progress goes through this row from here on."""
-        self.row = row
-
     def on_flip(self, flip: Callable[[], None]) -> None:
         """Whoever has the state says how a bit of it is flipped."""
         self.flip = flip
@@ -104,7 +100,7 @@ class LaunchedLink(WorkerLink):
     """A worker that an agent started, as the head of its cell."""
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
-        row = Board.attach(context.board_fd).row(context.board_row)
+        row = Board.attach(context.board_fd).row(context.worker_id)
         log = set_up_worker_log(2, context.worker_id, context.incarnation)
         token, run_dir = context.token_bytes(), context.run_path
         super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)

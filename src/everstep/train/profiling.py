@@ -22,7 +22,6 @@ import torch
 
 from everstep.protocol import messages as wire
 from everstep.runtime.address import PROFILES_FOLDER, TRACE_KEY
-from everstep.runtime.board import MarkedRow
 from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -160,14 +159,13 @@ class _Recording:
         link.row.tick()
         self._profiler.start()
         link.row.tick()
-        self._row = MarkedRow(link.row, self._phases)
-        link.use_row(self._row)
+        link.row.mark(self._phases)
 
     def stop(self) -> Path:
         """Returns where the trace is."""
         end_ns = time.time_ns()
         link, log_context = self._link, self._link.log
-        link.use_row(self._row.plain())
+        link.row.mark(None)
         said: dict[str, Any] = {
             "worker_id": link.me.worker_id,
             "incarnation": link.me.incarnation,

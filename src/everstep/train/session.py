@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from everstep.parallel.kinds.table import KINDS
+from everstep.parallel.kinds import KINDS, ControlStore
 from everstep.parallel.staged import StagedTransport
-from everstep.parallel.store import ControlStore
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
-from everstep.chaos.beside import run_beside
 from everstep.chaos.inject import Injector
-from everstep.chaos.kinds.exception import ChaosError
+from everstep.chaos.kinds import ChaosError, run_beside
 from everstep.chaos.spec import parse
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.base.errors import InvariantViolation
-from everstep.parallel.arena import Arena
+from everstep.parallel.channel import Arena
 
 ROOM = 1 << 20
 

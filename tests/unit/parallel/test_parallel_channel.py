@@ -15,9 +15,8 @@ from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.base.plan import Member, Plan, WorkerKey
 from everstep.base.ports import Channel, Hop
 from everstep.exact.layout import GradientLayout
-from everstep.parallel.channel import SharedMemoryChannel
+from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
-from everstep.parallel.group_channel import GroupChannel
 
 LANES = 8
 

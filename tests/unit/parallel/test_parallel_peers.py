@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 from parallel_cases import together
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
-from everstep.parallel.peers import PeerSockets
+from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.parallel.reduction import batches
 
 KEY = bytes(40)
@@ -27,7 +27,8 @@ def store() -> HashStore:
 def pair(store: HashStore) -> Iterator[list[PeerSockets]]:
     fence = Fence()
     fence.enter(1)
-    found = [PeerSockets((3, 7), me, store, "127.0.0.1", fence, lambda: None) for me in (3, 7)]
+    place = PrefixStore("generation1", store)
+    found = [PeerSockets(Meeting((3, 7), me, place, "127.0.0.1", fence), lambda: None) for me in (3, 7)]
     yield found
     for peer in found:
         peer.retire()

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.base.errors import MembershipError
 from everstep.base.plan import WorkerKey
-from everstep.parallel.segment import Geometry, OwnSegment, PeerSegment
+from everstep.parallel.mapping import Geometry, OwnSegment, PeerSegment
 
 ME, SMALL, OTHER = WorkerKey(0, 0), Geometry(65536, 1, 2, 4096), Geometry(131072, 1, 2, 4096)
 

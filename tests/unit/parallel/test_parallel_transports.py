@@ -242,7 +242,7 @@ def test_prepared_switch_with_one_member_behind(crew: Crew) -> None:
 
     def signal() -> None:
         if crew.kind == "shm":
-            key = __import__("everstep.parallel.segment", fromlist=["record_key"]).record_key(2, settle)
+            key = __import__("everstep.parallel.mapping", fromlist=["record_key"]).record_key(2, settle)
             own = transports[0]._own  # type: ignore[attr-defined]
             deadline = time.monotonic() + 20
             while all(own.read(slot, key) is None for slot in (0, 1)) and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from everstep.report.devices import Device, devices
 from everstep.report.history import History
 from everstep.report.prometheus import MOST_WORKERS, device_families, expose, families
 from everstep.report.tally import FAULTS, Tally
-from everstep.runtime.sampler import rotate
+from everstep.runtime.collector import rotate
 
 NOW_NS = recorded.T0_NS + 14 * recorded.SECOND_NS
 Values = dict[tuple[str, str], float]

@@ -102,12 +102,11 @@ def test_computing_is_timed_from_phase_to_phase(monkeypatch: pytest.MonkeyPatch)
 
 def test_time_per_lane_is_that_of_the_last_lanes() -> None:
     time = LaneTime()
-    assert time.update(0.0, 0, 0, 0) == 0.0
-    assert time.update(1.0, 0, 100_000_000, 1) == 0.0
-    assert time.update(2.5, 0, 400_000_000, 4) == 100.0
-    assert time.update(5.0, 0, 400_000_000, 4) == 100.0, "nothing new was computed"
-    assert time.update(6.0, 0, 1_000_000_000, 6) == 300.0
-    assert time.update(7.0, 1, 0, 0) == 0.0
+    assert time.update(0.0, 0, 0) == 0.0
+    assert time.update(1.0, 100_000_000, 1) == 0.0
+    assert time.update(2.5, 400_000_000, 4) == 100.0
+    assert time.update(5.0, 400_000_000, 4) == 100.0, "nothing new was computed"
+    assert time.update(6.0, 1_000_000_000, 6) == 300.0
 
 
 def test_a_hidden_row_is_seen_again_afterwards() -> None:

@@ -11,8 +11,7 @@ import pytest
 from everstep.base.cause import Cause, Why
 from everstep.base.config import load_config, to_dict
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.memory_kills import MemoryKills
-from everstep.runtime.process import cause_of_status
+from everstep.runtime.process import MemoryKills, why_ended
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from everstep.runtime.process import cause_of_status
     ],
 )
 def test_wait_statuses(status: int, cause: Cause) -> None:
-    assert cause_of_status(int(status)) is cause
+    assert why_ended(os.waitstatus_to_exitcode(int(status))).cause is cause
 
 
 def test_a_real_kill() -> None:
@@ -37,7 +36,7 @@ def test_a_real_kill() -> None:
         signal.pause()
         os._exit(0)
     os.kill(pid, signal.SIGKILL)
-    assert cause_of_status(os.waitpid(pid, 0)[1]) is Cause.KILLED
+    assert why_ended(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).cause is Cause.KILLED
 
 
 def test_kills_for_want_of_memory_are_counted_by_the_kernel(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_without_a_counter_no_kill_is_for_want_of_memory(tmp_path: Path) -> None
 def test_last_words_keep_their_cause(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     config = to_dict(load_config([("x", {"steps": 1})]))
-    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, 3, config, "task")
+    context = WorkerContext(str(tmp_path), 3, 0, "h", "", "", -1, config, "task")
     assert context.read_last_words() is None
     context.write_last_words(Why(Cause.OOM, "CUDA out of memory\nin linear"))
     assert context.read_last_words() == Why(Cause.OOM, "CUDA out of memory in linear")

@@ -21,10 +21,9 @@ from everstep.runtime import cell as channels
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_RANKS, ROW_BYTES, Board
 from everstep.runtime.cell import Head, Limb, LimbLost
-from everstep.runtime.cell_end import ForkedCell, first_to_go
-from everstep.runtime.collector import Collector
+from everstep.runtime.collector import Collector, Sampler, process_usage
 from everstep.runtime.context import WorkerContext
-from everstep.runtime.sampler import Sampler, process_usage
+from everstep.runtime.fork_server import ForkedCell, first_to_go
 
 KILLED, FAILED, DONE = int(signal.SIGKILL), 1 << 8, 0
 
@@ -180,7 +179,7 @@ class Pair:
         self.on_tick()
 
     def context(self, cell_rank: int, size: int, fds: list[int]) -> WorkerContext:
-        where = ("/nowhere", 0, 0, "h", "", "", self.board.fd, 0, {}, "task")
+        where = ("/nowhere", 0, 0, "h", "", "", self.board.fd, {}, "task")
         return WorkerContext(*where, cell_rank=cell_rank, cell_size=size, cell_fds=fds)
 
     def serve(self, k: int, act: dict[str, Callable[..., Any]], segment: str = "") -> None:
@@ -264,7 +263,7 @@ def test_a_worker_of_one_process_commands_nobody(pair: Callable[[int], Pair]) ->
 
 
 def test_only_a_head_has_a_link_and_only_a_limb_serves() -> None:
-    where = ("/nowhere", 3, 1, "h", "", "", -1, 3, {}, "task")
+    where = ("/nowhere", 3, 1, "h", "", "", -1, {}, "task")
     with pytest.raises(InvariantViolation, match=r"rank 1 of worker 3\.1 is no head"):
         Head(WorkerContext(*where, cell_rank=1, cell_size=2), lambda: None)
     with pytest.raises(InvariantViolation, match="expected 1 sockets"):

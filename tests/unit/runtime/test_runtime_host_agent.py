@@ -19,9 +19,9 @@ from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
 from everstep.runtime.board import Board
+from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.host_agent import HostAgent, Left
-from everstep.runtime.joining import Joining
 from everstep.runtime.process import machine
 
 TOKEN = b"0123456789abcdef"
@@ -55,14 +55,15 @@ class FakeForkServer:
                 break
         worker = subprocess.Popen(["sleep", "1000"])
         self.workers.append(worker)
-        self.tell(op="started", worker_id=request["worker_id"], incarnation=request["incarnation"], pids=[worker.pid])
+        life = {name: request["context"][name] for name in ("worker_id", "incarnation")}
+        self.tell(op="started", **life, pids=[worker.pid])
         return dict(request)
 
     def exited(self, request: dict[str, Any]) -> None:
         """Wait for the newest worker's death, and tell of it."""
         code = self.workers[-1].wait(PATIENCE_S)
         status = -code if code < 0 else code << 8
-        about = {"worker_id": request["worker_id"], "incarnation": request["incarnation"]}
+        about = {name: request["context"][name] for name in ("worker_id", "incarnation")}
         self.tell(op="exited", pid=self.workers[-1].pid, cell_rank=0, status=status, unix_ns=1, **about)
 
     def tell(self, **message: Any) -> None:
@@ -139,7 +140,8 @@ def test_it_starts_what_it_is_told_to_with_what_it_was_told(started: Started) ->
     started.coordinator.say(started.facts())
     started.coordinator.say(m.SetSlots(worker_ids=[1], first=[4]))
     request = started.server.start()
-    assert (request["worker_id"], request["incarnation"], request["entry"]) == (1, 4, "module:entry")
+    context = request["context"]
+    assert (context["worker_id"], context["incarnation"], request["entry"]) == (1, 4, "module:entry")
     context = request["context"]
     assert (context["task"], context["argv"], context["host"]) == ("task", ["--one"], "here")
     assert context["run_dir"] == str(started.run_dir) and context["token"] == TOKEN.hex()
@@ -155,7 +157,7 @@ def test_it_kills_on_request_tells_of_the_death_and_starts_the_next_life(started
     started.server.exited(request)
     exited = started.coordinator.hear(m.WorkerExited)
     assert (exited.worker_id, exited.incarnation, exited.cause) == (1, 2, Cause.KILLED)
-    assert started.server.start()["incarnation"] == 3
+    assert started.server.start()["context"]["incarnation"] == 3
 
 
 def test_while_the_coordinator_is_away_workers_go_on_and_are_named_when_it_is_back(started: Started) -> None:
@@ -240,7 +242,7 @@ def test_slots_without_workers_are_told_once_they_have_all_left(started: Started
 
 def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     started.coordinator.hear(m.AgentHello)
-    monkeypatch.setattr("everstep.runtime.host.SERVER_HOPELESS", 1)
+    monkeypatch.setattr("everstep.runtime.host_agent.SERVER_HOPELESS", 1)
     started.server.client.ready = False  # it dies before it has imported everything
     started.coordinator.say(started.facts())
     started.server._sock.shutdown(socket.SHUT_RDWR)
@@ -255,7 +257,7 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
     assert host is not None
     done: list[str] = []
 
-    def breaks() -> None:
+    def breaks(host: object) -> None:
         done.append("goodbye")
         raise BrokenPipeError("within")
 

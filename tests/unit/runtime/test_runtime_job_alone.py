@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class FakeProcess(Supervised):
         if self._port is not None:
             write_address(self._file, "127.0.0.1", self._port)
         self.pidfd, self._alive = os.pipe()
-        self.restart_at_s = None
+        self.restart_at_s = inf
         self.starts += 1
         self.started.release()
 
@@ -60,7 +61,7 @@ class FakeProcess(Supervised):
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         self._drop()
-        self.restart_at_s = None if self.in_order else now_s
+        self.restart_at_s = inf if self.in_order else now_s
         return Why(Cause.KILLED, "killed by SIGKILL"), self._hopeless
 
     def end(self, timeout_s: float = 0.0) -> None:
@@ -180,7 +181,7 @@ def test_a_coordinator_that_died_is_started_again(started: Started) -> None:
 
 def test_a_coordinator_that_does_not_answer_is_killed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.runtime.job.COORDINATOR_SILENT_S", 0.0)
-    monkeypatch.setattr("everstep.runtime.job_link.SILENT_PINGS", 0)
+    monkeypatch.setattr("everstep.runtime.job.SILENT_PINGS", 0)
     started.coordinator.answers = False
     assert started.process.kills.acquire(timeout=PATIENCE_S)
     started.over()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from math import inf
 
 from everstep.base.cause import Cause, Why
 from everstep.protocol.messages import JobEnded
-from everstep.runtime.job_end import AGENTS_WAIT_S, GRACE_S, LAST_WAIT_S, JobEnd
+from everstep.runtime.job import AGENTS_WAIT_S, GRACE_S, LAST_WAIT_S, JobEnd
 
 FINISH_S = 100.0
 
@@ -39,10 +40,10 @@ def test_agents_that_do_not_leave_are_not_waited_for_for_ever() -> None:
 
 def test_the_first_signal_asks_and_the_second_ends() -> None:
     end = JobEnd(FINISH_S)
-    assert end.signal(signal.SIGTERM, 0.0, 30.0) == "ask"
+    assert end.signal(signal.SIGTERM, 0.0, 30.0)
     end.look(1.0, True)
     assert not end.over and end.outcome is None
-    assert end.signal(signal.SIGINT, 2.0, 30.0) == "end"
+    assert not end.signal(signal.SIGINT, 2.0, 30.0)
     assert end.over and end.outcome is not None and end.outcome.exit_code == 128 + signal.SIGINT
 
 
@@ -57,10 +58,10 @@ def test_what_is_ended_by_a_signal_is_interrupted_unless_it_was_done() -> None:
 def test_a_signal_after_the_end_changes_nothing_and_the_next_does_not_wait() -> None:
     end = JobEnd(FINISH_S)
     told(end, "failed", 3)
-    assert end.signal(signal.SIGINT, 0.0, 30.0) == "nothing"
+    assert not end.signal(signal.SIGINT, 0.0, 30.0)
     end.look(1.0, True)
     assert not end.over
-    assert end.signal(signal.SIGINT, 0.0, 30.0) == "end"
+    assert not end.signal(signal.SIGINT, 0.0, 30.0)
     assert end.over and end.outcome is not None
 
 
@@ -74,16 +75,16 @@ def test_a_coordinator_that_does_not_answer_a_signal() -> None:
 def test_workers_that_all_leave_without_a_word() -> None:
     end = JobEnd(FINISH_S)
     end.look(0.0, True)
-    assert end.due_in(0.0) is None, "without agents the job waits for some"
+    assert end.due_in(0.0) == inf, "without agents the job waits for some"
     end.present(["a", "b"])
     end.all_left("a")
     end.look(0.0, True)
-    assert end.due_in(0.0) is None, "those of the other agent go on"
+    assert end.due_in(0.0) == inf, "those of the other agent go on"
     end.all_left("b")
     end.look(1.0, True)
     end.started("a")
     end.look(2.0, True)
-    assert end.due_in(2.0) is None
+    assert end.due_in(2.0) == inf
     end.all_left("a")
     end.look(3.0, True)
     end.look(3.0 + LAST_WAIT_S, True)
@@ -96,7 +97,7 @@ def test_an_agent_that_is_gone_is_no_sign_of_the_end() -> None:
     end.all_left("a")
     end.present([])
     end.look(0.0, True)
-    assert end.due_in(0.0) is None
+    assert end.due_in(0.0) == inf
 
 
 def test_the_first_outcome_stands() -> None:

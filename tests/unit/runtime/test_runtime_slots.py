@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from everstep.base.cause import Cause, Why
-from everstep.runtime.slots import GiveUp, Restart, RestartPolicy, Slot, StepCrashes
+from everstep.base.config import Config, load_config
+from everstep.runtime.workers import Slot, StepCrashes
 
-POLICY = RestartPolicy(max_restarts=20, initial_s=0.5, max_s=30.0)
+
+def policy(max_restarts: int, initial_s: float, max_s: float, on_failure: str = "replace") -> Config:
+    backoff = {"initial_s": initial_s, "max_s": max_s}
+    return load_config([("test", {"max_restarts": max_restarts, "backoff": backoff, "on_failure": on_failure})])
+
+
+POLICY = policy(20, 0.5, 30.0)
 
 
 KILLED = Why(Cause.KILLED, "killed by SIGKILL")
 
 
-def _die(slot: Slot, now_s: float, policy: RestartPolicy = POLICY, **how: object) -> Restart | GiveUp | None:
+def _die(slot: Slot, now_s: float, config: Config = POLICY, **how: object) -> Why | None:
+    """Why the slot is lost by it; None: it is not."""
     facts = {"in_order": False, "ready": True, "killed": True, "why": KILLED, "random": 0.5}
     facts.update(how)  # type: ignore[arg-type]
-    return slot.exited(now_s, policy, **facts)  # type: ignore[arg-type]
+    lost = slot.exited(now_s, config, **facts)  # type: ignore[arg-type]
+    assert (slot.state == "lost") == (lost is not None)
+    return lost
+
+
+def _rests(slot: Slot, *args: object, **how: object) -> bool:
+    return _die(slot, *args, **how) is None and slot.state == "resting"  # type: ignore[arg-type]
 
 
 def _live(slot: Slot, now_s: float) -> None:
@@ -37,7 +51,7 @@ def test_a_life_may_be_several_processes_and_restarts_are_all_of_theirs() -> Non
     slot.begin(0.0)
     slot.started(100, 101, 102)
     assert (slot.pid, slot.pids, slot.live) == (100, (100, 101, 102), True)
-    assert _die(slot, 1.0) == Restart(1.0)
+    assert _rests(slot, 1.0) and slot.restart_at_s == 1.0
     assert (slot.pid, slot.pids, slot.state) == (0, (), "resting")
 
 
@@ -46,9 +60,8 @@ def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
     delays = []
     for now in range(10):
         _live(slot, float(now))
-        verdict = _die(slot, float(now))
-        assert isinstance(verdict, Restart)
-        delays.append(verdict.at_s - now)
+        assert _rests(slot, float(now))
+        delays.append(slot.restart_at_s - now)
     assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
@@ -58,9 +71,8 @@ def test_jitter_spreads_restarts() -> None:
         slot = Slot(0)
         for _ in range(3):
             _live(slot, 0.0)
-            verdict = _die(slot, 0.0, random=random)
-        assert isinstance(verdict, Restart)
-        waits.append(verdict.at_s)
+            assert _rests(slot, 0.0, random=random)
+        waits.append(slot.restart_at_s)
     assert waits[0] == 0.5 and 1.4 < waits[1] < 1.5
 
 
@@ -70,21 +82,20 @@ def test_a_minute_of_health_resets_the_backoff() -> None:
         _live(slot, now)
         _die(slot, now)
     _live(slot, 10.0)
-    assert _die(slot, 71.0) == Restart(71.0)
+    assert _rests(slot, 71.0) and slot.restart_at_s == 71.0
 
 
 def test_three_early_errors_in_a_row_are_a_crash_loop() -> None:
     slot = Slot(0)
     for _ in range(2):
         _live(slot, 0.0)
-        assert isinstance(_die(slot, 0.0, ready=False, killed=False), Restart)
+        assert _rests(slot, 0.0, ready=False, killed=False)
     _live(slot, 0.0)
     verdict = _die(
         slot, 0.0, ready=False, killed=False, why=Why(Cause.EXITED, "exit code 1: ImportError: no such thing")
     )
-    assert isinstance(verdict, GiveUp)
-    assert verdict.why.cause is Cause.CRASH_LOOP
-    assert "crash loop" in verdict.why.reason and "no such thing" in verdict.why.reason
+    assert verdict is not None and verdict.cause is Cause.CRASH_LOOP
+    assert "crash loop" in verdict.reason and "no such thing" in verdict.reason
     assert slot.state == "lost"
 
 
@@ -92,7 +103,7 @@ def test_a_life_that_got_ready_ends_the_row() -> None:
     slot = Slot(0)
     for ready in (False, False, True, False, False):
         _live(slot, 0.0)
-        assert isinstance(_die(slot, 0.0, ready=ready, killed=False), Restart)
+        assert _rests(slot, 0.0, ready=ready, killed=False)
 
 
 def test_kills_from_outside_are_forgiven_for_longer() -> None:
@@ -100,24 +111,23 @@ def test_kills_from_outside_are_forgiven_for_longer() -> None:
     verdicts = []
     for _ in range(10):
         _live(slot, 0.0)
-        verdicts.append(_die(slot, 0.0, ready=False, killed=True))
-    assert all(isinstance(v, Restart) for v in verdicts[:9])
-    assert isinstance(verdicts[9], GiveUp)
+        verdicts.append(_die(slot, 0.0, ready=False, killed=True) is None)
+    assert verdicts == [True] * 9 + [False]
 
 
 def test_at_most_max_restarts_within_an_hour() -> None:
-    policy = RestartPolicy(max_restarts=3, initial_s=0.1, max_s=1.0)
+    few = policy(3, 0.1, 1.0)
     slot = Slot(0)
     for now in (0.0, 100.0, 200.0):
         _live(slot, now)
-        assert isinstance(_die(slot, now, policy), Restart)
+        assert _rests(slot, now, few)
     _live(slot, 300.0)
-    verdict = _die(slot, 300.0, policy)
-    assert isinstance(verdict, GiveUp) and "3 restarts within an hour" in verdict.why.reason
+    verdict = _die(slot, 300.0, few)
+    assert verdict is not None and "3 restarts within an hour" in verdict.reason
     later = Slot(1)
     for now in (0.0, 100.0, 200.0, 3650.0):
         _live(later, now)
-        assert isinstance(_die(later, now, policy), Restart)
+        assert _rests(later, now, few)
 
 
 def test_leaving_in_order_and_unwanted_slots_are_not_restarted() -> None:
@@ -134,9 +144,9 @@ def test_leaving_in_order_and_unwanted_slots_are_not_restarted() -> None:
 def test_shrink_never_restarts() -> None:
     slot = Slot(0)
     _live(slot, 0.0)
-    verdict = _die(slot, 1.0, RestartPolicy(20, 0.5, 30.0, restart=False))
-    assert isinstance(verdict, GiveUp) and "shrink" in verdict.why.reason
-    assert verdict.why.cause is Cause.KILLED
+    verdict = _die(slot, 1.0, policy(20, 0.5, 30.0, "shrink"))
+    assert verdict is not None and "shrink" in verdict.reason
+    assert verdict.cause is Cause.KILLED
 
 
 def test_three_crashes_alike_at_one_step_are_a_loop_whoever_dies() -> None:

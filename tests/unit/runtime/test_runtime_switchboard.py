@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.protocol import messages as m
-from everstep.runtime.switchboard import Switchboard
+from everstep.runtime.coordinator_main import Switchboard
 
 FACTS = m.JobFacts(task="t", argv=[], config={}, run_dir="/r", coordinator_file="/r/c", job_pid=1, machine="m")
 

@@ -1,0 +1,188 @@
+"""The kinds of faults there are: what each says of itself, and how it strikes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.base.cause import Cause
+from everstep.base.errors import EverstepError
+from everstep.chaos.fault import Fault
+from everstep.observe.events import read_events
+from everstep.runtime.process import OUTLIVES_WORKERS
+
+OnCut = Callable[[float, bool, bool], None]
+_LOOK_S = 0.05
+_PERIOD_S = 0.1
+_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One strike. pid: of whom it strikes, this process or the coordinator. moment: for people. signature: of no other
+    strike. cut_off, flip: as the injector has them."""
+
+    fault: Fault
+    pid: int
+    moment: str
+    signature: str
+    cut_off: OnCut
+    flip: Callable[[], None]
+
+
+class ChaosError(EverstepError):
+    """The exception of a `raise` fault.
+
+    `signature` differs from fault to fault, so that the coordinator never takes it for an error of the user's task
+    that every restart would repeat.
+    """
+
+    cause = Cause.EXCEPTION
+
+    def __init__(self, message: str, signature: str) -> None:
+        super().__init__(message)
+        self.signature = signature
+
+
+class Lasting:
+    """A fault that goes on, in one worker: asked at each phase, and from one life of its target to the next.
+
+    Forward passes take longer, for a while or until something has been reported. events: the job's events.jsonl.
+    """
+
+    def __init__(self, fault: Fault, events: Path) -> None:
+        self.fault = fault
+        self._events = events
+        self._end_s: float | None = None
+        self._look_s = 0.0
+        self._over = False
+
+    def due(self, step: int, phase: str) -> bool:
+        """Whether this pass is to be slow, if the worker is the target."""
+        return phase == "forward" and step >= self.fault.at and not self._over
+
+    def act(self) -> None:
+        """Take longer, unless it is over by now."""
+        now_s = time.monotonic()
+        if self.fault.for_s is not None:
+            self._end_s = self._end_s or now_s + self.fault.for_s
+            self._over = now_s >= self._end_s
+        if self.fault.until is not None and not self._over and now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            kind, count = self.fault.until
+            self._over = sum(event["kind"] == kind for event in read_events(self._events)) >= count
+        if not self._over:
+            time.sleep(self.fault.by_s)
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """One kind. It strikes once, or is `Lasting`.
+
+    name: as in a specification. about: for `everstep chaos --help`. takes: which of phase, for, from, by, until it may
+    say. needs: those that it must, and why. by_signal: may strike the coordinator or one rank too, and in a running job
+    wherever its target is. drawn: random faults are made of it. outcome: what the job does about it, where that is the
+    same whatever happens.
+    """
+
+    name: str
+    about: str
+    strike: Callable[[Blow], None] | None
+    takes: frozenset[str] = frozenset({"phase"})
+    needs: Mapping[str, str] = field(default_factory=dict)
+    by_signal: bool = False
+    drawn: bool = False
+    outcome: str | None = None
+
+
+def run_beside(script: str) -> None:
+    """Run a shell script that outlives the caller, which is stopped or may be gone by then.
+
+    Its name tells the fork server, which ends what dead workers leave running, to let this one be.
+    """
+    command = [OUTLIVES_WORKERS, "-c", f"({script}) </dev/null >/dev/null 2>&1 &"]
+    subprocess.run(command, executable="/bin/sh", start_new_session=True, check=True)
+
+
+def _send(blow: Blow, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # a coordinator that is dead already cannot die again
+        os.kill(blow.pid, number)
+
+
+def _stop(blow: Blow) -> None:
+    if blow.fault.for_s is not None:
+        run_beside(f"sleep {blow.fault.for_s:.3f}; kill -CONT {blow.pid}")
+    _send(blow, signal.SIGSTOP)
+
+
+def _raise(blow: Blow) -> None:
+    raise ChaosError(f"chaos fault {str(blow.fault)!r} raised in {blow.moment}", blow.signature)
+
+
+def _throttle(blow: Blow) -> None:
+    """A process that gets a tenth of the time, as in a container that is over its CPU quota.
+
+    All of its threads stand still for nine tenths of each period, in the middle of whatever they do: unlike `slow` it
+    is late with everything, and unlike `stop` it is never away for long. Source: the periods of 100 ms are those of
+    cgroups' cpu.max.
+    """
+    periods = round((blow.fault.for_s or 0.0) / _PERIOD_S)
+    away_s, there_s = _PERIOD_S * (1 - _SHARE), _PERIOD_S * _SHARE
+    run_beside(
+        f"n={periods}; while [ $((n -= 1)) -ge 0 ] && kill -STOP {blow.pid}; "
+        f"do sleep {away_s:.3f}; kill -CONT {blow.pid}; sleep {there_s:.3f}; done"
+    )
+
+
+def _cut(blow: Blow, breaks: bool) -> None:
+    blow.cut_off(blow.fault.for_s or 0.0, breaks, blow.fault.peers)
+
+
+_FOR, _WHOLE = frozenset({"phase", "for"}), {"for": "after which the link is whole again"}
+KINDS: dict[str, FaultKind] = {
+    kind.name: kind
+    for kind in (  # random faults are drawn by their order here
+        FaultKind("kill", "SIGKILL", lambda blow: _send(blow, signal.SIGKILL), drawn=True, by_signal=True),
+        FaultKind("stop", "SIGSTOP, with for=S until SIGCONT", _stop, _FOR, drawn=True, by_signal=True),
+        FaultKind("raise", "an exception", _raise, drawn=True),
+        FaultKind(
+            "partition",
+            "for=S: cut off from the coordinator; from=peers: from all others",
+            lambda blow: _cut(blow, breaks=False),  # and its agent's sight of it
+            _FOR | {"from"},
+            _WHOLE,
+            drawn=True,
+        ),
+        FaultKind(
+            "disconnect",
+            "for=S: its connection to the coordinator breaks",
+            lambda blow: _cut(blow, breaks=True),  # its agent still sees it
+            _FOR,
+            _WHOLE,
+            drawn=True,
+        ),
+        FaultKind(
+            "slow",
+            "by=S: each forward pass takes longer, for=S or until=EVENT*COUNT",
+            None,
+            frozenset({"for", "by", "until"}),
+            {"by": "by which each forward pass takes longer"},
+            outcome="slowed down",
+        ),
+        FaultKind("flip", "one bit of its state changes", lambda blow: blow.flip()),  # as a damaged memory cell would
+        FaultKind(
+            "throttle",
+            "for=S: it gets a tenth of the time, as one over its CPU quota",
+            _throttle,
+            _FOR,
+            {"for": "after which it has all of the time again"},
+            by_signal=True,
+        ),
+    )
+}

@@ -1,1 +1,0 @@
-"""The kinds of transports, one per file: what each is made of."""
