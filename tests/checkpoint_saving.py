@@ -13,10 +13,9 @@ from torch import nn
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
-from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
@@ -91,7 +90,7 @@ def write_part(
     limit_bytes: int = 1 << 30,
 ) -> PartReport:
     """One worker's part."""
-    live = LiveState.of(state)
+    live = LiveState(state)
     first, last = owners(live.n_blocks, range(workers))[worker_id]
     reports: list[PartReport] = []
     what = PartJob(step, generation, 0, worker_id, first, last, worker_id == 0, limit_bytes, {"job": job})

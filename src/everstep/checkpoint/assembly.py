@@ -14,8 +14,7 @@ from everstep.base.errors import StoreError, check
 from everstep.checkpoint.manifest import Manifest, PartFile, compact
 from everstep.checkpoint.part import PartReport, entries_within, file_of, split_digests
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, manifest_of
-from everstep.exact.planes import planes_of
+from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, block_count, manifest_of, planes_of
 from everstep.exact.topology import merge_with_sources
 
 BlockPlace = tuple[PartFile, int]
@@ -164,5 +163,4 @@ def _entries(parts: Sequence[PartReport]) -> list[StateEntry]:
 
 
 def _n_blocks(parts: Sequence[PartReport]) -> int:
-    end = max((e.offset + e.nbytes for e in _entries(parts)), default=0)
-    return -(-end // BLOCK_BYTES)
+    return block_count(_entries(parts))

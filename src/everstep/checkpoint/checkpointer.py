@@ -19,12 +19,12 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
 from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
+    LiveState,
     PartJob,
     PartReport,
     PartWriter,
@@ -157,7 +157,7 @@ class Checkpointer:
             self._no_part(step, plan, stage, Why(Cause.BUSY, text))
             return
         try:
-            live = LiveState.of(state)
+            live = LiveState(state)
         except (EverstepError, MemoryError, RuntimeError) as error:
             self._no_part(step, plan, stage, Why(cause_of(error), str(error)))
             return

@@ -15,15 +15,24 @@ from typing import Any
 
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config_keys import TierConfig
-from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
+from everstep.base.errors import (
+    BlobExists,
+    BlobMissing,
+    CheckpointCorrupt,
+    ConfigError,
+    EverstepError,
+    StoreError,
+    cause_of,
+)
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
-from everstep.checkpoint.part import PartReport
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import best_of, kept
 
@@ -256,3 +265,48 @@ class ManifestWriter:
         with self._lock:
             busy = {self._current.step} if self._current is not None else set()
         shelf.sweep(busy | {manifest.step})
+
+
+# ---- of a state that one process holds, while nobody trains
+
+
+def write_whole(
+    store: DirectoryStore,
+    state: ModelState,
+    identity: JobIdentity,
+    *,
+    step: int = 0,
+    reason: str = "",
+    application: Mapping[str, bytes] | None = None,
+) -> Manifest:
+    """Writes the state as the checkpoint of a step; durable when it returns.
+
+    Raises: ConfigError if the store has that step already. StoreError.
+    """
+    live = LiveState(state)
+    reports: list[PartReport] = []
+    job = PartJob(step, 0, 0, 0, 0, live.n_blocks, True, 0, {"job": identity.job})
+    writer = PartWriter(store, job, live, Base, reports.append)
+    writer.start()
+    writer.join(None)
+    assembly = Assembly(step, 0, 1)
+    for report in reports:
+        assembly.add(report)
+    failed = assembly.failed
+    if failed is not None or not reports:
+        raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
+    facts = {
+        "identity": identity.to_dict(),
+        "created_unix_ns": time.time_ns(),
+        "reason": reason,
+        "application": dict(application or {}),
+    }
+    manifest = assemble(assembly, lambda _: None, facts)
+    text = manifest.encode()
+    try:
+        store.write(manifest_name(step), [text], len(text), if_absent=True)
+    except BlobExists:
+        for name in assembly.files():
+            store.delete(name)
+        raise ConfigError(f"{store.url} has a checkpoint of step {step} already: choose another directory") from None
+    return manifest

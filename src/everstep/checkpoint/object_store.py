@@ -18,6 +18,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
 from everstep.checkpoint.names import is_plain
 from everstep.checkpoint.store import BytesLike, room_for, words_of
+from everstep.exact.image import spread
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload, and of a range when a long read is split."""
@@ -211,13 +212,7 @@ class ObjectStore:
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         """As the protocol says. Raises: BlobMissing; StoreError."""
-        data = self.read(name, start, sum(map(len, views)))
-        at = 0
-        for view in views:
-            here = data[at : at + len(view)]
-            view[: len(here)] = here
-            at += len(here)
-        return at
+        return spread(memoryview(self.read(name, start, sum(map(len, views)))), views)
 
     def _range(self, name: str, start: int, length: int) -> bytes:
         try:

@@ -14,21 +14,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, StoreError, cause_of, check
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import BLOCK_BYTES, StateEntry
-from everstep.exact.planes import rows_of
+from everstep.exact.image import BLOCK_BYTES, FOREIGN, StateEntry, block_count, pieces_of, rows_of
+from everstep.exact.state import ModelState
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
@@ -279,9 +281,9 @@ class PartWriter:
         tree: list[str] = []
         for index in range(job.first, self._end):
             view = bytes_of(self._take(index, buffer))
-            for k, lo, hi in live.pieces(index):
+            for k, lo, hi in pieces_of(live.entries, index):
                 if k in mine:
-                    mine[k].update(view[lo:hi])
+                    mine[k].update(view[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES])
             if index >= job.last:
                 continue
             digest = digest_bytes(view)
@@ -406,3 +408,75 @@ def _header(runs: Sequence[tuple[int, int]], data_at: int, metadata: Mapping[str
 def _cause_here(error: BaseException) -> Cause:
     """Of what ended the writing: an error of the system was one of the disk's."""
     return Cause.DISK if isinstance(error, OSError) else cause_of(error)
+
+
+# ---- the live state
+
+
+class LiveState:
+    """Entries, values and blocks of a stage's state, made at a step boundary: what a writer copies while the next step
+    computes its gradients. Nothing is gathered beforehand: a block is copied at a time, from wherever the tensors are.
+
+    Buffers and values are taken when it is made; parameters and optimizer state must not change while blocks of them
+    are copied. For one thread at a time, which may change.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.entries, tensors, self.values, now = state.live_tensors()
+        self.outline, self.n_blocks = state.outline, block_count(self.entries)
+        self._tensors: list[Tensor] = list(tensors)
+        with torch.no_grad():
+            for k in now:
+                self._tensors[k] = tensors[k].detach().clone()
+        self._at = -1
+        self._bytes: Any = None
+        self._cuda = next((t.device for t in self._tensors if t.is_cuda), None)
+        self._stream: Any = None
+        if self._cuda is not None:
+            self._stream = torch.cuda.Stream(self._cuda)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
+
+    @property
+    def n_own(self) -> int:
+        """How many blocks are this stage's; those after them are copies of what another stage has."""
+        entries = iter(self.entries)
+        for label, count in self.outline.groups:
+            group = list(islice(entries, count))
+            if label == FOREIGN and group:
+                return group[0].offset // BLOCK_BYTES
+        return self.n_blocks
+
+    def buffer(self) -> Tensor:
+        """Memory for one block."""
+        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._cuda is not None)
+
+    def copy_block(self, index: int, out: Tensor) -> None:
+        """Copies a block to host memory of `BLOCK_BYTES`; large pieces without the interpreter lock."""
+        check(0 <= index < self.n_blocks, f"there is no block {index} of {self.n_blocks}")
+        start, at = index * BLOCK_BYTES, 0
+        for k, lo, hi in pieces_of(self.entries, index):
+            out[at : lo - start] = 0
+            offset, at = self.entries[k].offset, hi - start
+            self._copy(k, lo - offset, hi - offset, out[lo - start : at])
+        out[at:] = 0
+
+    def release(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors, self._bytes, self._at = [], None, -1
+
+    def _copy(self, k: int, lo: int, hi: int, out: Tensor) -> None:
+        if self._at != k:  # blocks are read in order: the piece of memory in use is the last one's, nearly always
+            tensor = self._tensors[k]
+            on_device = tensor.is_cuda and tensor.is_contiguous() and not tensor.is_complex()
+            self._at = k
+            self._bytes = (
+                tensor.detach().reshape(-1).view(torch.uint8)
+                if on_device
+                else np.frombuffer(bytes_of(tensor), np.uint8)
+            )
+        if isinstance(self._bytes, Tensor):
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                out.copy_(self._bytes[lo:hi], non_blocking=True)
+            self._stream.synchronize()
+        else:
+            np.copyto(out.numpy(), self._bytes[lo:hi])

@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
-from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, manifest_name, step_name, step_of
-from everstep.checkpoint.pointers import read_pointer
+from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
+from everstep.checkpoint.part import tree_digest
+from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.repair import Lost, Repairer
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes, digest_views
-from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.image import BLOCK_BYTES, Scatter, pieces_of, spread
 from everstep.exact.state import ModelState
 from everstep.exact.topology import select
 
@@ -58,7 +60,7 @@ class Checkpoint:
             size = self.store.size(file.name)
             head = self.store.read(file.name, 0, min(size, file.data_at))
         except BlobMissing:
-            raise CheckpointCorrupt(f"{where} is missing, which step {self.step} needs") from None
+            raise self._missing(file) from None
         if digest_bytes(head) != file.head:
             foreign = _foreign(head, file.name, self.manifest)
             raise CheckpointCorrupt(f"{where} {foreign or 'does not begin as it was written: altered or truncated'}")
@@ -132,7 +134,7 @@ class Checkpoint:
             for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
                 there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
                 if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                    _spread(self._repaired(index, there, stage), part)
+                    spread(self._repaired(index, there, stage), part)
 
         with ThreadPoolExecutor(threads) as pool:
             waiting, begin = [], 0
@@ -193,8 +195,7 @@ class Checkpoint:
 
     def inside(self, index: int, most: int = 3) -> list[str]:
         """The names of the first tensors that a block holds a part of."""
-        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-        found = [e.name for e in self.manifest.entries if e.nbytes and e.offset < stop and e.offset + e.nbytes > start]
+        found = [self.manifest.entries[k].name for k, _, _ in pieces_of(self.manifest.entries, index)]
         return [*found[:most], f"{len(found) - most} more"] if len(found) > most else found
 
 
@@ -324,14 +325,6 @@ def _set_aside(store: BlobStore, step: int) -> str:
         return f"; it cannot be set aside: {error}"
 
 
-def _spread(data: memoryview, views: Sequence[memoryview]) -> None:
-    """Copies bytes into one view after the other."""
-    at = 0
-    for view in views:
-        view[:] = data[at : at + len(view)]
-        at += len(view)
-
-
 def _reading_order(manifest: Manifest, index: int) -> tuple[str, int]:
     file, at = manifest.place(index)
     return file.name, at
@@ -348,3 +341,122 @@ def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest
         if step and step != str(step_of(name)):
             return f"is a part of step {step}"
     return ""
+
+
+# ---- verifying all that a store holds; it changes nothing
+
+
+OnBlock = Callable[[int], None]
+"""Is told how many bytes more were read."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong. step: of the checkpoint that it spoils, None if it spoils none. name: of the file."""
+
+    step: int | None
+    name: str
+    what: str
+
+
+def verify_store(
+    store: BlobStore, steps: Collection[int] | None = None, progress: OnBlock = lambda n: None
+) -> list[Problem]:
+    """All problems of a store. steps: only of these checkpoints (and not of the pointers).
+
+    Raises: StoreError if the store cannot be read. BlobMissing for a step that is not there.
+    """
+    found: list[Problem] = []
+    checked: dict[PartFile, str] = {}
+    for step in sorted(steps) if steps is not None else steps_in(store):
+        found += verify_checkpoint(store, step, progress, checked)
+    if steps is None:
+        found += _verify_pointers(store)
+        found += [
+            Problem(None, name, "was found damaged before, and set aside")
+            for name in store.list("step-")
+            if is_damaged(name)
+        ]
+    return found
+
+
+def verify_checkpoint(
+    store: BlobStore, step: int, progress: OnBlock = lambda n: None, checked: dict[PartFile, str] | None = None
+) -> list[Problem]:
+    """All problems of one checkpoint. checked: what is known of files already; is added to."""
+    known = {} if checked is None else checked
+    try:
+        checkpoint = open_checkpoint(store, step)
+    except (CheckpointCorrupt, ConfigError) as error:
+        return [Problem(step, manifest_name(step), str(error))]
+    found = []
+    for file in checkpoint.manifest.files:
+        if file not in known:
+            known[file] = _file_problem(checkpoint, file, progress)
+        if known[file]:
+            found.append(Problem(step, file.name, known[file]))
+    return found
+
+
+def bytes_of_files(store: BlobStore, steps: Collection[int]) -> int:
+    """How much there is to read to verify these checkpoints."""
+    sizes: dict[str, int] = {}
+    for step in steps:
+        with suppress(CheckpointCorrupt, ConfigError, BlobMissing):
+            sizes |= {f.name: f.size - f.data_at for f in open_checkpoint(store, step).manifest.files}
+    return sum(sizes.values())
+
+
+def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> str:
+    """What is wrong with a file, every byte of it read; empty if nothing is."""
+    manifest, store = checkpoint.manifest, checkpoint.store
+    try:
+        checkpoint.check_file(file)
+        expected = _expected(manifest, file)
+        digests: list[str] = []
+        for first in range(0, file.n_blocks, PIECE_BLOCKS):
+            count = min(PIECE_BLOCKS, file.n_blocks - first)
+            data = memoryview(store.read(file.name, file.data_at + first * BLOCK_BYTES, count * BLOCK_BYTES)).cast("B")
+            progress(len(data))
+            for k in range(count):
+                digests.append(digest_bytes(data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]))
+                wanted, index = expected.get(first + k, (digests[-1], 0))
+                if wanted != digests[-1]:
+                    inside = ", ".join(checkpoint.inside(index))
+                    return f"{store.url}/{file.name}: block {index} ({inside}) does not match its digest"
+        if tree_digest(digests) != file.tree:
+            return f"{store.url}/{file.name} does not match its hash, outside what step {checkpoint.step} needs of it"
+    except (CheckpointCorrupt, BlobMissing) as error:
+        return str(error)
+    return ""
+
+
+def _expected(manifest: Manifest, file: PartFile) -> dict[int, tuple[str, int]]:
+    """By the number of the block in the file: its digest, and its number in the state."""
+    found: dict[int, tuple[str, int]] = {}
+    for run in manifest.runs:
+        if manifest.files[run.file] == file:
+            at = (run.offset - file.data_at) // BLOCK_BYTES
+            found |= {at + k: (manifest.state["blocks"][run.first + k], run.first + k) for k in range(run.count)}
+    return found
+
+
+def _verify_pointers(store: BlobStore) -> list[Problem]:
+    found = []
+    steps = set(steps_in(store))
+    for name in (LATEST, BEST):
+        try:
+            step = read_pointer(store, name)
+            if step is not None and step not in steps:
+                found.append(Problem(None, name, f"{name} points at step {step}, of which there is no checkpoint"))
+        except (CheckpointCorrupt, ConfigError) as error:
+            found.append(Problem(None, name, str(error)))
+    try:
+        for pin, step in read_pins(store).items():
+            if step not in steps:
+                found.append(
+                    Problem(None, "pins.json", f"pin {pin} names step {step}, of which there is no checkpoint")
+                )
+    except (CheckpointCorrupt, ConfigError, StoreError) as error:
+        found.append(Problem(None, "pins.json", str(error)))
+    return found

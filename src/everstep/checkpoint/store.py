@@ -37,23 +37,18 @@ class BlobStore(Protocol):
     @property
     def url(self) -> str:
         """What a user would type to name it."""
-        ...
 
     def list(self, prefix: str = "") -> list[str]:
         """The names that begin with the prefix (any text, no pattern), sorted; none if there is nothing at all."""
-        ...
 
     def size(self, name: str) -> int:
         """In bytes. Raises: BlobMissing."""
-        ...
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
         """`length` bytes from `start` (to the end by default); fewer only where the blob ends. Raises: BlobMissing."""
-        ...
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         """Reads from `start` into one view after the other; how many bytes there were. Raises: BlobMissing."""
-        ...
 
     def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         """Writes a blob, all or nothing, durable when it returns; replaces an older one unless `if_absent`.
@@ -63,15 +58,12 @@ class BlobStore(Protocol):
 
         Raises: BlobExists with if_absent, if it is there already.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Of no effect if it is not there."""
-        ...
 
     def move(self, old: str, new: str) -> None:
         """Gives a blob another name, that is free. Raises: BlobMissing, BlobExists."""
-        ...
 
 
 class Draft:

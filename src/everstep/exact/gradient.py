@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
-from everstep.exact.reduce import gather
-from everstep.exact.ties import Tied, TiePlace
+from everstep.exact.reduce import Tied, TiePlace, gather
 
 _CLIP_EPSILON = 1e-6
 

@@ -15,24 +15,25 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.exact.arrange import Arrangement, Spot
 from everstep.exact.attributes import assign, plain
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.image import (
     FOREIGN,
+    MODEL,
     OUTSIDE,
     VALUES,
+    Arrangement,
     BlockSource,
     Image,
     Outline,
     Scatter,
+    Spot,
     StateEntry,
     entries_of,
     write_blocks,
 )
 from everstep.exact.jsonable import decode, encode
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, round_up
-from everstep.exact.planes import MODEL
 from everstep.exact.recollect import Recollection
 from everstep.exact.snapshot import Snapshot, SnapshotMemory
 
@@ -197,11 +198,11 @@ class ModelState:
             arrangement.add(_MODEL + name, buffer, unit_of.get(name, OUTSIDE))
         for name, tensor in pulled.items():
             arrangement.add(name, tensor, VALUES)
-        arranged = arrangement.done()
+        entries, tensors, groups, planes = arrangement.done()
         kept = {*self.model.state_dict(keep_vars=True), *self._foreign}
         transient = sorted(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept)
-        outline = Outline(arranged.groups, arranged.planes, tuple(transient), self._stage_facts())
-        return arranged.entries, arranged.tensors, values, outline
+        outline = Outline(groups, planes, tuple(transient), self._stage_facts())
+        return entries, tensors, values, outline
 
     def _stage_facts(self) -> dict[str, Any] | None:
         share = self._share

@@ -17,9 +17,24 @@ from typing import Any
 
 from everstep.base.errors import check
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, FOREIGN, FORMAT, OUTSIDE, VALUES, entries_of, rows_digest, sealed
+from everstep.exact.image import (
+    BLOCK_BYTES,
+    FOREIGN,
+    FORMAT,
+    OUTSIDE,
+    REST,
+    VALUES,
+    Plane,
+    entries_of,
+    plane_at,
+    planes_of,
+    rows_digest,
+    rows_of,
+    runs_of,
+    sealed,
+    span_of,
+)
 from everstep.exact.layout import round_up
-from everstep.exact.planes import REST, Plane, plane_at, planes_of, rows_of, runs_of, span_of
 
 StateManifest = Mapping[str, Any]
 _MODEL = "model/"

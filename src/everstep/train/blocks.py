@@ -15,8 +15,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepError
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, Scatter, sealed
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import BLOCK_BYTES, Scatter, sealed, sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.chunks import Chunk, Chunks
 from everstep.runtime.peer import PeerConnection

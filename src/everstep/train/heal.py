@@ -27,8 +27,8 @@ from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image
+from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
-from everstep.exact.ties import TiePlace
 from everstep.protocol.driver.records import decode_records, encode_records
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from everstep.exact.reduce import Tied
 from everstep.exact.state import Share
-from everstep.exact.ties import Tied
 from everstep.placement.cuts import ModelCut
 
 

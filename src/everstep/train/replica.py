@@ -19,10 +19,9 @@ from everstep.base.ports import Reduced
 from everstep.exact.digest import named_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
-from everstep.exact.reduce import block_norms
+from everstep.exact.reduce import TiePlace, block_norms, stage_terms, tied_out
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
-from everstep.exact.ties import TiePlace, stage_terms, tied_out
 from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.train.loop_guard import refused
 from everstep.train.loop_lane import LoopLane

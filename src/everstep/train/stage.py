@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
 from everstep.exact.layout import GradientLayout, align_parameters, untie
+from everstep.exact.reduce import Tied, TiePlace
 from everstep.exact.state import Share
-from everstep.exact.ties import Tied, TiePlace
 from everstep.placement.cuts import ModelCut
 from everstep.train.calling import calling
 from everstep.train.composition import check_units

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
-from everstep.exact.ties import TiePlace
+from everstep.exact.reduce import TiePlace
 from everstep.parallel.staged import StagedTransport
 from everstep.train.replica import StageReplica
 

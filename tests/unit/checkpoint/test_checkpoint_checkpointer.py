@@ -20,9 +20,8 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
 from everstep.checkpoint.checkpointer import Checkpointer, Extent
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest_writer import WriteOutcome
-from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
@@ -264,7 +263,7 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     """What is not written yet is copied, up to the limit; beyond, the part is given up. Never is it torn."""
     state = make_state(1)
     expected = state.manifest()["blocks"]
-    live = LiveState.of(state)
+    live = LiveState(state)
     store = Gate(tmp_path)
     reports: list[PartReport] = []
     job = PartJob(1, 1, 0, 0, 0, live.n_blocks, True, limit_blocks * BLOCK_BYTES)

@@ -9,8 +9,7 @@ from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.checkpoint.vault import MemoryCopy, Vault
-from everstep.exact.image import BLOCK_BYTES
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.exact.state import ModelState
 
