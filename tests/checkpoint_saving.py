@@ -93,7 +93,8 @@ def write_part(
     live = LiveState(state)
     first, last = owners(live.n_blocks, range(workers))[worker_id]
     reports: list[PartReport] = []
-    what = PartJob(step, generation, 0, worker_id, first, last, worker_id == 0, limit_bytes, {"job": job})
+    who = PartReport(step, generation, 0, worker_id, first, last)
+    what = PartJob(who, worker_id == 0, limit_bytes, {"job": job})
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
     writer.start()
     writer.before_update(60.0)

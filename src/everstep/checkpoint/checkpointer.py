@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
@@ -150,39 +152,29 @@ class Checkpointer:
         return time.monotonic() - began
 
     def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
-        step, pool = extent.step, [seat.worker_id for seat in plan.pool(stage)]
+        pool = [seat.worker_id for seat in plan.pool(stage)]
+        report = PartReport(extent.step, plan.generation, stage, self.worker_id, 0, 0)
         self._parts = [part for part in self._parts if not part.ended]
-        if any(part.step != step for part in self._parts):
+        if any(part.step != extent.step for part in self._parts):
             text = "its part of an earlier checkpoint is still being written"
-            self._no_part(step, plan, stage, Why(Cause.BUSY, text))
+            self._report(report.failed(Why(Cause.BUSY, text)))
             return
         try:
             live = LiveState(state)
         except (EverstepError, MemoryError, RuntimeError) as error:
-            self._no_part(step, plan, stage, Why(cause_of(error), str(error)))
+            self._report(report.failed(Why(cause_of(error), str(error))))
             return
         first, last = owners(live.n_blocks, pool)[self.worker_id]
-        metadata = {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)}
         job = PartJob(
-            step,
-            plan.generation,
-            stage,
-            self.worker_id,
-            first,
-            last,
+            replace(report, first=first, last=last, stall_s=time.monotonic() - began),
             self.worker_id == min(pool),
             self._config.memory.limit_mb * _MB,
-            metadata,
-            time.monotonic() - began,
+            {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},
             0 if plan.member(self.worker_id).limbs else None,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
         part.start(self._runner)
-
-    def _no_part(self, step: int, plan: Plan, stage: int, why: Why) -> None:
-        who = (step, plan.generation, stage, self.worker_id)
-        self._report(PartReport(*who, 0, 0, error=why.reason, cause=why.cause))
 
     def _find_base(self) -> Base:
         """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""

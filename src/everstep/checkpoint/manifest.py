@@ -10,11 +10,11 @@ import base64
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -69,34 +69,42 @@ class JobIdentity:
         return {"task": self.task, "numerics": dict(self.numerics), "model": self.model, "job": self.job}
 
 
-@dataclass(frozen=True)
-class PartFile:
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+StepNumber = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+class PartFile(NamedTuple):
     """One file with blocks. `head`: digest of its first `data_at` bytes, a safetensors header; `tree`: digest of the
     digests of its blocks, in order; sizes in bytes."""
 
     name: str
-    size: int
-    data_at: int
-    head: str
-    tree: str
+    size: Count
+    data_at: Count
+    head: Digest
+    tree: Digest
 
     @property
     def n_blocks(self) -> int:
         return (self.size - self.data_at) // BLOCK_BYTES
 
+    @property
+    def mark(self) -> str:
+        """What its content is known by."""
+        return f"{self.head}{self.tree}"
 
-@dataclass(frozen=True)
-class StoredRun:
-    """`count` consecutive blocks of the state from `first` on, one after the other in file number `file`, from byte
+
+class StoredRun(NamedTuple):
+    """`n_blocks` consecutive blocks of the state from `first` on, one after the other in file number `file`, from byte
     `offset` on."""
 
-    first: int
-    count: int
-    file: int
-    offset: int
+    first: Count
+    n_blocks: Count
+    file: Count
+    offset: Count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint is.
 
@@ -108,17 +116,17 @@ class Manifest:
     step: int
     generation: int
     identity: Mapping[str, Any]
-    state: Mapping[str, Any]
-    files: tuple[PartFile, ...]
-    runs: tuple[StoredRun, ...]
     base: int | None = None
     depth: int = 0
     written_bytes: int = 0
     created_unix_ns: int = 0
     reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    files: tuple[PartFile, ...]
+    runs: tuple[StoredRun, ...]
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Any]
 
     @property
     def n_blocks(self) -> int:
@@ -151,21 +159,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The text of manifest.json."""
-        body = {
-            "step": self.step,
-            "generation": self.generation,
-            "identity": dict(self.identity),
-            "base": self.base,
-            "depth": self.depth,
-            "written_bytes": self.written_bytes,
-            "created_unix_ns": self.created_unix_ns,
-            "reason": self.reason,
+        body = {item.name: getattr(self, item.name) for item in fields(self)} | {
             "metrics": {name: float(value).hex() for name, value in self.metrics.items()},
-            "files": [[f.name, f.size, f.data_at, f.head, f.tree] for f in self.files],
-            "runs": [[r.first, r.count, r.file, r.offset] for r in self.runs],
             "records": _text(self.records),
             "application": {name: _text(data) for name, data in self.application.items()},
-            "state": dict(self.state),
         }
         return seal(KIND, body, self.state["format"])
 
@@ -178,28 +175,19 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
     """
     version, body = unseal_one_of(KIND, data, name, FORMATS)
     try:
-        return _build(check_form(body, version), body)
+        form = msgspec.structs.asdict(check_form(body, version))
+        return Manifest(
+            **{
+                **form,
+                "identity": body["identity"],
+                "metrics": {name: _float(text) for name, text in form["metrics"].items()},
+                "records": _bytes(form["records"]),
+                "application": {name: _bytes(text) for name, text in form["application"].items()},
+                "state": body["state"],
+            }
+        )
     except (ValueError, OverflowError, RecursionError) as error:
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error}") from None
-
-
-def _build(form: Form, body: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=form.step,
-        generation=form.generation,
-        identity=body["identity"],
-        state=body["state"],
-        files=tuple(PartFile(*row) for row in form.files),
-        runs=tuple(StoredRun(*row) for row in form.runs),
-        base=form.base,
-        depth=form.depth,
-        written_bytes=form.written_bytes,
-        created_unix_ns=form.created_unix_ns,
-        reason=form.reason,
-        records=_bytes(form.records),
-        application={name: _bytes(text) for name, text in form.application.items()},
-        metrics={name: _float(text) for name, text in form.metrics.items()},
-    )
 
 
 def differences(manifest: Manifest, identity: JobIdentity) -> tuple[list[str], list[str]]:
@@ -244,8 +232,8 @@ def compact(places: Sequence[tuple[int, int]]) -> tuple[StoredRun, ...]:
     runs: list[StoredRun] = []
     for index, (file, offset) in enumerate(places):
         last = runs[-1] if runs else None
-        if last is not None and last.file == file and last.offset + last.count * BLOCK_BYTES == offset:
-            runs[-1] = StoredRun(last.first, last.count + 1, file, last.offset)
+        if last is not None and last.file == file and last.offset + last.n_blocks * BLOCK_BYTES == offset:
+            runs[-1] = last._replace(n_blocks=last.n_blocks + 1)
         else:
             runs.append(StoredRun(index, 1, file, offset))
     return tuple(runs)
@@ -282,11 +270,6 @@ def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
 MAX_HEAD_BYTES = 1 << 30
 _SHOWN = 100
 
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-StepNumber = Annotated[int, Meta(ge=0, le=MAX_STEP)]
-Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-FileRow = tuple[str, Count, Count, Digest, Digest]
-RunRow = tuple[Count, Count, Count, Count]
 EntryRow = tuple[str, str, list[Count], Count, Count]
 ElementBlock = Annotated[int, Meta(ge=0, le=1 << 47)]
 PlaneRow = tuple[str, Count, list[tuple[ElementBlock, Count, Count]]]
@@ -328,8 +311,8 @@ class Form(msgspec.Struct, forbid_unknown_fields=True):
     created_unix_ns: Count
     reason: str
     metrics: dict[str, str]
-    files: list[FileRow]
-    runs: list[RunRow]
+    files: tuple[PartFile, ...]
+    runs: tuple[StoredRun, ...]
     records: str
     application: dict[str, str]
     state: State
@@ -347,9 +330,9 @@ def check_form(body: Mapping[str, Any], version: int) -> Form:
     seen: set[str] = set()
     for row in form.files:
         _check_file(row)
-        if row[0] in seen:
-            raise ValueError(f"it lists {row[0]} twice")
-        seen.add(row[0])
+        if row.name in seen:
+            raise ValueError(f"it lists {row.name} twice")
+        seen.add(row.name)
     _check_runs(form.files, form.runs, len(form.state.blocks))
     _check_state(form.state)
     if form.state.format != version or isinstance(form.state.planes, UnsetType) != (version == 1):
@@ -359,7 +342,7 @@ def check_form(body: Mapping[str, Any], version: int) -> Form:
     return form
 
 
-def _check_file(row: FileRow) -> None:
+def _check_file(row: PartFile) -> None:
     name, size, data_at, _, _ = row
     if not is_part(name):
         raise ValueError(f"it lists {name[:_SHOWN]!a}, which is no file of a checkpoint: expected {PART_EXAMPLE}")
@@ -367,7 +350,7 @@ def _check_file(row: FileRow) -> None:
         raise ValueError(f"{name} has {size} bytes from byte {data_at} on: expected one block or more")
 
 
-def _check_runs(files: Sequence[FileRow], runs: Sequence[RunRow], n_blocks: int) -> None:
+def _check_runs(files: Sequence[PartFile], runs: Sequence[StoredRun], n_blocks: int) -> None:
     """Every block has exactly one place, inside its file, and no file is without one."""
     at = 0
     for first, count, file, offset in runs:
@@ -382,7 +365,7 @@ def _check_runs(files: Sequence[FileRow], runs: Sequence[RunRow], n_blocks: int)
         raise ValueError(f"{at} of {n_blocks} blocks have a place")
     idle = {*range(len(files))} - {file for _, _, file, _ in runs}
     if idle:
-        raise ValueError(f"{files[min(idle)][0]} holds no block of it: expected only files that do")
+        raise ValueError(f"{files[min(idle)].name} holds no block of it: expected only files that do")
 
 
 def _check_state(state: State) -> None:

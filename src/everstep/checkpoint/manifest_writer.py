@@ -285,7 +285,7 @@ def write_whole(
     """
     live = LiveState(state)
     reports: list[PartReport] = []
-    job = PartJob(step, 0, 0, 0, 0, live.n_blocks, True, 0, {"job": identity.job})
+    job = PartJob(PartReport(step, 0, 0, 0, 0, live.n_blocks), True, 0, {"job": identity.job})
     writer = PartWriter(store, job, live, Base, reports.append)
     writer.start()
     writer.join(None)

@@ -437,7 +437,7 @@ def _expected(manifest: Manifest, file: PartFile) -> dict[int, tuple[str, int]]:
     for run in manifest.runs:
         if manifest.files[run.file] == file:
             at = (run.offset - file.data_at) // BLOCK_BYTES
-            found |= {at + k: (manifest.state["blocks"][run.first + k], run.first + k) for k in range(run.count)}
+            found |= {at + k: (manifest.state["blocks"][run.first + k], run.first + k) for k in range(run.n_blocks)}
     return found
 
 

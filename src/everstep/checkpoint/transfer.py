@@ -113,16 +113,11 @@ def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
     )
 
 
-def _mark(part: PartFile) -> str:
-    """What a file's content is known by."""
-    return f"{part.head}{part.tree}"
-
-
 def _holds(target: BlobStore, part: PartFile) -> bool:
     """Whether the target's file of that name has the right size and hash."""
     try:
         if isinstance(target, ObjectStore):
-            return target.fingerprint(part.name) == (part.size, _mark(part))
+            return target.fingerprint(part.name) == (part.size, part.mark)
         if target.size(part.name) != part.size:
             return False
         for _ in _checked(target, part):
@@ -147,7 +142,7 @@ def _send(
             progress(sent)
 
     if isinstance(target, ObjectStore):
-        target.write(part.name, chunks(), part.size, digest=_mark(part))
+        target.write(part.name, chunks(), part.size, digest=part.mark)
     else:
         target.write(part.name, chunks(), part.size)
 
@@ -166,7 +161,7 @@ def _refuse_in_use(target: BlobStore, part: PartFile) -> None:
             files = open_checkpoint(target, step).manifest.files
         except (BlobMissing, CheckpointCorrupt, ConfigError):
             continue
-        if any(f.name == part.name and _mark(f) != _mark(part) for f in files):
+        if any(f.name == part.name and f.mark != part.mark for f in files):
             raise StoreError(
                 f"{target.url} already holds another {part.name}, which step {step} refers to: choose another URL or "
                 "directory"

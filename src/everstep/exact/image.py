@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 from torch import Tensor
@@ -42,8 +42,7 @@ OUTSIDE, VALUES, FOREIGN = -1, -2, -3
 tied parameters whose first place of use is in another stage."""
 
 
-@dataclass(frozen=True)
-class StateEntry:
+class StateEntry(NamedTuple):
     """One tensor of the state. dtype as in torch, without the prefix; offset and nbytes in the concatenated blocks."""
 
     name: str
@@ -80,8 +79,59 @@ def pieces_of(entries: Sequence[StateEntry], index: int) -> Iterator[tuple[int, 
             yield k, lo, hi
 
 
-@dataclass(frozen=True)
-class Outline:
+MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
+ITEM_SIZES = (1, 2, 4)
+"""Of the elements that planes hold; tensors of larger ones are in `rest`."""
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+
+PlaneRun = tuple[int, int, int]
+"""Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
+`BLOCK_ELEMENTS` times the element block on."""
+
+
+class Plane(NamedTuple):
+    """Some consecutive blocks of a state. itemsize: bytes of an element. runs: ascend, in both numbers.
+
+    The elements of `rest` are bytes, and lie on no grid.
+    """
+
+    name: str
+    itemsize: int
+    runs: tuple[PlaneRun, ...]
+
+    @property
+    def start(self) -> int:
+        """Its first block."""
+        return self.runs[0][1]
+
+    @property
+    def stop(self) -> int:
+        """The block after its last one."""
+        return self.runs[-1][1] + self.runs[-1][2]
+
+    @property
+    def span(self) -> int:
+        """How many element blocks lie in a block."""
+        return span_of(self.itemsize)
+
+    def grid(self) -> dict[int, int]:
+        """For each of its blocks the element block that it begins with."""
+        return {first + k: at + k * self.span for at, first, count in self.runs for k in range(count)}
+
+    def blocks(self, start: int, stop: int) -> list[int]:
+        """The blocks with elements of the element blocks `start` to `stop` - 1. Where elements are smaller than four
+        bytes, the first and the last one may hold those of neighbours in the same unit too."""
+        found: list[int] = []
+        span = self.span
+        ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
+        for (at, first, count), end in zip(self.runs, ends, strict=True):
+            low, high = max(0, (start - at) // span), min(count, -(-(stop - at) // span))
+            if start < min(at + count * span, end, stop):
+                found.extend(range(first + low, first + high))
+        return found
+
+
+class Outline(NamedTuple):
     """What a manifest tells beyond entries and values.
 
     groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries) of each run of entries in blocks
@@ -266,57 +316,7 @@ def _manifest_digest(body: Mapping[str, Any]) -> str:
     return digest_bytes(json.dumps(body, sort_keys=True).encode())
 
 
-MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
-ITEM_SIZES = (1, 2, 4)
-"""Of the elements that planes hold; tensors of larger ones are in `rest`."""
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-
-PlaneRun = tuple[int, int, int]
-"""Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
-`BLOCK_ELEMENTS` times the element block on."""
-
-
-@dataclass(frozen=True)
-class Plane:
-    """Some consecutive blocks of a state. itemsize: bytes of an element. runs: ascend, in both numbers.
-
-    The elements of `rest` are bytes, and lie on no grid.
-    """
-
-    name: str
-    itemsize: int
-    runs: tuple[PlaneRun, ...]
-
-    @property
-    def start(self) -> int:
-        """Its first block."""
-        return self.runs[0][1]
-
-    @property
-    def stop(self) -> int:
-        """The block after its last one."""
-        return self.runs[-1][1] + self.runs[-1][2]
-
-    @property
-    def span(self) -> int:
-        """How many element blocks lie in a block."""
-        return span_of(self.itemsize)
-
-    def grid(self) -> dict[int, int]:
-        """For each of its blocks the element block that it begins with."""
-        return {first + k: at + k * self.span for at, first, count in self.runs for k in range(count)}
-
-    def blocks(self, start: int, stop: int) -> list[int]:
-        """The blocks with elements of the element blocks `start` to `stop` - 1. Where elements are smaller than four
-        bytes, the first and the last one may hold those of neighbours in the same unit too."""
-        found: list[int] = []
-        span = self.span
-        ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
-        for (at, first, count), end in zip(self.runs, ends, strict=True):
-            low, high = max(0, (start - at) // span), min(count, -(-(stop - at) // span))
-            if start < min(at + count * span, end, stop):
-                found.extend(range(first + low, first + high))
-        return found
+# ---- planes
 
 
 def span_of(itemsize: int) -> int:

@@ -266,7 +266,7 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     live = LiveState(state)
     store = Gate(tmp_path)
     reports: list[PartReport] = []
-    job = PartJob(1, 1, 0, 0, 0, live.n_blocks, True, limit_blocks * BLOCK_BYTES)
+    job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, limit_blocks * BLOCK_BYTES)
     writer = PartWriter(store, job, live, Base, reports.append)
     writer.start()
     kept = writer.before_update(0.01)

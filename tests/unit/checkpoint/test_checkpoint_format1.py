@@ -15,7 +15,7 @@ from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.manifest import Form, JobIdentity, State
 from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter
-from everstep.checkpoint.part import Base, LiveState, PartJob, PartWriter
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in, verify_store
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.digest import named_digest
@@ -81,7 +81,7 @@ def test_the_next_ones_continue_them(tmp_path: Path) -> None:
     writer = ManifestWriter(store, identity, rule, lambda outcome: done.set())
     live, base = LiveState(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
     writer.expect(CheckpointFacts(4, 1, why=why))
-    part = PartWriter(store, PartJob(4, 1, 0, 0, 0, live.n_blocks, True, 0), live, lambda: base, writer.add)
+    part = PartWriter(store, PartJob(PartReport(4, 1, 0, 0, 0, live.n_blocks), True, 0), live, lambda: base, writer.add)
     part.start()
     assert done.wait(60.0)
     writer.close()
