@@ -22,7 +22,7 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
-from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
@@ -48,7 +48,6 @@ from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
-from everstep.protocol.driver.policy import Due
 
 log = logging.getLogger(__name__)
 
@@ -67,20 +66,6 @@ class Restored:
     records: bytes
     application: Mapping[str, bytes]
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
-
-    tiers and reason: as `Due` says. records: of the step's decision. application: further opaque parts by name.
-    """
-
-    step: int
-    due: Due
-    records: bytes = b""
-    application: Mapping[str, bytes] | None = None
-    metrics: Mapping[str, float] | None = None
 
 
 class Checkpointer:
@@ -227,17 +212,7 @@ class Checkpointer:
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
-        self._writer().expect(
-            CheckpointFacts(
-                extent.step,
-                plan.generation,
-                plan.stages,
-                Why(extent.due.cause, extent.due.reason),
-                extent.records,
-                dict(extent.application or {}),
-                dict(extent.metrics or {}),
-            )
-        )
+        self._writer().expect(extent, plan.generation, plan.stages)
 
     def _writer(self) -> ManifestWriter:
         with self._lock:

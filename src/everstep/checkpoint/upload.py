@@ -17,15 +17,12 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError, cause_of
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.names import BEST, LATEST
 from everstep.checkpoint.object_store import ObjectOptions, StoreRefused
-from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.reader import set_aside_after
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore
 from everstep.checkpoint.stores.table import open_store
 from everstep.checkpoint.transfer import Transferred, TransferStopped, transfer
-from everstep.protocol.driver.policy import best_of, kept
 
 OnUpload = Callable[[str, dict[str, Any]], None]
 """Told (kind, fields) of an event; from the uploader's thread."""
@@ -60,21 +57,15 @@ def retention(
     The result remembers what it has read of a store: it is for one store, whose only writer it is with. proven: as for
     the manifest writer.
     """
-    shelves: list[Shelf] = []
+    shelf: Shelf | None = None
 
     def prune(store: BlobStore, newest: Manifest) -> list[int]:
-        if not shelves or shelves[0].broken or newest.step <= max(shelves[0].steps, default=-1):  # the job went back
-            shelves[:] = [Shelf.read(store, best_metric)]
-        shelf = shelves[0]
+        nonlocal shelf
+        if shelf is None or shelf.broken or newest.step <= max(shelf.steps, default=-1):  # the job went back
+            shelf = Shelf.read(store, best_metric)
         shelf.add(newest)
-        write_pointer(store, LATEST, shelf.steps[-1])
-        best = best_of(shelf.steps, shelf.scores, best_mode)
-        if best:
-            write_pointer(store, BEST, best[0], metric=best_metric, value=float(shelf.scores[best[0]]).hex())
-        pins = set(read_pins(store).values())
-        sound = proven(shelf.steps[-1])
-        stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=best_mode, proven=sound)
-        gone = [step for step in shelf.steps if step not in stay]
+        shelf.point(best_mode)
+        gone = shelf.unkept(rule, best_mode, proven=proven(shelf.steps[-1]))
         shelf.retire(gone)
         shelf.sweep({newest.step})
         return gone
@@ -128,7 +119,7 @@ class Uploader:
         self._stop = False
         self._trouble: _Trouble | None = None
         self._slow = False
-        self._last: int | None = None
+        self._last = -1
         self._skipped: list[int] = []
         self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
         self._thread.start()
@@ -141,7 +132,7 @@ class Uploader:
             if self._closing:
                 return
             if self._waiting is not None and self._waiting != step:
-                self._skip(min(self._waiting, step))
+                self._skipped.append(min(self._waiting, step))
                 self._slow_now(min(self._waiting, step))
                 step = max(self._waiting, step)
             self._waiting = step
@@ -180,15 +171,12 @@ class Uploader:
             clean = self._idle()
             for step in (self._busy, self._waiting):
                 if step is not None:
-                    self._skip(step)
+                    self._skipped.append(step)
             self._waiting, self._stop = None, True
             self._changed.notify_all()
         self._thread.join(max(_STOP_PATIENCE_S, deadline - time.monotonic()) if clean else _STOP_PATIENCE_S)
-        return clean and not self._skipped_last()
-
-    def _skipped_last(self) -> bool:
         with self._changed:
-            return bool(self._skipped) and (self._last is None or max(self._skipped) > self._last)
+            return clean and max(self._skipped, default=-1) <= self._last
 
     # ---- the thread
 
@@ -262,7 +250,7 @@ class Uploader:
         with self._changed:
             self._changed.wait_for(lambda: self._unwanted(step) or self._waiting is not None, delay_s)
             if self._waiting is not None and not self._stop:
-                self._skip(step)  # overtaken; that does not mean that the store is back: the pace stays
+                self._skipped.append(step)  # overtaken; that does not mean that the store is back: the pace stays
                 self._changed.wait_for(lambda: self._stop, delay_s)
                 return False
             return not self._unwanted(step)
@@ -272,16 +260,10 @@ class Uploader:
             recovered, self._trouble = self._trouble, None
             if self._waiting is None:
                 self._slow = False
-            self._last = step if self._last is None else max(step, self._last)
+            self._last = max(step, self._last)
             skipped = len(self._skipped)
-        fields: dict[str, Any] = {
-            "step": step,
-            "tier": "object",
-            "duration_s": duration_s,
-            "bytes": done.bytes,
-            "url": self._target.url,
-            "skipped": skipped,
-        }
+        fields: dict[str, Any] = {"step": step, "tier": "object", "duration_s": duration_s, "bytes": done.bytes}
+        fields |= {"url": self._target.url, "skipped": skipped}
         if recovered is not None:
             fields |= {"cause": recovered.why.cause, "reason": f"works again after: {recovered.why.reason}"}
         self._report("checkpoint_completed", fields)
@@ -292,12 +274,8 @@ class Uploader:
 
     def _give_up(self, step: int, trouble: _Trouble) -> None:
         with self._changed:
-            self._skip(step)
+            self._skipped.append(step)
         self._troubled(step, trouble)
-
-    def _skip(self, step: int) -> None:
-        """With the lock held."""
-        self._skipped.append(step)
 
     def _slow_now(self, step: int) -> None:
         """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""

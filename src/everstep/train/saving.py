@@ -17,10 +17,10 @@ from everstep.base.cause import UNSAID
 from everstep.base.config import numerics
 from everstep.base.errors import ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import JobIdentity, TensorRow
-from everstep.checkpoint.manifest_writer import WriteOutcome
+from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.names import BEST, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value

@@ -19,8 +19,8 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
-from everstep.checkpoint.manifest_writer import WriteOutcome
+from everstep.checkpoint.checkpointer import Checkpointer
+from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
