@@ -23,6 +23,7 @@ from everstep.checkpoint.reader import Checkpoint
 from everstep.exact.digest import bytes_of
 from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
 from everstep.exact.jsonable import decode
+from everstep.exact.layout import memory_of
 
 NAMES = "names"
 """The part of `Manifest.application` that `names_record` makes."""
@@ -56,20 +57,12 @@ def names_record(model: nn.Module) -> bytes:
 
     JSON: `names`, what `state_dict` calls each tensor -> the name that the state has it under (the first of a tie).
     """
-    firsts: dict[tuple[Any, ...], str] = {}
+    firsts: dict[tuple[object, ...], str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        firsts.setdefault(memory_of(name, tensor), name)
+        firsts.setdefault(memory_of(tensor), name)
     kept = model.state_dict(keep_vars=True)
-    names = {name: firsts[key] for name, t in kept.items() if isinstance(t, Tensor) and (key := memory_of(name, t))}
+    names = {name: firsts[memory_of(t)] for name, t in kept.items() if isinstance(t, Tensor)}
     return json.dumps({"names": names}, separators=(",", ":")).encode()
-
-
-def memory_of(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """A key that is equal for tensors that are one: leaves of a tie share their storage."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return (name,)
-    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
-    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def read_weights(
@@ -157,9 +150,9 @@ def take_weights(weights: Weights, model: nn.Module, optimizer: Optimizer | None
     Raises: ConfigError naming missing, unexpected and mis-shaped tensors; nothing is changed then.
     """
     targets = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    ties: dict[tuple[Any, ...], list[str]] = {}
+    ties: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in targets.items():
-        ties.setdefault(memory_of(name, tensor), []).append(name)
+        ties.setdefault(memory_of(tensor), []).append(name)
     chosen = _choose(weights.model, targets, list(ties.values()))
     state = None if weights.optimizer is None or optimizer is None else _states(weights.optimizer, model, optimizer)
     with torch.no_grad():
@@ -218,9 +211,9 @@ def _states(
         theirs = [list(group["params"]) for group in groups]
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the optimizer's part is not as torch writes it: no {error}") from None
-    by_memory: dict[tuple[Any, ...], list[str]] = {}
+    by_memory: dict[tuple[object, ...], list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_memory.setdefault(memory_of(str(id(parameter)), parameter), []).append(name)
+        by_memory.setdefault(memory_of(parameter), []).append(name)
     parameters: dict[Any, nn.Parameter] = {}
     number = 0
     if len(theirs) != len(optimizer.param_groups):
@@ -228,7 +221,7 @@ def _states(
     for k, group in enumerate(optimizer.param_groups):
         allowed: set[Any] = set()
         for parameter in group["params"]:
-            keys = [*by_memory.get(memory_of(str(id(parameter)), parameter), []), number]
+            keys = [*by_memory.get(memory_of(parameter), []), number]
             parameters |= dict.fromkeys(keys, parameter)
             allowed |= set(keys)
             number += 1

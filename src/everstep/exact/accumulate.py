@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import NoneType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from everstep.base.errors import ConfigError, TaskError, check
 from everstep.base.ports import Node
@@ -83,18 +83,15 @@ class LaneAccumulator:
                         f"parameter {name} was frozen when training began and now requires a gradient; "
                         "let it require one from the start, or keep it frozen"
                     )
+            self.forget()
             self._step = step
-            self._open, self._pending, self._node_of_lane = [], {}, {}
-            self.presence = {}
-            self._captured = {}
             self._views = {at: v for at, v in self._views.items() if step - _IDLE_STEPS <= v[0] <= step}
             self._statistics.begin_step()
         if self._loan is not None:  # its lane was left in the middle
             del self._pending[self._loan.sibling]
             self._loan = None
         self._buffer = buffer
-        for parameter in self._params:
-            parameter.grad = None
+        self._let_go()
         wanted = [node for node in nodes if node not in self._open and node not in self.presence]
         for node in wanted:
             self._dissolve(node)
@@ -122,7 +119,7 @@ class LaneAccumulator:
             lent = leaf[: len(self._params)]
             for i in self._apart:
                 lent[i] = None
-            self._loan = Loan.make(sibling, path[-2], leaf, lent)
+            self._loan = Loan(sibling, path[-2], leaf, lent, [-1 if g is None else g._version for g in lent])
             for parameter, gradient in zip(self._params, lent, strict=True):
                 parameter.grad = gradient
 
@@ -148,7 +145,7 @@ class LaneAccumulator:
             statistics = self._statistics.take() if captured is None else captured
             loan, self._loan = self._loan, None
             if loan is None:
-                self._fold(Node(lane, lane + 1), [*self._take_gradients(), *statistics])
+                self._fold(Node(lane, lane + 1), [*self._own(self._let_go()), *statistics])
             else:
                 check(lane == loan.parent.hi - 1, f"lane {lane} was added while another one was computed")
                 del self._pending[loan.sibling]
@@ -163,8 +160,7 @@ class LaneAccumulator:
     def dismiss(self) -> None:
         """Throws away what a backward pass has left in `.grad`: its lane had been added before."""
         check(self._loan is None, "the lane before was entered and never added")
-        for parameter in self._params:
-            parameter.grad = None
+        self._let_go()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -199,17 +195,16 @@ class LaneAccumulator:
 
     # ---- leaves
 
-    def _take_gradients(self) -> Leaf:
+    def _let_go(self) -> Leaf:
+        """What `.grad` holds, where nothing is left."""
         leaf: Leaf = [p.grad for p in self._params]
         for parameter in self._params:
             parameter.grad = None
-        return self._own(leaf)
+        return leaf
 
     def _take_back(self, loan: Loan, statistics: list[Tensor]) -> Leaf:
         """The sum of the loan's parent."""
-        gradients: Leaf = [p.grad for p in self._params]
-        for parameter in self._params:
-            parameter.grad = None
+        gradients = self._let_go()
         loan.check_returned(gradients, lambda i: self._entries[i].name)
         if _whole(loan.lent):
             n = len(gradients)
@@ -320,13 +315,12 @@ class LaneAccumulator:
         return views
 
 
-class _Region:
+class _Region(NamedTuple):
     """The running statistics of one unit: a contiguous part of the flat vector."""
 
-    def __init__(self, layout: GradientLayout, entries: list[int]) -> None:
-        self.entries = entries
-        self.start = layout.entries[entries[0]].offset
-        self.stop = layout.entries[entries[-1]].stop
+    entries: list[int]
+    start: int
+    stop: int
 
 
 class _Statistics:
@@ -338,12 +332,13 @@ class _Statistics:
 
     def __init__(self, layout: GradientLayout, model: nn.Module, units: range) -> None:
         by_name = dict(model.named_buffers(remove_duplicate=False))
-        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in by_name}
         grouped: dict[int, list[int]] = {}
         for i in layout.buffers:
             if layout.entries[i].unit in units:
                 grouped.setdefault(layout.entries[i].unit, []).append(i)
-        self.regions = [_Region(layout, entries) for entries in grouped.values()]
+        self.regions = [
+            _Region(mine, layout.entries[mine[0]].offset, layout.entries[mine[-1]].stop) for mine in grouped.values()
+        ]
         self._where: list[tuple[nn.Module, str]] = []
         self._tails: list[Tensor] = []
         self._sizes = [r.stop - r.start for r in self.regions]
@@ -352,10 +347,10 @@ class _Statistics:
         for region in self.regions:
             for i in region.entries:
                 entry = layout.entries[i]
-                _, _, attribute = entry.name.rpartition(".")
-                self._where.append((owners[entry.name], attribute))
-                size = round_up(entry.stop, ALIGN_ELEMENTS) - entry.offset
-                size = size if i != region.entries[-1] else entry.stop - entry.offset
+                owner, _, attribute = entry.name.rpartition(".")
+                self._where.append((model.get_submodule(owner), attribute))
+                end = entry.stop if entry.stop == region.stop else round_up(entry.stop, ALIGN_ELEMENTS)
+                size = end - entry.offset
                 device = by_name[entry.name].device
                 tail = torch.zeros(size - entry.numel, device=device)
                 tail[0] = 1.0
@@ -448,7 +443,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 """glibc refuses more on 64-bit machines; larger tensors are mapped and unmapped each time."""
 
 
-def keep_freed_memory(top_pad_bytes: int = 64 << 20) -> bool:
+def keep_freed_memory() -> bool:
     """Tells malloc not to return freed memory to the system; returns whether the C library knows how (glibc does).
 
     Source: measured on a ResNet-18 with 8 lanes of 8 small images, one thread: 42,000 page faults and about 100 ms per
@@ -462,7 +457,7 @@ def keep_freed_memory(top_pad_bytes: int = 64 << 20) -> bool:
     settings = (
         (_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
         (_TRIM_THRESHOLD, 2**31 - 1),
-        (_TOP_PAD, min(top_pad_bytes, 2**31 - 1)),
+        (_TOP_PAD, 64 << 20),
     )
     accepted = [mallopt(key, value) == 1 for key, value in settings]
     return all(accepted)
@@ -481,16 +476,13 @@ class GradientWatch:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._counts = [0] * len(params)
-        self._hooks = [self._register(i, p) for i, p in enumerate(params)]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._count, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(params)
+        ]
 
-    def _register(self, i: int, parameter: nn.Parameter) -> RemovableHandle:
-        return parameter.register_post_accumulate_grad_hook(self._counter(i))  # type: ignore[no-untyped-call, no-any-return]
-
-    def _counter(self, i: int) -> Callable[[Tensor], None]:
-        def count(_: Tensor) -> None:
-            self._counts[i] += 1
-
-        return count
+    def _count(self, i: int, _: Tensor) -> None:
+        self._counts[i] += 1
 
     def clear(self) -> None:
         """A lane begins."""
@@ -515,10 +507,6 @@ class Loan:
     leaf: list[Tensor | None]
     lent: list[Tensor | None]
     versions: list[int]
-
-    @staticmethod
-    def make(sibling: Node, parent: Node, leaf: list[Tensor | None], lent: list[Tensor | None]) -> Loan:
-        return Loan(sibling, parent, leaf, lent, [-1 if g is None else g._version for g in lent])
 
     def check_returned(self, gradients: Sequence[Tensor | None], name: Callable[[int], str]) -> None:
         """gradients: what `.grad` holds now. name: of a parameter.
