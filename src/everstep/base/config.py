@@ -10,7 +10,7 @@ import difflib
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from everstep.base.config_fields import Kind, convert, free, shown
 from everstep.base.config_keys import Config as Config
@@ -34,10 +34,11 @@ class _Leaf:
 
 
 def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    hints = get_type_hints(group)
     for item in dataclasses.fields(group):
         here = (*path, item.name)
-        if "kind" in item.metadata:
-            yield _Leaf(here, item.metadata["kind"], item.default)
+        if item.metadata:
+            yield _Leaf(here, Kind.of(hints[item.name], **item.metadata), item.default)
         elif isinstance(item.default_factory, type) and dataclasses.is_dataclass(item.default_factory):
             yield from _walk(item.default_factory, here)
 
@@ -53,14 +54,8 @@ def describe() -> list[tuple[str, str, str, str]]:
     rows = []
     for leaf in _LEAVES.values():
         default = "none" if leaf.default in (None, ()) else str(leaf.default)
-        rows.append(
-            (
-                leaf.name,
-                leaf.kind.type_name,
-                default.lower() if leaf.kind.base == "bool" else default,
-                leaf.kind.meaning,
-            )
-        )
+        default = default.lower() if leaf.kind.base == "bool" else default
+        rows.append((leaf.name, leaf.kind.type_name, default, leaf.kind.meaning))
     return [*rows, ("task.*", "anything", "", "options of the task itself")]
 
 
@@ -150,7 +145,7 @@ def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -
     made: dict[str, Any] = {}
     for item in dataclasses.fields(group):
         name = ".".join((*path, item.name))
-        if "kind" in item.metadata:
+        if item.metadata:
             if name in values:
                 made[item.name] = values[name]
         elif name == "task":
@@ -204,13 +199,8 @@ def parse_set(text: str) -> tuple[str, str]:
 
 def numerics(config: Config) -> dict[str, Any]:
     """The values, by dotted key, that the bits of the result depend on: they must be equal to resume a job."""
-    found: dict[str, Any] = {}
-    for leaf in _LEAVES.values():
-        if leaf.kind.numerics:
-            value: Any = config
-            for part in leaf.path:
-                value = getattr(value, part)
-            found[leaf.name] = value
+    values = dotted(to_dict(config))
+    found = {leaf.name: values[leaf.name] for leaf in _LEAVES.values() if leaf.kind.numerics}
     found["device"] = str(found["device"]).partition(":")[0]
     return {**found, **{f"task.{name}": value for name, value in sorted(config.task.items())}}
 

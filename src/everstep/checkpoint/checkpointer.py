@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from msgspec.structs import replace
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
+from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
-from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
+from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign
 from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
@@ -39,12 +38,12 @@ from everstep.checkpoint.reader import (
     manifests_of,
     newest_complete,
     open_checkpoint,
-    set_aside,
     set_aside_after,
+    set_aside_and_say,
     steps_in,
 )
 from everstep.checkpoint.repair import Elsewhere, Repairer, Source
-from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.upload import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
@@ -56,16 +55,6 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 _DRAIN_S = 10.0
 _MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint holds beside the state: opaque bytes, as they were given to `start`."""
-
-    step: int
-    records: bytes
-    application: Mapping[str, bytes]
-    metrics: Mapping[str, float]
 
 
 class Checkpointer:
@@ -311,21 +300,19 @@ class Checkpointer:
         self,
         step: int,
         states: Mapping[int, ModelState],
-        store: BlobStore | None = None,
         *,
         ready: Callable[[], None] = lambda: None,
         twice: bool = False,
-    ) -> Restored:
-        """Gives the states, by stage, what they need of a checkpoint. store: another one than the disk tier.
-        ready: called directly before the state is changed. twice: all is read and verified before that, and then read
-        again; else a state is partly written if this raises.
+    ) -> Manifest:
+        """Gives the states, by stage, what they need of a checkpoint; returns what it holds besides. ready: called
+        directly before the state is changed. twice: all is read and verified before that, and then read again; else a
+        state is partly written if this raises.
 
         Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
         one. ConfigError, StoreError.
         """
-        source = store or self.store
         try:
-            checkpoint = open_checkpoint(source, step, self._repairer(step))
+            checkpoint = open_checkpoint(self.store, step, self._repairer(step))
             self._accept(checkpoint)
             checkpoint.check_files()
             if twice:
@@ -334,21 +321,14 @@ class Checkpointer:
             checkpoint.load_into(states)
         except CheckpointCorrupt as error:
             self._sound.pop(step, None)
-            try:
-                name = set_aside(source, step)
-            except BlobMissing:
-                pass  # another worker has done so, and said so
-            except EverstepError as problem:
-                self._fell_back(step, f"{error}; it cannot be set aside: {problem}")
-            else:
-                self._fell_back(step, f"{error}; set aside as {name}")
+            note = set_aside_and_say(self.store, step)
+            if note:
+                self._fell_back(step, f"{error}{note}")
             raise
-        manifest = checkpoint.manifest
-        return Restored(step, manifest.records, manifest.application, manifest.metrics)
+        return checkpoint.manifest
 
-    def _accept(self, checkpoint: Checkpoint) -> str | None:
+    def _accept(self, checkpoint: Checkpoint) -> None:
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
-        return None
 
     def _repairer(self, step: int | None = None) -> Repairer:
         """For one reading of the checkpoint of a step, if it is known which."""

@@ -22,8 +22,7 @@ _POINTER, _PINS = "pointer", "pins"
 
 def write_pointer(store: BlobStore, name: str, step: int, **more: Any) -> None:
     """name: LATEST or BEST. more: what else it says (JSON). Raises: StoreError."""
-    data = seal(_POINTER, {"step": step, **more})
-    store.write(name, [data], len(data))
+    _write(store, _POINTER, name, {"step": step, **more})
 
 
 def read_pointer(store: BlobStore, name: str) -> int | None:
@@ -31,9 +30,8 @@ def read_pointer(store: BlobStore, name: str) -> int | None:
 
     Raises: CheckpointCorrupt if it was altered. StoreError.
     """
-    try:
-        body = unseal(_POINTER, store.read(name), name)
-    except BlobMissing:
+    body = _read(store, _POINTER, name)
+    if body is None:
         return None
     if not _is_step(body.get("step")):
         raise CheckpointCorrupt(f"{name} names no step: expected a whole number from 0 to {MAX_STEP}")
@@ -45,10 +43,7 @@ def read_pointer_value(store: BlobStore, name: str) -> float | None:
 
     Raises: CheckpointCorrupt if it was altered. StoreError.
     """
-    try:
-        value = unseal(_POINTER, store.read(name), name).get("value")
-    except BlobMissing:
-        return None
+    value = (_read(store, _POINTER, name) or {}).get("value")
     try:
         return float.fromhex(value) if isinstance(value, str) else None
     except (ValueError, OverflowError):
@@ -57,20 +52,27 @@ def read_pointer_value(store: BlobStore, name: str) -> float | None:
 
 def write_pins(store: BlobStore, pins: Mapping[str, int]) -> None:
     """pins: name -> step that is kept for ever. Raises: StoreError."""
-    data = seal(_PINS, {"pins": dict(pins)})
-    store.write(PINS, [data], len(data))
+    _write(store, _PINS, PINS, {"pins": dict(pins)})
 
 
 def read_pins(store: BlobStore) -> dict[str, int]:
     """Raises: CheckpointCorrupt if the file was altered. StoreError."""
-    try:
-        body = unseal(_PINS, store.read(PINS), PINS)
-    except BlobMissing:
-        return {}
-    pins = body.get("pins")
+    pins = (_read(store, _PINS, PINS) or {"pins": {}}).get("pins")
     if not isinstance(pins, dict) or not all(_is_step(step) for step in pins.values()):
         raise CheckpointCorrupt(f"{PINS} holds no names with steps: expected whole numbers from 0 to {MAX_STEP}")
     return pins
+
+
+def _write(store: BlobStore, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    data = seal(kind, body)
+    store.write(name, [data], len(data))
+
+
+def _read(store: BlobStore, kind: str, name: str) -> dict[str, Any] | None:
+    try:
+        return unseal_one_of(kind, store.read(name), name, (FORMAT,))[1]
+    except BlobMissing:
+        return None
 
 
 def _is_step(value: Any) -> bool:
@@ -89,11 +91,6 @@ def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
     """The file's bytes. kind: lower-case letters."""
     text = json.dumps(body, separators=(",", ":")).encode()
     return _head(kind.encode(), version, text) + text + _TAIL
-
-
-def unseal(kind: str, data: bytes | bytearray | memoryview, name: str) -> dict[str, Any]:
-    """The body that a file of the one format there is bears. Raises: as `unseal_one_of`."""
-    return unseal_one_of(kind, data, name, (FORMAT,))[1]
 
 
 def unseal_one_of(

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
@@ -31,6 +31,7 @@ PIECE_BLOCKS = 16
 """At most so many blocks are read at once: 4 MiB."""
 THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 2
+_T = TypeVar("_T")
 
 Told = Callable[[int, str], None]
 """Is told the step of a checkpoint that cannot be used, and why."""
@@ -77,41 +78,28 @@ class Checkpoint:
         """The bytes of a block of the whole state. Raises: CheckpointCorrupt if it does not match its digest."""
         return self._read_piece([index], None)[0]
 
-    def read_blocks(
-        self, indices: Sequence[int], threads: int = THREADS, stage: int | None = None
-    ) -> Iterator[memoryview]:
+    def read_blocks(self, indices: Sequence[int], stage: int | None = None) -> Iterator[memoryview]:
         """The bytes of blocks, in this order, verified, read ahead by several threads. stage: that needs them.
 
         Raises: CheckpointCorrupt naming file and block.
         """
-        pieces = self._pieces(indices)
-        with ThreadPoolExecutor(threads) as pool:
-            waiting: deque[Future[list[memoryview]]] = deque()
-            try:
-                for piece in pieces:
-                    waiting.append(pool.submit(self._read_piece, piece, stage))
-                    if len(waiting) > threads + _AHEAD:
-                        yield from waiting.popleft().result()
-                while waiting:
-                    yield from waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+        for blocks in self._in_order(indices, lambda _, piece: self._read_piece(piece, stage)):
+            yield from blocks
 
-    def load_into(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+    def load_into(self, states: Mapping[int, ModelState]) -> None:
         """Gives each stage's state what it needs of the checkpoint. If it raises, load again before using them.
 
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """
         for stage, state in states.items():
             manifest, blocks = self._selected(state)
-            state.load_with(manifest, partial(self._fill, blocks=blocks, threads=threads, stage=stage))
+            state.load_with(manifest, partial(self._fill, blocks=blocks, stage=stage))
 
-    def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+    def verify_for(self, states: Mapping[int, ModelState]) -> None:
         """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
         for stage, state in states.items():
             _, blocks = self._selected(state)
-            for _ in self.read_blocks(blocks, threads, stage):
+            for _ in self.read_blocks(blocks, stage):
                 pass
 
     def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -121,29 +109,29 @@ class Checkpoint:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.name} is not as Everstep writes it: {type(error).__name__}") from error
 
-    def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int, stage: int) -> None:
+    def _fill(self, scatter: Scatter, blocks: Sequence[int], stage: int) -> None:
         """Reads blocks straight to where they go, and verifies them there."""
 
-        def fill(begin: int, piece: list[int]) -> None:
-            file, at = self.manifest.place(piece[0])
-            parts = [scatter.views(begin + k) for k in range(len(piece))]
-            try:
-                got = self.store.read_into(file.name, at, [view for part in parts for view in part])
-            except BlobMissing:
-                raise self._missing(file) from None
-            for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
-                there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
-                if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                    spread(self._repaired(index, there, stage), part)
+        def fill(begin: int, piece: Sequence[int]) -> None:
+            self._read_into(piece, [scatter.views(begin + k) for k in range(len(piece))], stage)
 
-        with ThreadPoolExecutor(threads) as pool:
-            waiting, begin = [], 0
-            for piece in self._pieces(blocks):
-                waiting.append(pool.submit(fill, begin, piece))
-                begin += len(piece)
+        for _ in self._in_order(blocks, fill):
+            pass
+
+    def _in_order(self, indices: Sequence[int], read: Callable[[int, Sequence[int]], _T]) -> Iterator[_T]:
+        """What `read` makes of each piece of these blocks, in order, by several threads that are a little ahead. It is
+        given the number of blocks before, and the piece."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting: deque[Future[_T]] = deque()
+            begin = 0
             try:
-                for future in waiting:
-                    future.result()
+                for piece in self._pieces(indices):
+                    waiting.append(pool.submit(read, begin, piece))
+                    begin += len(piece)
+                    if len(waiting) > THREADS + _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
             finally:
                 for future in waiting:
                     future.cancel()
@@ -163,21 +151,30 @@ class Checkpoint:
             yield piece
 
     def _read_piece(self, piece: Sequence[int], stage: int | None) -> list[memoryview]:
+        memory = memoryview(bytearray(len(piece) * BLOCK_BYTES))
+        blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
+        self._read_into(piece, [[block] for block in blocks], stage)
+        return blocks
+
+    def _read_into(self, piece: Sequence[int], parts: Sequence[Sequence[memoryview]], stage: int | None) -> None:
+        """Reads blocks that lie one after the other in one file, each into its views."""
         file, at = self.manifest.place(piece[0])
         try:
-            data = memoryview(self.store.read(file.name, at, len(piece) * BLOCK_BYTES)).cast("B")
+            got = self.store.read_into(file.name, at, [view for part in parts for view in part])
         except BlobMissing:
             raise self._missing(file) from None
-        blocks = [data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES] for k in range(len(piece))]
-        for k, (index, block) in enumerate(zip(piece, blocks, strict=True)):
-            if digest_bytes(block) != self.manifest.state["blocks"][index]:
-                blocks[k] = self._repaired(index, len(block), stage)
-        return blocks
+        for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
+            there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
+            if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
+                spread(self._repaired(index, there, stage), part)
 
     def _repaired(self, index: int, n_bytes: int, stage: int | None) -> memoryview:
         """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none."""
         file, at = self.manifest.place(index)
-        error = self._mismatch(file, index, n_bytes)
+        error = CheckpointCorrupt(
+            f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its digest "
+            f"({n_bytes} bytes)"
+        )
         lost = Lost(self.step, index, self.manifest.state["blocks"][index], stage, file.name, at)
         found = self._repair.block(self.store, lost, str(error)) if self._repair is not None else None
         if found is None:
@@ -186,12 +183,6 @@ class Checkpoint:
 
     def _missing(self, file: PartFile) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs")
-
-    def _mismatch(self, file: PartFile, index: int, n_bytes: int) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its "
-            f"digest ({n_bytes} bytes)"
-        )
 
     def inside(self, index: int, most: int = 3) -> list[str]:
         """The names of the first tensors that a block holds a part of."""
@@ -244,7 +235,7 @@ def verify_blocks(checkpoint: Checkpoint, progress: Callable[[int], None] = lamb
     Raises: CheckpointCorrupt for the first thing that is wrong. StoreError.
     """
     checkpoint.check_files()
-    order = sorted(range(checkpoint.manifest.n_blocks), key=lambda k: _reading_order(checkpoint.manifest, k))
+    order = sorted(range(checkpoint.manifest.n_blocks), key=checkpoint.manifest.place)
     for block in checkpoint.read_blocks(order):
         progress(len(block))
 
@@ -253,15 +244,15 @@ def newest_complete(
     store: BlobStore,
     *,
     verify: bool = True,
-    accept: Callable[[Checkpoint], str | None] = lambda checkpoint: None,
+    accept: Callable[[Checkpoint], None] = lambda checkpoint: None,
     told: Told = lambda step, reason: None,
     before: int | None = None,
     repair: Repairer | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if there is none. What is damaged is set aside, and `told`.
 
-    verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: says
-    why a whole one is passed over, None if it is not; what it raises ends the search. before: only older ones. repair:
+    verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: is
+    given each; what it raises ends the search. before: only older ones. repair:
     as for `Checkpoint`.
 
     Raises: StoreError if the store cannot be read. ConfigError for a checkpoint of a newer format.
@@ -271,16 +262,13 @@ def newest_complete(
             continue
         try:
             checkpoint = open_checkpoint(store, step, repair)
-            refused = accept(checkpoint)
-            if refused:
-                told(step, refused)
-                continue
+            accept(checkpoint)
             if verify:
                 verify_blocks(checkpoint)
             else:
                 checkpoint.check_files()
         except CheckpointCorrupt as error:
-            note = _set_aside(store, step)
+            note = set_aside_and_say(store, step)
             if note:  # else another worker has just done so, and said so
                 told(step, f"{error}{note}")
         except BlobMissing:
@@ -316,18 +304,14 @@ def set_aside_after(store: BlobStore, sound: int) -> None:
                 store.delete(name)
 
 
-def _set_aside(store: BlobStore, step: int) -> str:
+def set_aside_and_say(store: BlobStore, step: int) -> str:
+    """What is to be said of a damaged checkpoint beside its damage; nothing if another worker has set it aside."""
     try:
         return f"; set aside as {set_aside(store, step)}"
     except BlobMissing:
         return ""
     except EverstepError as error:
         return f"; it cannot be set aside: {error}"
-
-
-def _reading_order(manifest: Manifest, index: int) -> tuple[str, int]:
-    file, at = manifest.place(index)
-    return file.name, at
 
 
 def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest) -> str:

@@ -64,11 +64,12 @@ def transfer(
     if _is_there(target, manifest, text):
         progress(total, total)
         return Transferred(manifest, 0, 0, total)
-    present = frozenset(n for folder in _folders(manifest) for n in target.list(f"{folder}/"))
+    folders = {part.name.rpartition("/")[0] for part in manifest.files}
+    present = frozenset(n for folder in folders for n in target.list(f"{folder}/"))
     done = wrote = files = 0
     for part in manifest.files:
         if part.name not in present or not _holds(target, part):
-            _send(source, target, part, partial(_advance, progress, done, total), stopped)
+            _send(source, target, part, partial(lambda before, count: progress(before + count, total), done), stopped)
             wrote, files = wrote + part.size, files + 1
         done += part.size
         progress(done, total)
@@ -79,14 +80,6 @@ def transfer(
     except BlobExists:
         _is_there(target, manifest, text)  # refuses another one; the same is what was to be written
     return Transferred(manifest, wrote + len(text), files, total - wrote)
-
-
-def _advance(progress: OnCopied, before: int, total: int, count: int) -> None:
-    progress(before + count, total)
-
-
-def _folders(manifest: Manifest) -> list[str]:
-    return sorted({part.name.rpartition("/")[0] for part in manifest.files})
 
 
 def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:

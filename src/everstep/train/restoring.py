@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from everstep.base.cause import Why
 from everstep.base.errors import CheckpointCorrupt, StoreError
-from everstep.checkpoint.checkpointer import Checkpointer, Restored
+from everstep.checkpoint.checkpointer import Checkpointer
+from everstep.checkpoint.manifest import Manifest
 from everstep.protocol.driver.records import decode_records
 from everstep.protocol.step_types import Record
 from everstep.train.executor import Unusable
@@ -34,7 +35,7 @@ class Restorer:
         found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
         return tuple(s for s in found if s not in self._refused)
 
-    def restore(self, number: int, stages: Sequence[int]) -> Restored:
+    def restore(self, number: int, stages: Sequence[int]) -> Manifest:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
 
         Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
@@ -65,7 +66,7 @@ class Restorer:
             raise Unusable(why, torn) from error
 
     @staticmethod
-    def records_of(restored: Restored) -> dict[int, Record]:
+    def records_of(restored: Manifest) -> dict[int, Record]:
         """The records of the step's decision; plans that they were prepared for are long gone."""
         if not restored.records:
             return {}
