@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -274,11 +275,11 @@ def check_together(config: Config) -> None:
 
 
 def _check_address(address: str) -> None:
-    try:
+    refused = True
+    with suppress(ValueError):
         found = ipaddress.IPv4Address(address)
-    except ValueError:
-        found = None
-    if found is None or found.is_unspecified or found.is_multicast or int(found) == 2**32 - 1:
+        refused = found.is_unspecified or found.is_multicast or int(found) == 2**32 - 1
+    if refused:
         raise ConfigError(
             f"network.address: expected one IPv4 address of this host, which others are told too, got {address!r}: "
             "give e.g. network.address=127.0.0.1"

@@ -139,11 +139,11 @@ def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
 
 def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
     """The elements [start, stop) of the layout, flat; a view where they lie in one piece, else a copy."""
-    found: list[Tensor] = []
-    for piece in reduced.pieces:
-        lo, hi = max(piece.start, start), min(piece.stop, stop)
-        if lo < hi:
-            found.append(piece.data[lo - piece.start : hi - piece.start])
+    found = [
+        piece.data[max(piece.start, start) - piece.start : min(piece.stop, stop) - piece.start]
+        for piece in reduced.pieces
+        if piece.start < stop and start < piece.stop
+    ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
