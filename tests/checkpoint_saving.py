@@ -97,7 +97,7 @@ def write_part(
     who = PartReport(step, generation, 0, worker_id, first, last)
     what = PartJob(who, worker_id == 0, limit_bytes, {"job": job})
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
-    writer.start()
+    threading.Thread(target=writer.run, daemon=True).start()
     writer.before_update(60.0)
     if not writer.join(60.0):
         raise TimeoutError("the part was not written")

@@ -24,8 +24,7 @@ from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_i
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.table import open_store
-from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.upload import Backoff, Uploader
+from everstep.checkpoint.transfer import Backoff, Uploader, transfer
 from everstep.cli.job import Request, effective_config
 from everstep.cli.main import run_command
 from everstep.cli.task_loading import make_task, parse_task

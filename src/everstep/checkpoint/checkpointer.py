@@ -44,7 +44,7 @@ from everstep.checkpoint.reader import (
 )
 from everstep.checkpoint.repair import Elsewhere, Repairer, Source
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.upload import Uploader, open_object_tier, open_uploader
+from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
 
@@ -95,7 +95,7 @@ class Checkpointer:
         self._uploader: Uploader | None = None
         self._to_upload: set[int] = set()
         self._base = Base()
-        self._sound: dict[int, Checkpoint] = {}
+        self._sound: set[int] = set()
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
 
     # ---- every worker: saving
@@ -148,7 +148,7 @@ class Checkpointer:
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
-        part.start(self._runner)
+        self._runner.run(part.run)
 
     def _find_base(self) -> Base:
         """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
@@ -190,7 +190,7 @@ class Checkpointer:
             self._manifests.abandon(Why(Cause.CORRUPT, "the state that it is of counts for nothing"))
             self._manifests.drain(_DRAIN_S)
             self._manifests.forget()
-        self._sound = {step: found for step, found in self._sound.items() if step <= sound}
+        self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
         with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read
             set_aside_after(self.store, sound)
@@ -242,13 +242,10 @@ class Checkpointer:
         self._over(outcome)
         if outcome.step in self._to_upload:
             self._to_upload.discard(outcome.step)
-            self._upload(outcome.step)
-
-    def _upload(self, step: int) -> None:
-        try:
-            self._the_uploader().offer(step)
-        except EverstepError as error:
-            self.skip("object", step, Why(cause_of(error), str(error)))
+            try:
+                self._the_uploader().offer(outcome.step)
+            except EverstepError as error:
+                self.skip("object", outcome.step, Why(cause_of(error), str(error)))
 
     def _the_uploader(self) -> Uploader:
         with self._lock:
@@ -275,11 +272,8 @@ class Checkpointer:
         before: int | None = None if limit is None else limit + 1
         with suppress(StoreError):  # what cannot be read is not there; a start from nothing says so
             while len(found) < most:
-                newest = steps_in(self.store)
-                candidates = [s for s in newest if before is None or s < before]
-                if candidates and candidates[-1] in self._sound:
-                    step = candidates[-1]
-                else:
+                step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
+                if step not in self._sound:
                     checkpoint = newest_complete(
                         self.store,
                         verify=verify,
@@ -291,7 +285,7 @@ class Checkpointer:
                     if checkpoint is None:
                         break
                     step = checkpoint.step
-                    self._sound[step] = checkpoint
+                    self._sound.add(step)
                 found.append(step)
                 before = step
         return tuple(sorted(found))
@@ -320,7 +314,7 @@ class Checkpointer:
             ready()
             checkpoint.load_into(states)
         except CheckpointCorrupt as error:
-            self._sound.pop(step, None)
+            self._sound.discard(step)
             note = set_aside_and_say(self.store, step)
             if note:
                 self._fell_back(step, f"{error}{note}")
@@ -341,8 +335,7 @@ class Checkpointer:
         self._events("warning", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "block"})
 
     def _fell_back(self, step: int, reason: str) -> None:
-        fields = {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"}
-        self._events("fallback", fields)
+        self._events("fallback", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"})
 
     # ---- the end
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config_keys import TierConfig
@@ -185,18 +185,7 @@ class ManifestWriter:
                     self._sweep(manifest)
 
     def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
-        manifest = assemble(
-            assembly,
-            self._older,
-            {
-                "identity": self._identity.to_dict(),
-                "created_unix_ns": time.time_ns(),
-                "reason": extent.due.reason,
-                "records": extent.records,
-                "application": extent.application,
-                "metrics": extent.metrics or {},
-            },
-        )
+        manifest = assemble(assembly, self._older, _facts(self._identity, extent))
         self._check_files(manifest)
         data = manifest.encode()
         try:
@@ -270,6 +259,18 @@ class ManifestWriter:
         shelf.sweep(busy | {manifest.step})
 
 
+def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
+    """What a manifest says, and no part knows."""
+    return {
+        "identity": identity.to_dict(),
+        "created_unix_ns": time.time_ns(),
+        "reason": extent.due.reason,
+        "records": extent.records,
+        "application": extent.application,
+        "metrics": extent.metrics or {},
+    }
+
+
 # ---- of a state that one process holds, while nobody trains
 
 
@@ -290,21 +291,15 @@ def write_whole(
     reports: list[PartReport] = []
     job = PartJob(PartReport(step, 0, 0, 0, 0, live.n_blocks), True, 0, {"job": identity.job})
     writer = PartWriter(store, job, live, Base, reports.append)
-    writer.start()
-    writer.join(None)
+    writer.run()
     assembly = Assembly(step, 0, 1)
     for report in reports:
         assembly.add(report)
     failed = assembly.failed
     if failed is not None or not reports:
         raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
-    facts = {
-        "identity": identity.to_dict(),
-        "created_unix_ns": time.time_ns(),
-        "reason": reason,
-        "application": dict(application or {}),
-    }
-    manifest = assemble(assembly, lambda _: None, facts)
+    extent = Extent(step, Due(reason=reason), application=application or {})
+    manifest = assemble(assembly, lambda _: None, _facts(identity, extent))
     text = manifest.encode()
     try:
         store.write(manifest_name(step), [text], len(text), if_absent=True)

@@ -139,7 +139,7 @@ class Runner:
 
 
 class PartWriter:
-    """Writes one part. `start`; `before_update` before the state changes; the report arrives from the thread."""
+    """Writes one part. `run` in a thread, from which the report comes; `before_update` before the state changes."""
 
     def __init__(
         self,
@@ -160,13 +160,6 @@ class PartWriter:
         self._ended = threading.Event()
         self._stall_s = job.report.stall_s
         self._began = time.monotonic()
-
-    def start(self, runner: Runner | None = None) -> None:
-        """Begins to write, in a thread of its own or the runner's."""
-        if runner is not None:
-            runner.run(self._run)
-        else:
-            threading.Thread(target=self._run, name="everstep-part", daemon=True).start()
 
     @cached_property
     def _end(self) -> int:
@@ -224,21 +217,21 @@ class PartWriter:
                 break
             self._live.copy_block(low, saved)
             self._saved[low] = saved
-        in_time = self._changed.wait_for(
-            lambda: bool(self._stop) or (not self._copying and self._covered()), max(0.0, deadline - time.monotonic())
-        )
+
+        def covered() -> bool:
+            return not self._copying and all(k in self._saved for k in range(self._next, self._end))
+
+        in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
         if not in_time:
             text = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
             self._stop = Why(Cause.SLOW, text)
             self._changed.wait_for(lambda: not self._copying)
         return in_time and not self._stop
 
-    def _covered(self) -> bool:
-        return all(k in self._saved for k in range(self._next, self._end))
-
     # ---- the thread
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Writes it, from beginning to end."""
         job, cpu_s = self._job, time.thread_time()
         report = None
         try:

@@ -74,10 +74,6 @@ class Checkpoint:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(self.check_file, self.manifest.files))
 
-    def read_block(self, index: int) -> memoryview:
-        """The bytes of a block of the whole state. Raises: CheckpointCorrupt if it does not match its digest."""
-        return self._read_piece([index], None)[0]
-
     def read_blocks(self, indices: Sequence[int], stage: int | None = None) -> Iterator[memoryview]:
         """The bytes of blocks, in this order, verified, read ahead by several threads. stage: that needs them.
 
@@ -229,15 +225,15 @@ def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
     return manifest, text
 
 
-def verify_blocks(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda n: None) -> None:
-    """Reads all that the checkpoint needs. progress: is told how many bytes were read each time.
+def verify_blocks(checkpoint: Checkpoint) -> None:
+    """Reads all that the checkpoint needs.
 
     Raises: CheckpointCorrupt for the first thing that is wrong. StoreError.
     """
     checkpoint.check_files()
     order = sorted(range(checkpoint.manifest.n_blocks), key=checkpoint.manifest.place)
-    for block in checkpoint.read_blocks(order):
-        progress(len(block))
+    for _ in checkpoint.read_blocks(order):
+        pass
 
 
 def newest_complete(

@@ -164,9 +164,6 @@ class Vault:
         """Drops everything."""
         self.forget(-1)
 
-    def _size(self) -> int:
-        return sum(s.n_blocks for s in self._held.values()) * BLOCK_BYTES
-
     def _displaced(self, stage: int) -> set[tuple[int, int]]:
         """What goes when the stage gets a further snapshot."""
         newest = max((step for k, step in self._held if k == stage), default=-1)

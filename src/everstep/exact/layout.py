@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from everstep.base.errors import ConfigError, check
+from everstep.exact.digest import digest_bytes
 
 BLOCK_ELEMENTS = 65_536
 """Elements of a block: 256 KiB of float32."""
@@ -114,11 +114,8 @@ class GradientLayout:
 
     def fingerprint(self) -> str:
         """Equal for equal layouts: workers compare it before they exchange gradients. 32 hex digits."""
-        digest = xxhash.xxh3_128()
-        for e in self.entries:
-            digest.update(repr((e.name, e.unit, e.kind, e.shape, e.offset, e.stride, e.dtype, e.tied_to)).encode())
-        digest.update(repr((self.units, self.numel)).encode())
-        return digest.hexdigest()
+        rows = [(e.name, e.unit, e.kind, e.shape, e.offset, e.stride, e.dtype, e.tied_to) for e in self.entries]
+        return digest_bytes("".join(map(repr, (*rows, (self.units, self.numel)))).encode())
 
     @staticmethod
     def build(model: nn.Module, units: Sequence[nn.Module]) -> GradientLayout:
@@ -201,9 +198,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
         mine: set[int] = set()
         for module in unit.modules():
             for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) in owned:
+                if id(parameter) in owned and parameter is not None:
                     if id(parameter) not in fresh:
                         fresh[id(parameter)] = _second_leaf(parameter)
                     module._parameters[name] = fresh[id(parameter)]

@@ -327,10 +327,10 @@ class ModelState:
         buffers = self._buffer_slots()
         for name, parameter in self._unique_params().items():
             entry = theirs.get(_MODEL + name)
-            mine = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            if entry is None or (entry.dtype, entry.shape) != mine:
+            dtype, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
+            if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
                 what = f"{entry.dtype} {entry.shape}" if entry else "nothing"
-                raise ConfigError(f"the state has {what} for parameter {name}; the model {mine[0]} {mine[1]}")
+                raise ConfigError(f"the state has {what} for parameter {name}; the model {dtype} {shape}")
         known = {_MODEL + name for name in (*self._unique_params(), *buffers)}
         for name in theirs:
             if name.startswith(_MODEL) and name not in known:
@@ -338,11 +338,10 @@ class ModelState:
         for name in self._unique_buffers():
             if _MODEL + name not in theirs:
                 raise ConfigError(f"the state has no buffer {name}, which the model has")
-        wanted = {"groups"} if self.optimizer is not None else set()
-        wanted |= {"scheduler"} if self.scheduler is not None else set()
-        wanted |= {f"extras/{key}" for key in self.extras}
-        if wanted - set(values):
-            raise ConfigError(f"the state holds no {sorted(wanted - set(values))[0]}, which this job has")
+        mine = {"groups": self.optimizer, "scheduler": self.scheduler, **{f"extras/{key}": key for key in self.extras}}
+        lacking = {key for key, thing in mine.items() if thing is not None} - set(values)
+        if lacking:
+            raise ConfigError(f"the state holds no {min(lacking)}, which this job has")
 
     def _buffer_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Every place where a buffer is or may be (registered as None), by name."""

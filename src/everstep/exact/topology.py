@@ -44,8 +44,8 @@ _SELECTED = -4
 
 def state_digest(manifest: StateManifest, step: int) -> str:
     """Of everything in a whole manifest, and the step: as `ModelState.state_digest` of the unsplit job."""
-    rows = [(e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest)]
-    return rows_digest(sorted(rows), manifest["values"], step)
+    rows = sorted((e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest))
+    return rows_digest(rows, manifest["values"], step)
 
 
 def model_digest(manifest: StateManifest) -> str:
@@ -297,12 +297,8 @@ def _select_values(values: Mapping[str, Any], names: Collection[str]) -> dict[st
 
 def _tensors(node: Any) -> Iterator[str]:
     """The names of the tensors that encoded values refer to."""
-    if isinstance(node, list):
-        for value in node:
-            yield from _tensors(value)
-    elif isinstance(node, dict):
-        for tag, body in node.items():
-            if tag in ("tensor", "array"):
-                yield body
-            elif tag not in ("f", "bytes", "dtype", "device", "scalar"):
-                yield from _tensors(body)
+    for tag, body in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if tag in ("tensor", "array"):
+            yield body
+        elif tag not in ("f", "bytes", "dtype", "device", "scalar"):
+            yield from _tensors(body)

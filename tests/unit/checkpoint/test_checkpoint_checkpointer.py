@@ -268,7 +268,7 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     reports: list[PartReport] = []
     job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, limit_blocks * BLOCK_BYTES)
     writer = PartWriter(store, job, live, Base, reports.append)
-    writer.start()
+    threading.Thread(target=writer.run, daemon=True).start()
     kept = writer.before_update(0.01)
     with torch.no_grad():
         for parameter in state.model.parameters():

@@ -125,7 +125,7 @@ def test_a_source_that_fails_is_not_asked_again(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(DirectoryStore(tmp_path), 3, Repairer([refuses], lambda step, reason: None))
     for index in range(4):
         with pytest.raises(CheckpointCorrupt, match=f"block {index} "):
-            checkpoint.read_block(index)
+            next(checkpoint.read_blocks([index]))
     assert asked == [0]
 
 
