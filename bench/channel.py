@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.ports import Hop
+from everstep.exact.accumulate import keep_freed_memory
 from everstep.exact.layout import GradientLayout
-from everstep.exact.memory import keep_freed_memory
 from everstep.parallel.staged import StagedTransport
 
 LANES = 8

@@ -17,8 +17,9 @@ from torch import nn
 
 from everstep.base.config_keys import CheckpointConfig, DiskTierConfig
 from everstep.base.plan import Member, Plan, Seat
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest import JobIdentity
+from everstep.checkpoint.manifest_writer import Extent
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.policy import Due
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.base.cause import Cause, Why
+from everstep.base.cause import Cause
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import JobIdentity, Manifest
-from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
-from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
+from everstep.protocol.driver.policy import Due
 
 NUMERICS = {"lanes": 8, "seed": 3, "micro_batch": 4}
 
@@ -91,12 +91,13 @@ def write_part(
     limit_bytes: int = 1 << 30,
 ) -> PartReport:
     """One worker's part."""
-    live = LiveState.of(state)
+    live = LiveState(state)
     first, last = owners(live.n_blocks, range(workers))[worker_id]
     reports: list[PartReport] = []
-    what = PartJob(step, generation, 0, worker_id, first, last, worker_id == 0, limit_bytes, {"job": job})
+    who = PartReport(step, generation, 0, worker_id, first, last)
+    what = PartJob(who, worker_id == 0, limit_bytes, {"job": job})
     writer = PartWriter(store, what, live, lambda: base or Base(), reports.append)
-    writer.start()
+    threading.Thread(target=writer.run, daemon=True).start()
     writer.before_update(60.0)
     if not writer.join(60.0):
         raise TimeoutError("the part was not written")
@@ -129,8 +130,8 @@ def save(
         store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy"
     )
     try:
-        why = Why(Cause.REQUESTED, facts.pop("reason", ""))
-        writer.expect(CheckpointFacts(step, generation, why=why, **facts))
+        due = Due(("disk",), facts.pop("reason", ""), Cause.REQUESTED)
+        writer.expect(Extent(step, due, **facts), generation)
         for worker_id in range(workers):
             writer.add(
                 write_part(

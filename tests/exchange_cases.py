@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from everstep.checkpoint.interchange import NAMES, names_record
 from everstep.checkpoint.manifest import JobIdentity
+from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.checkpoint.whole import write_whole
 from everstep.exact.state import ModelState
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint_saving import make_state, save
 from everstep.checkpoint.names import manifest_name
-from everstep.checkpoint.sealed import seal
+from everstep.checkpoint.pointers import seal
 from everstep.exact.digest import digest_bytes
 from everstep.exact.image import FORMAT, sealed
 

@@ -13,7 +13,7 @@ from typing import Any
 from everstep.base.config_keys import TierConfig
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
-from everstep.checkpoint.upload import Backoff, Uploader, retention
+from everstep.checkpoint.transfer import Backoff, Uploader, retention
 
 
 def upload(source: str, url: str, steps: list[int]) -> None:

@@ -17,9 +17,8 @@ from checkpoint_saving import Tensors, save
 from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.names import LATEST
 from everstep.checkpoint.pointers import read_pointer
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_checkpoint
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.verify import verify_checkpoint
 from everstep.exact.state import ModelState
 
 KILLS = int(os.environ.get("EVERSTEP_TEST_KILLS", "20")) * 4 // 5

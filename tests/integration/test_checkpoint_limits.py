@@ -12,9 +12,8 @@ import pytest
 
 from checkpoint_saving import make_state, save
 from everstep.base.errors import StoreError
-from everstep.checkpoint.reader import newest_complete, steps_in
+from everstep.checkpoint.reader import newest_complete, steps_in, verify_store
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.verify import verify_store
 
 
 @pytest.fixture

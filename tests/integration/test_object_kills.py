@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from everstep.checkpoint.manifest import JobIdentity
+from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectStore
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
-from everstep.checkpoint.whole import write_whole
 from everstep.exact.state import ModelState
 from exchange_cases import write_unchanged
 from object_server import ObjectServer, Proxy

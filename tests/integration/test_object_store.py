@@ -20,13 +20,11 @@ from everstep.base.errors import BlobExists, BlobForeign, BlobMissing, StoreErro
 from everstep.checkpoint.interchange import read_weights
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.table import open_store
-from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.upload import Backoff, Uploader
-from everstep.checkpoint.verify import verify_store
+from everstep.checkpoint.transfer import Backoff, Uploader, transfer
 from everstep.cli.job import Request, effective_config
 from everstep.cli.main import run_command
 from everstep.cli.task_loading import make_task, parse_task

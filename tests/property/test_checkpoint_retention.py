@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from checkpoint_saving import Tensors, save
 from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.pointers import read_pins, write_pins
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside, steps_in
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_aside, steps_in, verify_checkpoint
 from everstep.checkpoint.retention import apply
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.verify import verify_checkpoint
 from everstep.exact.state import ModelState
 
 BLOCKS = 5

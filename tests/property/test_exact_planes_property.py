@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.image import BLOCK_BYTES, Plane, plane_at, planes_of, rows_of, runs_of
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.exact.planes import Plane, plane_at, planes_of, rows_of, runs_of
 from everstep.exact.state import ModelState
 
 SIZES = st.sampled_from([0, 1, 3, 16, 17, 4_000, 65_535, 65_536, 65_537, 131_072, 140_000])

@@ -12,9 +12,8 @@ from everstep.base.config import Config, load_config
 from everstep.base.ports import Node, Piece, Reduced
 from everstep.data.loader import Recipe, fetch
 from everstep.exact.layout import GradientLayout
-from everstep.exact.reduce import NodePart, finish, merge_presence
+from everstep.exact.reduce import NodePart, finish, merge_presence, tied_out
 from everstep.exact.seeding import build_seed, seed_all
-from everstep.exact.ties import tied_out
 from everstep.exact.topology import merge, model_digest, state_digest
 from everstep.exact.trees import Bundle, from_wire, to_wire
 from everstep.placement.cuts import ModelCut

@@ -64,7 +64,6 @@ REASON_ALONE = frozenset({"Saved", "Profiled", "_answer"})  # what answers a com
 REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.checkpoint.manifest",
     "everstep.checkpoint.manifest_writer",
-    "everstep.checkpoint.whole",
     "everstep.cli.checkpoint_import",
     "everstep.cli.checkpoints",
 }

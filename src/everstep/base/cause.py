@@ -73,8 +73,7 @@ class Cause(StrEnum):
     @classmethod
     def read(cls, value: object) -> Cause:
         """The cause that a file or a message names."""
-        found = cls._value2member_map_.get(value) if isinstance(value, str) else None
-        return found if isinstance(found, cls) else cls.UNKNOWN
+        return cls(value)  # type: ignore[call-arg, arg-type]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from everstep.base.errors import ConfigError
 
@@ -25,8 +26,8 @@ _MISSING = object()
 class Kind:
     """What one key accepts.
 
-    base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value (`above`: must be
-    greater than it), high: greatest.
+    base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: what it must be
+    greater than, high: greatest.
     `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
     result's bits depend on it.
     """
@@ -34,7 +35,7 @@ class Kind:
     base: str
     meaning: str
     low: float | None = None
-    above: bool = False
+    above: float | None = None
     high: int | None = None
     choices: tuple[str, ...] = ()
     pattern: str = ""
@@ -42,6 +43,15 @@ class Kind:
     auto: bool = False
     none: bool = False
     numerics: bool = False
+
+    @staticmethod
+    def of(annotation: Any, meaning: str, **limits: Any) -> Kind:
+        """Of a field that is annotated so."""
+        accepted = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
+        base = accepted[0] if accepted else annotation
+        name = "list" if get_origin(base) is tuple else "any" if base is Any else base.__name__
+        further = {"auto": Literal["auto"] in accepted, "none": NoneType in accepted}
+        return Kind(name, meaning, **{**further, **limits})
 
     @property
     def type_name(self) -> str:
@@ -55,16 +65,18 @@ class Kind:
     def expected(self) -> str:
         """For error messages."""
         text = self.type_name
+        if self.above is not None:
+            text += f", greater than {self.above:g}"
         if self.low is not None:
-            text += f", {'greater than' if self.above else 'at least'} {self.low:g}"
+            text += f", at least {self.low:g}"
         if self.high is not None:
             text += f", at most {self.high}"
         return text + (f", like {self.example}" if self.pattern else "")
 
 
-def key(default: Any, base: str, meaning: str, **limits: Any) -> Any:
-    """A dataclass field that is a config key. `limits`: fields of `Kind`."""
-    return dataclasses.field(default=default, metadata={"kind": Kind(base, meaning, **limits)})
+def key(default: Any, meaning: str, **limits: Any) -> Any:
+    """A dataclass field that is a config key, of the type that it is annotated with. `limits`: fields of `Kind`."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **limits})
 
 
 def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any:
@@ -119,7 +131,7 @@ def _example(kind: Kind, default: Any) -> str:
 
 
 def _fits(kind: Kind, value: Any) -> bool:
-    if kind.low is not None and not (value > kind.low if kind.above else value >= kind.low):
+    if (kind.low is not None and value < kind.low) or (kind.above is not None and value <= kind.above):
         return False
     if kind.high is not None and value > kind.high:
         return False

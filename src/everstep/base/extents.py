@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 from everstep.base.errors import check
@@ -110,9 +112,8 @@ class Extents:
         """So many sets, one after the other, that differ by one block at the most."""
         found, left, size = [], self, self.size(of)
         for k in range(shares):
-            share = left.first(size // shares + (k < size % shares), of) if left else NONE
-            found.append(share)
-            left = left - share
+            found.append(left.first(size // shares + (k < size % shares), of) if left else NONE)
+            left = left - found[-1]
         return found
 
     def encoded(self) -> Coded:
@@ -146,10 +147,7 @@ NONE = Extents()
 
 def union(parts: Iterable[Extents]) -> Extents:
     """All of them together."""
-    found = NONE
-    for part in parts:
-        found |= part
-    return found
+    return reduce(or_, parts, NONE)
 
 
 def _total(of: Sizes) -> int:

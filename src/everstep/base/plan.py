@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Literal
 
 from everstep.base.cause import Cause
@@ -140,17 +142,13 @@ class Plan:
 
     @cached_property
     def _pools(self) -> dict[int, tuple[Seat, ...]]:
-        pools: dict[int, list[Seat]] = {}
-        for seat in self.seats:
-            pools.setdefault(seat.stage, []).append(seat)
-        return {stage: tuple(sorted(pool, key=lambda s: s.worker_id)) for stage, pool in pools.items()}
+        seats = sorted(self.seats, key=attrgetter("stage", "worker_id"))
+        return {stage: tuple(pool) for stage, pool in groupby(seats, key=attrgetter("stage"))}
 
     @cached_property
     def _stages_of(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {}
-        for seat in self.seats:
-            found.setdefault(seat.worker_id, []).append(seat.stage)
-        return {worker_id: tuple(sorted(stages)) for worker_id, stages in found.items()}
+        places = groupby(sorted((s.worker_id, s.stage) for s in self.seats), key=itemgetter(0))
+        return {worker_id: tuple(stage for _, stage in held) for worker_id, held in places}
 
     def member(self, worker_id: int) -> Member:
         """Raises: KeyError if the worker is not a member."""

@@ -82,11 +82,9 @@ class Transport(Protocol):
     @property
     def segment(self) -> str:
         """What `Member.segment` must say so that peers can attach."""
-        ...
 
     def open(self, plan: Plan) -> None:
         """Regroup: attach to the plan's members. Forgets every pending operation of older generations."""
-        ...
 
     def node(self, step: int, node: Node) -> Any:
         """The flat tensor, `layout.numel` elements, 64-byte aligned, that the caller fills with the node's sum.
@@ -94,27 +92,21 @@ class Transport(Protocol):
         The same (step, node) gives the same memory, so results survive a change of generation. Calling with a new
         step frees those of the step before.
         """
-        ...
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer the filled nodes of this step (with presence bytes per node), wait for everybody's, finish the tree."""
-        ...
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records: returns every member's payload by worker_id, this one's included."""
-        ...
 
     def settled(self) -> None:
         """All members are known to have received everything that was sent here in this generation."""
-        ...
 
     def abort(self, generation: int) -> None:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 class Channel(Protocol):
@@ -127,19 +119,15 @@ class Channel(Protocol):
     @property
     def segment(self) -> str:
         """What `Member.segment` must say in the plan given to `open`, so that peers can attach."""
-        ...
 
     def open(self, plan: Plan) -> None:
         """Regroup. Forgets everything sent or received in older generations."""
-        ...
 
     def send(self, to: int, key: Hop, tensors: Sequence[Any], meta: bytes = b"") -> None:
         """Copies the tensors and never waits for the receiver. `meta`: an opaque description that comes with them."""
-        ...
 
     def expect(self, source: int, key: Hop) -> None:
         """A hint: `recv` will be called for it. Lets the transfer overlap with computing where there is one."""
-        ...
 
     def recv(self, source: int, key: Hop) -> tuple[list[Any], bytes]:
         """Waits. Fresh tensors that belong to the caller, at 64-byte boundaries, and the description.
@@ -147,19 +135,15 @@ class Channel(Protocol):
         Bits, dtypes and shapes are the sender's, and its strides where they are dense (else contiguous ones); they do
         not require gradients.
         """
-        ...
 
     def forget(self, step: int) -> None:
         """All members have received what was sent for steps up to this one: call it after the step's agree."""
-        ...
 
     def abort(self, generation: int) -> None:
         """Thread-safe. Free whoever waits in an operation of this generation or an older one."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 OnTick = Callable[[], None]

@@ -6,7 +6,7 @@ Pure. What it says of hosts and devices is only read here; whether they are ther
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ def parse_map(value: Any, stages: int) -> tuple[StageMap, ...]:
     """
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not _is_list(value):
         raise ConfigError(f"map: expected a list with one entry per stage, got {value!r:.60}")
     if len(value) != stages:
         raise ConfigError(
@@ -144,7 +144,9 @@ def _stage(stage: int, entry: Any) -> _Stage:
     if ways == ["leader"]:
         places = _led(where, entry)
     elif ways == ["hosts"]:
-        places = [_Place(host=_host(where, name)) for name in _some(where, "hosts", entry["hosts"], "host names")]
+        places = [
+            _Place(host=_valid(where, "host", name)) for name in _some(where, "hosts", entry["hosts"], "host names")
+        ]
     else:
         places = [_place(where, item, "worker") for item in _some(where, "workers", entry["workers"], "worker ids")]
     return _Stage(units, _with_shared(where, entry, places), ways == ["leader"])
@@ -161,7 +163,7 @@ def _refuse_homeless(where: str, entry: Mapping[str, Any]) -> None:
 
 def _led(where: str, entry: Mapping[str, Any]) -> list[_Place]:
     backups = entry.get("backups") or ()
-    if isinstance(backups, str) or not isinstance(backups, Sequence):
+    if not _is_list(backups):
         raise ConfigError(
             f"{where}: expected a list of backups such as {{worker: 3, role: standby}}, got {backups!r:.60}"
         )
@@ -171,9 +173,9 @@ def _led(where: str, entry: Mapping[str, Any]) -> list[_Place]:
 def _place(where: str, value: Any, what: str) -> _Place:
     """A worker: 3, a host's name, or {worker: 3, device: cuda:1}; a backup may have a role."""
     if isinstance(value, str) and what != "worker":
-        return _Place(host=_host(where, value))
+        return _Place(host=_valid(where, "host", value))
     if not isinstance(value, Mapping):
-        return _Place(_worker(where, value))
+        return _Place(_valid(where, "worker", value))
     known = _BACKUP_KEYS if what == "backup" else _PLACE_KEYS
     if [key for key in value if key not in known] or not ("worker" in value or "host" in value):
         example = "{worker: 3, role: standby}" if what == "backup" else "{worker: 3, device: cuda:1}"
@@ -181,22 +183,17 @@ def _place(where: str, value: Any, what: str) -> _Place:
     role = value.get("role", "active")
     if role not in ("active", "standby"):
         raise ConfigError(f"{where}: a backup's role is active or standby, got {role!r:.60}")
-    return _Place(
-        _worker(where, value["worker"]) if "worker" in value else None,
-        _host(where, value["host"]) if "host" in value else None,
-        _device(where, value["device"]) if "device" in value else None,
-        role,
-    )
+    return _Place(_said(where, value, "worker"), _said(where, value, "host"), _said(where, value, "device"), role)
 
 
 def _with_shared(where: str, entry: Mapping[str, Any], places: Sequence[_Place]) -> tuple[_Place, ...]:
     """The places with what the entry says of all of them: host, device, or one of `devices` each."""
     if "device" in entry and "devices" in entry:
         raise ConfigError(f"{where}: expected either 'device' for all its workers, or 'devices', got both: keep one")
-    host = _host(where, entry["host"]) if "host" in entry else None
-    devices: list[str | None] = [_device(where, entry["device"]) if "device" in entry else None] * len(places)
+    host = _said(where, entry, "host")
+    devices: list[str | None] = [_said(where, entry, "device")] * len(places)
     if "devices" in entry:
-        devices = [_device(where, d) for d in _some(where, "devices", entry["devices"], "devices")]
+        devices = [_valid(where, "device", d) for d in _some(where, "devices", entry["devices"], "devices")]
         if len(devices) != len(places):
             raise ConfigError(f"{where}: expected {len(places)} devices, one per worker, got {len(devices)}: mend them")
     return tuple(
@@ -204,40 +201,50 @@ def _with_shared(where: str, entry: Mapping[str, Any], places: Sequence[_Place])
     )
 
 
-def _some(where: str, key: str, value: Any, what: str) -> Sequence[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+def _some(where: str, key: str, value: Any, what: str) -> Any:
+    if not _is_list(value) or not value:
         one = {"workers": "worker", "hosts": "host"}.get(key, "one")
         raise ConfigError(f"{where}: expected {what}, got {key} {value!r:.60}: name at least one {one}")
     return value
 
 
-def _worker(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{where}: a worker is a number from 0, got {value!r:.60}")
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "worker": (lambda value: _is_count(value), "a worker is a number from 0"),
+    "host": (lambda value: isinstance(value, str) and value != "", "a host is a name such as localhost"),
+    "device": (
+        lambda value: isinstance(value, str) and re.fullmatch(_DEVICE, value) is not None,
+        "a device is cpu, cuda or cuda:0 and so on",
+    ),
+}
+
+
+def _said(where: str, entry: Mapping[str, Any], key: str) -> Any:
+    """What an entry says under a key; None if nothing."""
+    return _valid(where, key, entry[key]) if key in entry else None
+
+
+def _valid(where: str, key: str, value: Any) -> Any:
+    is_valid, words = _VALID[key]
+    if not is_valid(value):
+        raise ConfigError(f"{where}: {words}, got {value!r:.60}")
     return value
 
 
-def _host(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where}: a host is a name such as localhost, got {value!r:.60}")
-    return value
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _device(where: str, value: Any) -> str:
-    if not isinstance(value, str) or re.fullmatch(_DEVICE, value) is None:
-        raise ConfigError(f"{where}: a device is cpu, cuda or cuda:0 and so on, got {value!r:.60}")
-    return value
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _units(where: str, value: Any) -> tuple[tuple[int, int], ...]:
     """[first, last], or one such pair per part where a stage has several."""
     pairs = [value] if _is_pair(value) else value
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs or not all(_is_pair(p) for p in pairs):
+    if not _is_list(pairs) or not pairs or not all(_is_pair(p) for p in pairs):
         raise ConfigError(f"{where}: expected units as [first, last] (both count), got {value!r:.60}")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
 def _is_pair(value: Any) -> bool:
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        return False
-    return all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value) and value[0] <= value[1]
+    return _is_list(value) and len(value) == 2 and all(map(_is_count, value)) and bool(value[0] <= value[1])

@@ -12,10 +12,9 @@ from typing import Any
 from everstep.base.cause import Why
 from everstep.base.errors import StoreError, check
 from everstep.checkpoint.manifest import Manifest, PartFile, compact
-from everstep.checkpoint.part import PartReport, entries_within, file_of, split_digests
+from everstep.checkpoint.part import PartReport, entries_within, split_digests
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, Outline, StateEntry, manifest_of
-from everstep.exact.planes import planes_of
+from everstep.exact.image import BLOCK_BYTES, Outline, block_count, manifest_of
 from everstep.exact.topology import merge_with_sources
 
 BlockPlace = tuple[PartFile, int]
@@ -65,12 +64,13 @@ class Assembly:
 
     def files(self) -> list[str]:
         """The names of the files that were written for it."""
-        return [report.file[0] for report in self.reports.values() if report.file is not None]
+        return [report.file.name for report in self.reports.values() if report.file is not None]
 
     def stage_manifest(self, stage: int) -> dict[str, Any]:
         """Of one stage, as its own state would describe itself."""
         parts = self._parts(stage)
-        entries, (groups, planes, transient, facts) = _entries(parts), _first(parts).outline or ([], [], [], None)
+        first = _first(parts)
+        entries = first.entries or ()
         blocks = [""] * _n_blocks(parts)
         digests = [_EMPTY] * len(entries)
         for part in parts:
@@ -78,16 +78,13 @@ class Assembly:
             numbers = entries_within(entries, part.first, part.last)
             for k, digest in zip(numbers, split_digests(part.entry_digests), strict=True):
                 digests[k] = digest
-        rows = tuple((label, count) for label, count in groups)
-        outline = Outline(rows, planes_of({"planes": planes}), tuple(transient), facts)
-        return manifest_of(entries, _first(parts).values, outline, blocks, digests)
+        return manifest_of(entries, first.values, first.outline or Outline(), blocks, digests)
 
     def written(self, stage: int) -> dict[int, BlockPlace]:
         """Where the blocks are that were written for this checkpoint, by number in the stage's state."""
         places: dict[int, BlockPlace] = {}
         for part in self._parts(stage):
-            file = file_of(part)
-            if file is not None:
+            if (file := part.file) is not None:
                 numbers = [k for first, count in part.written for k in range(first, first + count)]
                 check(len(numbers) == file.n_blocks, f"{file.name} has {file.n_blocks} blocks, not {len(numbers)}")
                 places |= {k: (file, file.data_at + at * BLOCK_BYTES) for at, k in enumerate(numbers)}
@@ -158,11 +155,5 @@ def _first(parts: Sequence[PartReport]) -> PartReport:
     return next(p for p in parts if p.entries is not None)
 
 
-def _entries(parts: Sequence[PartReport]) -> list[StateEntry]:
-    rows = _first(parts).entries or []
-    return [StateEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in rows]
-
-
 def _n_blocks(parts: Sequence[PartReport]) -> int:
-    end = max((e.offset + e.nbytes for e in _entries(parts)), default=0)
-    return -(-end // BLOCK_BYTES)
+    return block_count(_first(parts).entries or ())

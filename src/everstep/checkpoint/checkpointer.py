@@ -11,20 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
+from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
-from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import JobIdentity, decode, refuse_foreign
-from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter, WriteOutcome
+from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
+    LiveState,
     PartJob,
     PartReport,
     PartWriter,
@@ -37,16 +38,15 @@ from everstep.checkpoint.reader import (
     manifests_of,
     newest_complete,
     open_checkpoint,
-    set_aside,
     set_aside_after,
+    set_aside_and_say,
     steps_in,
 )
 from everstep.checkpoint.repair import Elsewhere, Repairer, Source
-from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.checkpoint.upload import Uploader, open_object_tier, open_uploader
+from everstep.checkpoint.store import DirectoryStore
+from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
 from everstep.placement.owners import owners
-from everstep.protocol.driver.policy import Due
 
 log = logging.getLogger(__name__)
 
@@ -55,30 +55,6 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 _DRAIN_S = 10.0
 _MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint holds beside the state: opaque bytes, as they were given to `start`."""
-
-    step: int
-    records: bytes
-    application: Mapping[str, bytes]
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
-
-    tiers and reason: as `Due` says. records: of the step's decision. application: further opaque parts by name.
-    """
-
-    step: int
-    due: Due
-    records: bytes = b""
-    application: Mapping[str, bytes] | None = None
-    metrics: Mapping[str, float] | None = None
 
 
 class Checkpointer:
@@ -119,7 +95,7 @@ class Checkpointer:
         self._uploader: Uploader | None = None
         self._to_upload: set[int] = set()
         self._base = Base()
-        self._sound: dict[int, Checkpoint] = {}
+        self._sound: set[int] = set()
         self.skipped: dict[str, int] = {"memory": 0, "disk": 0, "object": 0}
 
     # ---- every worker: saving
@@ -150,39 +126,29 @@ class Checkpointer:
         return time.monotonic() - began
 
     def _start_part(self, extent: Extent, stage: int, state: ModelState, plan: Plan, began: float) -> None:
-        step, pool = extent.step, [seat.worker_id for seat in plan.pool(stage)]
+        pool = [seat.worker_id for seat in plan.pool(stage)]
+        report = PartReport(extent.step, plan.generation, stage, self.worker_id, 0, 0)
         self._parts = [part for part in self._parts if not part.ended]
-        if any(part.step != step for part in self._parts):
+        if any(part.step != extent.step for part in self._parts):
             text = "its part of an earlier checkpoint is still being written"
-            self._no_part(step, plan, stage, Why(Cause.BUSY, text))
+            self._report(report.failed(Why(Cause.BUSY, text)))
             return
         try:
-            live = LiveState.of(state)
+            live = LiveState(state)
         except (EverstepError, MemoryError, RuntimeError) as error:
-            self._no_part(step, plan, stage, Why(cause_of(error), str(error)))
+            self._report(report.failed(Why(cause_of(error), str(error))))
             return
         first, last = owners(live.n_blocks, pool)[self.worker_id]
-        metadata = {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)}
         job = PartJob(
-            step,
-            plan.generation,
-            stage,
-            self.worker_id,
-            first,
-            last,
+            replace(report, first=first, last=last, stall_s=time.monotonic() - began),
             self.worker_id == min(pool),
             self._config.memory.limit_mb * _MB,
-            metadata,
-            time.monotonic() - began,
+            {"job": self.identity.job, "task": self.identity.task, "worker": str(self.worker_id)},
             0 if plan.member(self.worker_id).limbs else None,
         )
         part = PartWriter(self.store, job, live, self._find_base, self._report)
         self._parts.append(part)
-        part.start(self._runner)
-
-    def _no_part(self, step: int, plan: Plan, stage: int, why: Why) -> None:
-        who = (step, plan.generation, stage, self.worker_id)
-        self._report(PartReport(*who, 0, 0, error=why.reason, cause=why.cause))
+        self._runner.run(part.run)
 
     def _find_base(self) -> Base:
         """The newest checkpoint, to write only what changed since; nothing if it is time for a full one."""
@@ -224,7 +190,7 @@ class Checkpointer:
             self._manifests.abandon(Why(Cause.CORRUPT, "the state that it is of counts for nothing"))
             self._manifests.drain(_DRAIN_S)
             self._manifests.forget()
-        self._sound = {step: found for step, found in self._sound.items() if step <= sound}
+        self._sound = {step for step in self._sound if step <= sound}
         self._base = Base()
         with suppress(EverstepError):  # what cannot be written cannot be read either, or is found out when it is read
             set_aside_after(self.store, sound)
@@ -235,17 +201,7 @@ class Checkpointer:
     def _expect(self, extent: Extent, plan: Plan) -> None:
         if "object" in extent.due.tiers:
             self._to_upload.add(extent.step)
-        self._writer().expect(
-            CheckpointFacts(
-                extent.step,
-                plan.generation,
-                plan.stages,
-                Why(extent.due.cause, extent.due.reason),
-                extent.records,
-                dict(extent.application or {}),
-                dict(extent.metrics or {}),
-            )
-        )
+        self._writer().expect(extent, plan.generation, plan.stages)
 
     def _writer(self) -> ManifestWriter:
         with self._lock:
@@ -286,13 +242,10 @@ class Checkpointer:
         self._over(outcome)
         if outcome.step in self._to_upload:
             self._to_upload.discard(outcome.step)
-            self._upload(outcome.step)
-
-    def _upload(self, step: int) -> None:
-        try:
-            self._the_uploader().offer(step)
-        except EverstepError as error:
-            self.skip("object", step, Why(cause_of(error), str(error)))
+            try:
+                self._the_uploader().offer(outcome.step)
+            except EverstepError as error:
+                self.skip("object", outcome.step, Why(cause_of(error), str(error)))
 
     def _the_uploader(self) -> Uploader:
         with self._lock:
@@ -319,11 +272,8 @@ class Checkpointer:
         before: int | None = None if limit is None else limit + 1
         with suppress(StoreError):  # what cannot be read is not there; a start from nothing says so
             while len(found) < most:
-                newest = steps_in(self.store)
-                candidates = [s for s in newest if before is None or s < before]
-                if candidates and candidates[-1] in self._sound:
-                    step = candidates[-1]
-                else:
+                step = max((s for s in steps_in(self.store) if before is None or s < before), default=-1)
+                if step not in self._sound:
                     checkpoint = newest_complete(
                         self.store,
                         verify=verify,
@@ -335,7 +285,7 @@ class Checkpointer:
                     if checkpoint is None:
                         break
                     step = checkpoint.step
-                    self._sound[step] = checkpoint
+                    self._sound.add(step)
                 found.append(step)
                 before = step
         return tuple(sorted(found))
@@ -344,21 +294,19 @@ class Checkpointer:
         self,
         step: int,
         states: Mapping[int, ModelState],
-        store: BlobStore | None = None,
         *,
         ready: Callable[[], None] = lambda: None,
         twice: bool = False,
-    ) -> Restored:
-        """Gives the states, by stage, what they need of a checkpoint. store: another one than the disk tier.
-        ready: called directly before the state is changed. twice: all is read and verified before that, and then read
-        again; else a state is partly written if this raises.
+    ) -> Manifest:
+        """Gives the states, by stage, what they need of a checkpoint; returns what it holds besides. ready: called
+        directly before the state is changed. twice: all is read and verified before that, and then read again; else a
+        state is partly written if this raises.
 
         Raises: CheckpointCorrupt if something does not match its hash: it is set aside, `restorable` names an older
         one. ConfigError, StoreError.
         """
-        source = store or self.store
         try:
-            checkpoint = open_checkpoint(source, step, self._repairer(step))
+            checkpoint = open_checkpoint(self.store, step, self._repairer(step))
             self._accept(checkpoint)
             checkpoint.check_files()
             if twice:
@@ -366,22 +314,15 @@ class Checkpointer:
             ready()
             checkpoint.load_into(states)
         except CheckpointCorrupt as error:
-            self._sound.pop(step, None)
-            try:
-                name = set_aside(source, step)
-            except BlobMissing:
-                pass  # another worker has done so, and said so
-            except EverstepError as problem:
-                self._fell_back(step, f"{error}; it cannot be set aside: {problem}")
-            else:
-                self._fell_back(step, f"{error}; set aside as {name}")
+            self._sound.discard(step)
+            note = set_aside_and_say(self.store, step)
+            if note:
+                self._fell_back(step, f"{error}{note}")
             raise
-        manifest = checkpoint.manifest
-        return Restored(step, manifest.records, manifest.application, manifest.metrics)
+        return checkpoint.manifest
 
-    def _accept(self, checkpoint: Checkpoint) -> str | None:
+    def _accept(self, checkpoint: Checkpoint) -> None:
         refuse_foreign(checkpoint.manifest, self.identity, allow_mismatch=self._config.allow_mismatch)
-        return None
 
     def _repairer(self, step: int | None = None) -> Repairer:
         """For one reading of the checkpoint of a step, if it is known which."""
@@ -394,8 +335,7 @@ class Checkpointer:
         self._events("warning", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "block"})
 
     def _fell_back(self, step: int, reason: str) -> None:
-        fields = {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"}
-        self._events("fallback", fields)
+        self._events("fallback", {"step": step, "cause": Cause.CORRUPT, "reason": reason, "what": "checkpoint"})
 
     # ---- the end
 

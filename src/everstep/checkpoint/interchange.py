@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from everstep.base.errors import CheckpointCorrupt
+from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
-from everstep.exact.image import BLOCK_BYTES, StateEntry
+from everstep.exact.digest import bytes_of
+from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
 from everstep.exact.jsonable import decode
+from everstep.exact.layout import memory_of
 
 NAMES = "names"
 """The part of `Manifest.application` that `names_record` makes."""
@@ -54,20 +57,12 @@ def names_record(model: nn.Module) -> bytes:
 
     JSON: `names`, what `state_dict` calls each tensor -> the name that the state has it under (the first of a tie).
     """
-    firsts: dict[tuple[Any, ...], str] = {}
+    firsts: dict[tuple[object, ...], str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        firsts.setdefault(memory_of(name, tensor), name)
+        firsts.setdefault(memory_of(tensor), name)
     kept = model.state_dict(keep_vars=True)
-    names = {name: firsts[key] for name, t in kept.items() if isinstance(t, Tensor) and (key := memory_of(name, t))}
+    names = {name: firsts[memory_of(t)] for name, t in kept.items() if isinstance(t, Tensor)}
     return json.dumps({"names": names}, separators=(",", ":")).encode()
-
-
-def memory_of(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """A key that is equal for tensors that are one: leaves of a tie share their storage."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return (name,)
-    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
-    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def read_weights(
@@ -122,23 +117,14 @@ def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict
 def _read(entries: Iterable[StateEntry], checkpoint: Checkpoint, progress: OnProgress) -> dict[str, Tensor]:
     """The tensors of these entries, each in memory of its own; every block is read once."""
     ordered = sorted(entries, key=lambda e: e.offset)
-    needed = sorted(
-        {k for e in ordered for k in range(e.offset // BLOCK_BYTES, -(-(e.offset + e.nbytes) // BLOCK_BYTES))}
-    )
+    needed = sorted({block for e in ordered for block in e.blocks})
     blocks = checkpoint.read_blocks(needed)
     memory = [bytearray(e.nbytes) for e in ordered]
-    first = 0
     for count, (index, block) in enumerate(zip(needed, blocks, strict=True), 1):
-        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-        while first < len(ordered) and ordered[first].offset + ordered[first].nbytes <= start:
-            first += 1
-        for k in range(first, len(ordered)):
-            entry = ordered[k]
-            if entry.offset >= stop:
-                break
-            lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
-            if lo < hi:
-                memory[k][lo - entry.offset : hi - entry.offset] = block[lo - start : hi - start]
+        start = index * BLOCK_BYTES
+        for k, lo, hi in pieces_of(ordered, index):
+            offset = ordered[k].offset
+            memory[k][lo - offset : hi - offset] = block[lo - start : hi - start]
         progress(count * BLOCK_BYTES, len(needed) * BLOCK_BYTES)
     return {e.name: _tensor(e, m) for e, m in zip(ordered, memory, strict=True)}
 
@@ -148,3 +134,121 @@ def _tensor(entry: StateEntry, memory: bytearray) -> Tensor:
     if not memory:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).reshape(entry.shape)
+
+
+# ---- into a model and its optimizer
+
+
+_NAMED = 5
+
+
+def take_weights(weights: Weights, model: nn.Module, optimizer: Optimizer | None = None) -> str:
+    """Copies weights into the model, and the optimizer's state too where there is some; returns what was taken.
+
+    A tied parameter may come under any of its names, or several with equal values.
+
+    Raises: ConfigError naming missing, unexpected and mis-shaped tensors; nothing is changed then.
+    """
+    targets = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    ties: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in targets.items():
+        ties.setdefault(memory_of(tensor), []).append(name)
+    chosen = _choose(weights.model, targets, list(ties.values()))
+    state = None if weights.optimizer is None or optimizer is None else _states(weights.optimizer, model, optimizer)
+    with torch.no_grad():
+        for name, tensor in chosen.items():
+            targets[name].detach().copy_(tensor)
+    if state is None or optimizer is None:
+        return f"{len(chosen)} tensors, optimizer state fresh"
+    groups, per_parameter = state
+    optimizer.state.clear()
+    for parameter, values in per_parameter.items():
+        optimizer.state[parameter] = values
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update(loaded)
+    return f"{len(chosen)} tensors, optimizer state of {len(per_parameter)} parameters"
+
+
+def _choose(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], ties: list[list[str]]) -> dict[str, Tensor]:
+    """One name of each tie, with the tensor to put there."""
+    chosen: dict[str, Tensor] = {}
+    missing, shapes, apart = [], [], []
+    for names in ties:
+        here = [name for name in names if name in found]
+        if not here:
+            missing.append(names[0])
+            continue
+        tensor, target = found[here[0]], targets[here[0]]
+        if tuple(tensor.shape) != tuple(target.shape) or tensor.dtype != target.dtype:
+            shapes.append(f"{here[0]} ({_kind(tensor)} there, {_kind(target)} in the model)")
+            continue
+        if any(bytes_of(found[other]) != bytes_of(tensor) for other in here[1:]):
+            apart.append(" and ".join(here))
+            continue
+        chosen[here[0]] = tensor
+    unexpected = sorted(set(found) - set(targets))
+    problems = [
+        f"{words}: {_listed(names)}"
+        for words, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another type or shape", shapes),
+            ("tied in the model but different there", apart),
+        )
+        if names
+    ]
+    if problems:
+        raise ConfigError(f"the weights do not fit the task's model; {'; '.join(problems)}")
+    return chosen
+
+
+def _states(
+    loaded: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+) -> tuple[list[dict[str, Any]], dict[nn.Parameter, dict[str, Any]]]:
+    """The groups' values and each parameter's state, by name or (as `Optimizer.state_dict` has it) by number."""
+    try:
+        states, groups = dict(loaded["state"]), list(loaded["param_groups"])
+        theirs = [list(group["params"]) for group in groups]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the optimizer's part is not as torch writes it: no {error}") from None
+    by_memory: dict[tuple[object, ...], list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_memory.setdefault(memory_of(parameter), []).append(name)
+    parameters: dict[Any, nn.Parameter] = {}
+    number = 0
+    if len(theirs) != len(optimizer.param_groups):
+        raise ConfigError(f"the optimizer has {len(optimizer.param_groups)} groups, the weights' one has {len(theirs)}")
+    for k, group in enumerate(optimizer.param_groups):
+        allowed: set[Any] = set()
+        for parameter in group["params"]:
+            keys = [*by_memory.get(memory_of(parameter), []), number]
+            parameters |= dict.fromkeys(keys, parameter)
+            allowed |= set(keys)
+            number += 1
+        if set(theirs[k]) - allowed or len(theirs[k]) != len(group["params"]):
+            raise ConfigError(f"the optimizer's group {k} holds other parameters than the one of the weights")
+    lost = [key for key in states if key not in parameters]
+    if lost:
+        raise ConfigError(f"the optimizer's part has state for {lost[0]}, which the optimizer does not have")
+    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return values, {parameters[key]: _own(parameters[key], state) for key, state in states.items()}
+
+
+def _own(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state in memory of its own, with the parameter's layout where it has its shape."""
+    own: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            own[key] = torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)
+        else:
+            own[key] = value.clone() if isinstance(value, Tensor) else value
+    return own
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

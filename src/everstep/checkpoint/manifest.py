@@ -10,16 +10,33 @@ import base64
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from itertools import islice
+from math import prod
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import torch
+from msgspec import UNSET, Meta, UnsetType
 
 from everstep.base.config import Config, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, check
-from everstep.checkpoint.manifest_form import Form, check_form
-from everstep.checkpoint.sealed import seal, unseal_one_of
+from everstep.checkpoint.names import MAX_STEP, PART_EXAMPLE, is_part
+from everstep.checkpoint.pointers import seal, unseal_one_of
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, FORMATS, StateEntry, entries_of
+from everstep.exact.image import (
+    BLOCK_BYTES,
+    FOREIGN,
+    FORMATS,
+    ITEM_SIZES,
+    MODEL,
+    REST,
+    StateEntry,
+    entries_of,
+    is_kind,
+    span_of,
+)
 
 KIND = "checkpoint"
 _MODEL = "model/"
@@ -52,34 +69,42 @@ class JobIdentity:
         return {"task": self.task, "numerics": dict(self.numerics), "model": self.model, "job": self.job}
 
 
-@dataclass(frozen=True)
-class PartFile:
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+StepNumber = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+class PartFile(NamedTuple):
     """One file with blocks. `head`: digest of its first `data_at` bytes, a safetensors header; `tree`: digest of the
     digests of its blocks, in order; sizes in bytes."""
 
     name: str
-    size: int
-    data_at: int
-    head: str
-    tree: str
+    size: Count
+    data_at: Count
+    head: Digest
+    tree: Digest
 
     @property
     def n_blocks(self) -> int:
         return (self.size - self.data_at) // BLOCK_BYTES
 
+    @property
+    def mark(self) -> str:
+        """What its content is known by."""
+        return f"{self.head}{self.tree}"
 
-@dataclass(frozen=True)
-class StoredRun:
-    """`count` consecutive blocks of the state from `first` on, one after the other in file number `file`, from byte
+
+class StoredRun(NamedTuple):
+    """`n_blocks` consecutive blocks of the state from `first` on, one after the other in file number `file`, from byte
     `offset` on."""
 
-    first: int
-    count: int
-    file: int
-    offset: int
+    first: Count
+    n_blocks: Count
+    file: Count
+    offset: Count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint is.
 
@@ -91,17 +116,17 @@ class Manifest:
     step: int
     generation: int
     identity: Mapping[str, Any]
-    state: Mapping[str, Any]
-    files: tuple[PartFile, ...]
-    runs: tuple[StoredRun, ...]
     base: int | None = None
     depth: int = 0
     written_bytes: int = 0
     created_unix_ns: int = 0
     reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    files: tuple[PartFile, ...]
+    runs: tuple[StoredRun, ...]
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Any]
 
     @property
     def n_blocks(self) -> int:
@@ -134,21 +159,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The text of manifest.json."""
-        body = {
-            "step": self.step,
-            "generation": self.generation,
-            "identity": dict(self.identity),
-            "base": self.base,
-            "depth": self.depth,
-            "written_bytes": self.written_bytes,
-            "created_unix_ns": self.created_unix_ns,
-            "reason": self.reason,
+        body = {item.name: getattr(self, item.name) for item in fields(self)} | {
             "metrics": {name: float(value).hex() for name, value in self.metrics.items()},
-            "files": [[f.name, f.size, f.data_at, f.head, f.tree] for f in self.files],
-            "runs": [[r.first, r.count, r.file, r.offset] for r in self.runs],
             "records": _text(self.records),
             "application": {name: _text(data) for name, data in self.application.items()},
-            "state": dict(self.state),
         }
         return seal(KIND, body, self.state["format"])
 
@@ -161,28 +175,19 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
     """
     version, body = unseal_one_of(KIND, data, name, FORMATS)
     try:
-        return _build(check_form(body, version), body)
+        form = msgspec.structs.asdict(check_form(body, version))
+        return Manifest(
+            **{
+                **form,
+                "identity": body["identity"],
+                "metrics": {name: _float(text) for name, text in form["metrics"].items()},
+                "records": _bytes(form["records"]),
+                "application": {name: _bytes(text) for name, text in form["application"].items()},
+                "state": body["state"],
+            }
+        )
     except (ValueError, OverflowError, RecursionError) as error:
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {error}") from None
-
-
-def _build(form: Form, body: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=form.step,
-        generation=form.generation,
-        identity=body["identity"],
-        state=body["state"],
-        files=tuple(PartFile(*row) for row in form.files),
-        runs=tuple(StoredRun(*row) for row in form.runs),
-        base=form.base,
-        depth=form.depth,
-        written_bytes=form.written_bytes,
-        created_unix_ns=form.created_unix_ns,
-        reason=form.reason,
-        records=_bytes(form.records),
-        application={name: _bytes(text) for name, text in form.application.items()},
-        metrics={name: _float(text) for name, text in form.metrics.items()},
-    )
 
 
 def differences(manifest: Manifest, identity: JobIdentity) -> tuple[list[str], list[str]]:
@@ -227,8 +232,8 @@ def compact(places: Sequence[tuple[int, int]]) -> tuple[StoredRun, ...]:
     runs: list[StoredRun] = []
     for index, (file, offset) in enumerate(places):
         last = runs[-1] if runs else None
-        if last is not None and last.file == file and last.offset + last.count * BLOCK_BYTES == offset:
-            runs[-1] = StoredRun(last.first, last.count + 1, file, last.offset)
+        if last is not None and last.file == file and last.offset + last.n_blocks * BLOCK_BYTES == offset:
+            runs[-1] = last._replace(n_blocks=last.n_blocks + 1)
         else:
             runs.append(StoredRun(index, 1, file, offset))
     return tuple(runs)
@@ -254,3 +259,184 @@ def _float(text: str) -> float:
 
 def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
     return f"{row[0]}{list(row[1])}" if row else "missing"
+
+
+# ---- the form
+#
+# Types and bounds of everything in a manifest, and that it all fits together. Nothing is trusted: whoever can write a
+# manifest can write its digest too, and what it says leads to files, memory and tensors.
+
+
+MAX_HEAD_BYTES = 1 << 30
+_SHOWN = 100
+
+EntryRow = tuple[str, str, list[Count], Count, Count]
+ElementBlock = Annotated[int, Meta(ge=0, le=1 << 47)]
+PlaneRow = tuple[str, Count, list[tuple[ElementBlock, Count, Count]]]
+Label = Annotated[int, Meta(ge=FOREIGN, le=(1 << 63) - 1)]
+
+
+class _Identity(msgspec.Struct, forbid_unknown_fields=True):
+    task: str
+    numerics: dict[str, Any]
+    model: Digest
+    job: str
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The manifest of a state, as JSON has it."""
+
+    format: int
+    block_bytes: int
+    entries: list[EntryRow]
+    digests: list[Digest]
+    groups: list[tuple[Label, Count]]
+    transient: list[str]
+    values: dict[str, Any]
+    blocks: list[Digest]
+    digest: Digest
+    planes: list[PlaneRow] | UnsetType = UNSET
+    stage: dict[str, Any] | UnsetType = UNSET
+
+
+class Form(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a manifest, as JSON has it."""
+
+    step: StepNumber
+    generation: Count
+    identity: _Identity
+    base: StepNumber | None
+    depth: Count
+    written_bytes: Count
+    created_unix_ns: Count
+    reason: str
+    metrics: dict[str, str]
+    files: tuple[PartFile, ...]
+    runs: tuple[StoredRun, ...]
+    records: str
+    application: dict[str, str]
+    state: State
+
+
+def check_form(body: Mapping[str, Any], version: int) -> Form:
+    """The body of a manifest, whole and within bounds. version: of its file, which is the state's too.
+
+    Raises: ValueError in one line, saying what was expected.
+    """
+    try:
+        form = msgspec.convert(body, Form)
+    except msgspec.ValidationError as error:
+        raise ValueError(ascii(str(error))[1:-1]) from None
+    seen: set[str] = set()
+    for row in form.files:
+        _check_file(row)
+        if row.name in seen:
+            raise ValueError(f"it lists {row.name} twice")
+        seen.add(row.name)
+    _check_runs(form.files, form.runs, len(form.state.blocks))
+    _check_state(form.state)
+    if form.state.format != version or isinstance(form.state.planes, UnsetType) != (version == 1):
+        raise ValueError(f"the state is of format {form.state.format}: expected that of the file, {version}")
+    if not isinstance(form.state.planes, UnsetType):
+        _check_planes(form.state, form.state.planes)
+    return form
+
+
+def _check_file(row: PartFile) -> None:
+    name, size, data_at, _, _ = row
+    if not is_part(name):
+        raise ValueError(f"it lists {name[:_SHOWN]!a}, which is no file of a checkpoint: expected {PART_EXAMPLE}")
+    if not 8 <= data_at <= MAX_HEAD_BYTES or size <= data_at or (size - data_at) % BLOCK_BYTES:
+        raise ValueError(f"{name} has {size} bytes from byte {data_at} on: expected one block or more")
+
+
+def _check_runs(files: Sequence[PartFile], runs: Sequence[StoredRun], n_blocks: int) -> None:
+    """Every block has exactly one place, inside its file, and no file is without one."""
+    at = 0
+    for first, count, file, offset in runs:
+        if file >= len(files):
+            raise ValueError(f"blocks {first} to {first + count} lie in file {file} of {len(files)}")
+        name, size, data_at, _, _ = files[file]
+        fits = data_at <= offset and offset + count * BLOCK_BYTES <= size and (offset - data_at) % BLOCK_BYTES == 0
+        if first != at or count < 1 or not fits:
+            raise ValueError(f"blocks {first} to {first + count} have no place in {name}")
+        at += count
+    if at != n_blocks:
+        raise ValueError(f"{at} of {n_blocks} blocks have a place")
+    idle = {*range(len(files))} - {file for _, _, file, _ in runs}
+    if idle:
+        raise ValueError(f"{files[min(idle)].name} holds no block of it: expected only files that do")
+
+
+def _check_state(state: State) -> None:
+    """Entries follow each other, within the blocks, and are as large as their shapes say."""
+    if len(state.digests) != len(state.entries) or sum(count for _, count in state.groups) != len(state.entries):
+        raise ValueError(f"{len(state.entries)} tensors, but other numbers of digests or in groups")
+    at, end = 0, len(state.blocks) * BLOCK_BYTES
+    for name, dtype, shape, offset, nbytes in state.entries:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or prod(shape) * kind.itemsize != nbytes:
+            raise ValueError(f"{name[:_SHOWN]!a} has {nbytes} bytes, which is no {dtype[:_SHOWN]!a} of {shape[:8]}")
+        if offset < at or offset + nbytes > end:
+            raise ValueError(f"{name[:_SHOWN]!a} lies at bytes {offset} to {offset + nbytes}, outside of its place")
+        at = offset + nbytes
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """One run of a plane. dtype: of what lies in it, empty for any."""
+
+    plane: str
+    dtype: str
+    start: int
+    stop: int
+
+
+def _check_planes(state: State, planes: Sequence[PlaneRow]) -> None:
+    """Planes share the blocks among them, and what lies in one belongs there."""
+    stretches: list[_Stretch] = []
+    before = ""
+    for name, itemsize, runs in planes:
+        dtype = _type_of_plane(name, itemsize)
+        if name <= before or not runs:
+            raise ValueError(f"plane {name[:_SHOWN]!a} is empty, or not in the order of names")
+        before, at = name, 0
+        for element, first, count in runs:
+            if count < 1 or element < at or first != (stretches[-1].stop if stretches else 0):
+                raise ValueError(f"plane {name!a} has no blocks {first} to {first + count}: expected those that follow")
+            stretches.append(_Stretch(name, dtype, first, first + count))
+            at = element + (count - 1) * span_of(itemsize) + 1
+    if (stretches[-1].stop if stretches else 0) != len(state.blocks):
+        raise ValueError(f"expected {len(state.blocks)} blocks in planes")
+    starts = [stretch.start for stretch in stretches]
+    entries = iter(state.entries)
+    for _, count in state.groups:
+        group = [entry for entry in islice(entries, count) if entry[4]]
+        found = [_place_in(entry, stretches[bisect_right(starts, entry[3] // BLOCK_BYTES) - 1]) for entry in group]
+        if len(set(found)) > 1:
+            raise ValueError(f"{group[0][0][:_SHOWN]!a} is in a group of several planes")
+
+
+def _type_of_plane(name: str, itemsize: int) -> str:
+    """What all tensors of a plane are; empty for any."""
+    kind, colon, dtype = name.partition(":")
+    if name == REST and itemsize == 1:
+        return ""
+    dtype = dtype if colon else "float32"
+    found = getattr(torch, dtype, None)
+    size = found.itemsize if isinstance(found, torch.dtype) else 0
+    if not is_kind(kind) or name == f"{kind}:float32" or size not in ITEM_SIZES or size != itemsize:
+        raise ValueError(f"{name[:_SHOWN]!a} of {itemsize} bytes per element is no plane: expected {MODEL} of 4, say")
+    return dtype
+
+
+def _place_in(entry: EntryRow, stretch: _Stretch) -> str:
+    """The plane that an entry lies in."""
+    name, dtype, _, offset, nbytes = entry
+    kind = stretch.plane.partition(":")[0]
+    top, _, key = kind.partition("/")
+    belongs = name.startswith(f"{top}/") and (not key or name.endswith(f"/{key}")) and dtype == stretch.dtype
+    inside = offset + nbytes <= stretch.stop * BLOCK_BYTES
+    if not inside or (stretch.dtype and not belongs):
+        raise ValueError(f"{name[:_SHOWN]!a} does not belong in plane {stretch.plane!a}, or is not all there")
+    return stretch.plane

@@ -11,21 +11,29 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.base.cause import UNSAID, Cause, Why
 from everstep.base.config_keys import TierConfig
-from everstep.base.errors import BlobExists, BlobMissing, CheckpointCorrupt, EverstepError, StoreError, cause_of
+from everstep.base.errors import (
+    BlobExists,
+    BlobMissing,
+    CheckpointCorrupt,
+    ConfigError,
+    EverstepError,
+    StoreError,
+    cause_of,
+)
 from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import JobIdentity, Manifest
-from everstep.checkpoint.names import BEST, LATEST, manifest_name
-from everstep.checkpoint.part import PartReport
-from everstep.checkpoint.pointers import read_pins, write_pointer
+from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
+from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
-from everstep.protocol.driver.policy import best_of, kept
+from everstep.protocol.driver.policy import Due
 
 
 @dataclass(frozen=True)
@@ -43,16 +51,29 @@ class WriteOutcome:
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """What the job's leader knows of a checkpoint, and no part does. stages: how many there are."""
+class Extent:
+    """What is to be saved, as everybody knows it from the records, and what the job's leader alone adds.
+
+    due: which tiers take it, and why. records: of the step's decision. application: further opaque parts by name.
+    """
 
     step: int
-    generation: int
-    stages: int = 1
-    why: Why = UNSAID
+    due: Due
     records: bytes = b""
     application: Mapping[str, bytes] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] | None = None
+
+    @property
+    def why(self) -> Why:
+        return Why(self.due.cause, self.due.reason)
+
+
+class _Expected(NamedTuple):
+    """A checkpoint that began."""
+
+    extent: Extent
+    assembly: Assembly
+    began: float
 
 
 class ManifestWriter:
@@ -78,22 +99,19 @@ class ManifestWriter:
         self._metric, self._mode, self._held = best_metric, best_mode, held
         self._collected = collected
         self._lock = threading.Condition()
-        self._current: Assembly | None = None
-        self._facts: CheckpointFacts | None = None
+        self._current: _Expected | None = None
         self._early: list[PartReport] = []
-        self._began = 0.0
-        self._work: queue.SimpleQueue[tuple[Assembly, CheckpointFacts, Why | None, float] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[_Expected, Why | None] | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._shelf: Shelf | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-manifest", daemon=True)
         self._thread.start()
 
-    def expect(self, facts: CheckpointFacts) -> None:
-        """A checkpoint begins. One that is still incomplete is given up."""
+    def expect(self, extent: Extent, generation: int, stages: int = 1) -> None:
+        """A checkpoint begins. One that is still incomplete is given up. stages: how many there are."""
         self.abandon(Why(Cause.BUSY, "the next checkpoint began"))
         with self._lock:
-            self._current = Assembly(facts.step, facts.generation, facts.stages)
-            self._facts, self._began = facts, time.monotonic()
+            self._current = _Expected(extent, Assembly(extent.step, generation, stages), time.monotonic())
             self._unfinished += 1
             early, self._early = self._early, []
         for report in early:
@@ -102,20 +120,18 @@ class ManifestWriter:
     def add(self, report: PartReport) -> None:
         """A part is there, or will never be. Of another step or generation: of no effect."""
         with self._lock:
-            assembly = self._current
+            assembly = self._current.assembly if self._current is not None else None
             if assembly is None or (report.step, report.generation) > (assembly.step, assembly.generation):
                 self._early = [*self._early[-63:], report]  # its worker began before the job's leader did
-                return
-            if not assembly.add(report):
-                return
-            if assembly.failed is not None or not assembly.missing():
+            elif assembly.add(report) and (assembly.failed is not None or not assembly.missing()):
                 self._hand_over(assembly.failed)
 
     def abandon(self, why: Why) -> None:
         """Gives up what is still incomplete: a part will not come."""
         with self._lock:
             if self._current is not None:
-                self._hand_over(Why(why.cause, f"{why.reason}; {self._current.missing()} had not arrived"))
+                missing = self._current.assembly.missing()
+                self._hand_over(Why(why.cause, f"{why.reason}; {missing} had not arrived"))
 
     def drain(self, timeout_s: float) -> bool:
         """Until every checkpoint that began is durable or has failed; whether that came in time."""
@@ -133,33 +149,33 @@ class ManifestWriter:
         self._thread.join(timeout=10.0)
 
     def _hand_over(self, failed: Why | None) -> None:
-        if self._current is not None and self._facts is not None:
-            self._work.put((self._current, self._facts, failed, self._began))
-            self._collected(self._current.step)
-        self._current = self._facts = None
+        current, self._current = self._current, None
+        if current is not None:
+            self._work.put((current, failed))
+            self._collected(current.extent.step)
 
     # ---- the thread
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            assembly, facts, failed, began = item
-            stall_s = max((r.stall_s for r in assembly.reports.values()), default=0.0)
-            cost_s = max((r.stall_s + r.cpu_s for r in assembly.reports.values()), default=0.0)
+            (extent, assembly, began), failed = item
+            reports = assembly.reports.values()
+            stall_s = max((r.stall_s for r in reports), default=0.0)
+            cost_s = max((r.stall_s + r.cpu_s for r in reports), default=0.0)
             manifest = None
             try:
                 if failed is None:
-                    manifest = self._complete(assembly, facts)
+                    manifest = self._complete(assembly, extent)
             except Exception as fault:  # whatever it is: training goes on without this checkpoint
                 failed = Why(cause_of(fault), str(fault) or type(fault).__name__)
             if manifest is None:
                 self._withdraw(assembly)
-            if manifest is not None:
+            else:
                 with suppress(EverstepError):  # the checkpoint is there; the next one tries again
                     self._point(manifest)
             took = time.monotonic() - began
-            outcome = WriteOutcome(facts.step, failed, manifest, took, stall_s, cost_s, facts.why)
             try:
-                self._done(outcome)
+                self._done(WriteOutcome(extent.step, failed, manifest, took, stall_s, cost_s, extent.why))
             finally:
                 with self._lock:
                     self._unfinished -= 1
@@ -168,21 +184,12 @@ class ManifestWriter:
                 with suppress(EverstepError):
                     self._sweep(manifest)
 
-    def _complete(self, assembly: Assembly, facts: CheckpointFacts) -> Manifest:
-        given: dict[str, Any] = {
-            "identity": self._identity.to_dict(),
-            "created_unix_ns": time.time_ns(),
-            "reason": facts.why.reason,
-            "records": facts.records,
-            "application": facts.application,
-            "metrics": facts.metrics,
-        }
-        manifest = assemble(assembly, self._older, given)
+    def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
+        manifest = assemble(assembly, self._older, _facts(self._identity, extent))
         self._check_files(manifest)
         data = manifest.encode()
-        name = manifest_name(facts.step)
         try:
-            self._store.write(name, [data], len(data), if_absent=True)
+            self._store.write(manifest_name(extent.step), [data], len(data), if_absent=True)
         except BlobExists:
             return self._existing(manifest, data, assembly)
         return manifest
@@ -236,23 +243,68 @@ class ManifestWriter:
         return self._shelf
 
     def _point(self, manifest: Manifest) -> None:
-        """`latest`, and `best`."""
         shelf = self._the_shelf()
         shelf.add(manifest)
-        write_pointer(self._store, LATEST, shelf.steps[-1])
-        best = best_of(shelf.steps, shelf.scores, self._mode)
-        if best:
-            write_pointer(self._store, BEST, best[0], metric=self._metric, value=float(shelf.scores[best[0]]).hex())
+        shelf.point(self._mode)
 
     def _sweep(self, manifest: Manifest) -> None:
         """Deletes what need not be kept; nobody waits for that."""
         shelf = self._the_shelf()
         if not shelf.steps:
             return  # set aside meanwhile
-        pins = {*read_pins(self._store).values(), *self._held()}
         sound = self._proven(shelf.steps[-1])
-        stay = kept(shelf.steps, self._rule, pins=pins, scores=shelf.scores, best_mode=self._mode, proven=sound)
-        shelf.retire([step for step in shelf.steps if step not in stay])
+        shelf.retire(shelf.unkept(self._rule, self._mode, held=self._held(), proven=sound))
         with self._lock:
-            busy = {self._current.step} if self._current is not None else set()
+            busy = {self._current.extent.step} if self._current is not None else set()
         shelf.sweep(busy | {manifest.step})
+
+
+def _facts(identity: JobIdentity, extent: Extent) -> dict[str, Any]:
+    """What a manifest says, and no part knows."""
+    return {
+        "identity": identity.to_dict(),
+        "created_unix_ns": time.time_ns(),
+        "reason": extent.due.reason,
+        "records": extent.records,
+        "application": extent.application,
+        "metrics": extent.metrics or {},
+    }
+
+
+# ---- of a state that one process holds, while nobody trains
+
+
+def write_whole(
+    store: DirectoryStore,
+    state: ModelState,
+    identity: JobIdentity,
+    *,
+    step: int = 0,
+    reason: str = "",
+    application: Mapping[str, bytes] | None = None,
+) -> Manifest:
+    """Writes the state as the checkpoint of a step; durable when it returns.
+
+    Raises: ConfigError if the store has that step already. StoreError.
+    """
+    live = LiveState(state)
+    reports: list[PartReport] = []
+    job = PartJob(PartReport(step, 0, 0, 0, 0, live.n_blocks), True, 0, {"job": identity.job})
+    writer = PartWriter(store, job, live, Base, reports.append)
+    writer.run()
+    assembly = Assembly(step, 0, 1)
+    for report in reports:
+        assembly.add(report)
+    failed = assembly.failed
+    if failed is not None or not reports:
+        raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
+    extent = Extent(step, Due(reason=reason), application=application or {})
+    manifest = assemble(assembly, lambda _: None, _facts(identity, extent))
+    text = manifest.encode()
+    try:
+        store.write(manifest_name(step), [text], len(text), if_absent=True)
+    except BlobExists:
+        for name in assembly.files():
+            store.delete(name)
+        raise ConfigError(f"{store.url} has a checkpoint of step {step} already: choose another directory") from None
+    return manifest

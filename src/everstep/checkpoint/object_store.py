@@ -10,14 +10,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.errors import BlobExists, BlobMissing, ConfigError, StoreError, check
 from everstep.checkpoint.names import is_plain
 from everstep.checkpoint.store import BytesLike, room_for, words_of
+from everstep.exact.image import spread
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload, and of a range when a long read is split."""
@@ -104,7 +107,6 @@ class ObjectStore:
             raise ConfigError(f"keys do not belong into an endpoint: set {service.keys}")
         self._obstore = _client()
         self._store = self._connect(options)
-        self._pool: ThreadPoolExecutor | None = None
 
     def _connect(self, options: ObjectOptions) -> Any:
         common: dict[str, Any] = {
@@ -123,12 +125,8 @@ class ObjectStore:
                 },
             },
         }
-        try:
+        with self._asking():
             return self._service.connect(self._obstore.store, self.bucket, self._endpoint, options, common)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise self._told(error, "") from None
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"
@@ -146,30 +144,24 @@ class ObjectStore:
             return {}
         where = self._key(folder) if folder else self._prefix
         top = f"{self._prefix}/" if self._prefix else ""
-        try:
+        with self._asking(prefix):
             found = {
                 meta["path"].removeprefix(top): int(meta["size"])
                 for chunk in self._obstore.list(self._store, where or None)
                 for meta in chunk
                 if meta["path"].startswith(top)
             }
-        except Exception as error:
-            raise self._told(error, prefix) from None
         return {name: size for name, size in found.items() if name.startswith(prefix) and is_plain(name)}
 
     def ask(self) -> None:
         """Whether the bucket is there and may be read. Raises: StoreRefused, StoreError."""
-        try:
+        with self._asking():
             next(iter(self._obstore.list(self._store, self._prefix or None)), None)
-        except Exception as error:
-            raise self._told(error, "") from None
 
     def size(self, name: str) -> int:
         """Raises: BlobMissing."""
-        try:
+        with self._asking(name):
             return int(self._obstore.head(self._store, self._key(name))["size"])
-        except Exception as error:
-            raise self._told(error, name) from None
 
     def exists(self, name: str) -> bool:
         """Whether the name is there."""
@@ -181,11 +173,9 @@ class ObjectStore:
 
     def fingerprint(self, name: str) -> tuple[int, str]:
         """Size in bytes and the hash (32 hex digits) that was stored with it, "" if none. Raises: BlobMissing."""
-        try:
+        with self._asking(name):
             answer = self._obstore.get(self._store, self._key(name), options={"head": True})
             return int(answer.meta["size"]), str(answer.attributes.get(_HASH, ""))
-        except Exception as error:
-            raise self._told(error, name) from None
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> memoryview:
         """Bytes of a name from `start`; long reads go by several ranges at once. May be shorter at the end.
@@ -206,31 +196,25 @@ class ObjectStore:
             out[job[0] : job[0] + len(data)] = data
             return len(data)
 
-        got = sum(self._threads().map(fetch, jobs))
+        got = sum(self._threads.map(fetch, jobs))
         return memoryview(out)[:got]
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         """As the protocol says. Raises: BlobMissing; StoreError."""
-        data = self.read(name, start, sum(map(len, views)))
-        at = 0
-        for view in views:
-            here = data[at : at + len(view)]
-            view[: len(here)] = here
-            at += len(here)
-        return at
+        return spread(memoryview(self.read(name, start, sum(map(len, views)))), views)
 
     def _range(self, name: str, start: int, length: int) -> bytes:
-        try:
-            return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))[:length]
-        except Exception as error:
-            if "InvalidRange" in str(error):
-                return b""
-            raise self._told(error, name) from None
+        with self._asking(name):
+            try:
+                return bytes(self._obstore.get_range(self._store, self._key(name), start=start, length=length))[:length]
+            except Exception as error:
+                if "InvalidRange" in str(error):
+                    return b""
+                raise
 
+    @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(2 * _STREAMS, thread_name_prefix="object-read")
-        return self._pool
+        return ThreadPoolExecutor(2 * _STREAMS, thread_name_prefix="object-read")
 
     # ---- writing
 
@@ -248,43 +232,42 @@ class ObjectStore:
         single = if_absent or size <= PART_BYTES
         if if_absent:
             check(size <= _MAX_SINGLE_PUT_BYTES, f"{name} is too large ({size} bytes) to be written conditionally")
-        attributes: dict[str, str] = {_HASH: digest} if digest else {}
         pieces = _copies(name, chunks, size)
         data: Any = b"".join(pieces) if single else pieces
-        try:
+        with self._asking(name):
             self._obstore.put(
                 self._store,
                 self._key(name),
                 data,
-                attributes=attributes or None,
+                attributes={_HASH: digest} if digest else None,
                 mode="create" if if_absent else None,
                 use_multipart=not single,
                 chunk_size=PART_BYTES,
                 max_concurrency=_STREAMS,
             )
-        except Exception as error:
-            raise self._told(error, name) from None
 
     def delete(self, name: str) -> None:
         """Remove a name; one that is not there is no error."""
-        try:
+        with suppress(BlobMissing), self._asking(name):
             self._obstore.delete(self._store, self._key(name))
-        except Exception as error:
-            told = self._told(error, name)
-            if not isinstance(told, BlobMissing):
-                raise told from None
 
     def move(self, old: str, new: str) -> None:
         """Raises: BlobMissing, BlobExists. The server copies; a reader may see both for a moment."""
         if self.exists(new):
             raise BlobExists(f"cannot move {self.url}/{old}: {new} is there already")
-        try:
+        with self._asking(old):
             self._obstore.copy(self._store, self._key(old), self._key(new))
-        except Exception as error:
-            raise self._told(error, old) from None
         self.delete(old)
 
     # ---- words
+
+    @contextmanager
+    def _asking(self, name: str = "") -> Iterator[None]:
+        """What the client raises meanwhile is told in our words. name: what is asked for."""
+        try:
+            yield
+        except Exception as error:
+            raise self._told(error, name) from None
 
     def _key(self, name: str) -> str:
         return "/".join([*([self._prefix] if self._prefix else []), *words_of(name)])
@@ -292,11 +275,10 @@ class ObjectStore:
     def _told(self, error: Exception, name: str) -> Exception:
         """What went wrong, in one line: expected, came, what to do. The client has nothing but words to tell it by."""
         ours = isinstance(error, OSError) and error.errno is not None  # of the file that is being uploaded
-        if ours or not isinstance(error, self._client_errors()):
+        if ours or not isinstance(error, self._obstore.exceptions.BaseError | OSError | ValueError):
             return error
         said = str(error)
-        code = next(iter(_CODE.findall(said)), "")
-        status = next(iter(_STATUS.findall(said)), "")
+        code, status = (next(iter(known.findall(said)), "") for known in (_CODE, _STATUS))
         where = f"{self.url}/{name}" if name else self.url
         at = f" at {self._endpoint}" if self._endpoint else ""
         if isinstance(error, self._obstore.exceptions.AlreadyExistsError) or code == "PreconditionFailed":
@@ -317,9 +299,6 @@ class ObjectStore:
             return BlobMissing(f"there is no {where}")
         trouble = _shortened(said, code, status, self._service.keys)
         return ObjectStoreError(f"cannot use {where}{at}: {trouble}", trouble)
-
-    def _client_errors(self) -> tuple[type[Exception], ...]:
-        return (self._obstore.exceptions.BaseError, OSError, ValueError)
 
 
 def _parse_url(url: str, service: Service) -> tuple[str, str]:

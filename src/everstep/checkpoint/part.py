@@ -12,23 +12,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
+from torch import Tensor
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import EverstepError, StoreError, cause_of, check
-from everstep.checkpoint.live import LiveState
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import BLOCK_BYTES, StateEntry
-from everstep.exact.planes import rows_of
+from everstep.exact.image import BLOCK_BYTES, FOREIGN, Outline, StateEntry, block_count, pieces_of
+from everstep.exact.layout import round_up
+from everstep.exact.state import ModelState
 
 _PAGE = 4096
 _BYTES_PER_RUN = 112
@@ -41,9 +46,9 @@ class PartReport(msgspec.Struct, frozen=True):
 
     first, last: its block range in the stage's own state. digests: of each of its blocks, 32 hex digits each, in one
     text. written: (first block, count) of the runs in `file`, in order; the other blocks are in older checkpoints, the
-    newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file:
-    (name, size, data_at, head, tree). entries, values and outline (groups, planes, transient, stage): from the first
-    worker of a pool alone. error and cause: why there is none.
+    newest being of step `base`. entry_digests: of the tensors that begin in the range (empty ones left out). file: None
+    if nothing in it was new. entries, values and outline: from the first worker of a pool alone. error and cause: why
+    there is none.
     """
 
     step: int
@@ -55,18 +60,22 @@ class PartReport(msgspec.Struct, frozen=True):
     digests: str = ""
     entry_digests: str = ""
     written: list[tuple[int, int]] = []
-    file: tuple[str, int, int, str, str] | None = None
+    file: PartFile | None = None
     base: int | None = None
     depth: int = 0
-    entries: list[tuple[str, str, list[int], int, int]] | None = None
+    entries: tuple[StateEntry, ...] | None = None
     values: Any = None
-    outline: tuple[list[tuple[int, int]], Any, list[str], Any] | None = None
+    outline: Outline | None = None
     written_bytes: int = 0
     stall_s: float = 0.0
     duration_s: float = 0.0
     cpu_s: float = 0.0
     error: str = ""
     cause: Cause = Cause.UNKNOWN
+
+    def failed(self, why: Why) -> PartReport:
+        """The same of a part that there is none of."""
+        return replace(self, error=why.reason, cause=why.cause)
 
 
 _decoder = msgspec.msgpack.Decoder(PartReport)
@@ -93,25 +102,20 @@ class Base:
 
 @dataclass(frozen=True)
 class PartJob:
-    """What a part is of. first, last: blocks. metadata: text for the safetensors header. with_state: whether the report
-    has the stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. stall_s:
-    how long training stood still already. cell_rank: of a worker whose cell has several."""
+    """A part that is to be written. report: what can be said of it beforehand. with_state: whether its report has the
+    stage's entries and values. limit_bytes: memory that may be taken when the update comes too early. metadata: text
+    for the safetensors header. cell_rank: of a worker whose cell has several."""
 
-    step: int
-    generation: int
-    stage: int
-    worker_id: int
-    first: int
-    last: int
+    report: PartReport
     with_state: bool
     limit_bytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
-    stall_s: float = 0.0
     cell_rank: int | None = None
 
     def name(self, attempt: int = 0) -> str:
         """Of its file; attempt: as for `part_name`."""
-        return part_name(self.step, self.stage, self.worker_id, self.generation, attempt, self.cell_rank)
+        who = self.report
+        return part_name(who.step, who.stage, who.worker_id, who.generation, attempt, self.cell_rank)
 
 
 class Runner:
@@ -135,7 +139,7 @@ class Runner:
 
 
 class PartWriter:
-    """Writes one part. `start`; `before_update` before the state changes; the report arrives from the thread."""
+    """Writes one part. `run` in a thread, from which the report comes; `before_update` before the state changes."""
 
     def __init__(
         self,
@@ -149,29 +153,25 @@ class PartWriter:
         self._store, self._job, self._live = store, job, live
         self._find_base, self._done = base, done
         self._changed = threading.Condition()
-        self._next = job.first  # blocks before it are copied out of the live state
+        self._next = job.report.first  # blocks before it are copied out of the live state
         self._copying = False
         self._saved: dict[int, torch.Tensor] = {}
         self._stop: Why | None = None
         self._ended = threading.Event()
-        self._stall_s = job.stall_s
+        self._stall_s = job.report.stall_s
         self._began = time.monotonic()
-
-    def start(self, runner: Runner | None = None) -> None:
-        """Begins to write, in a thread of its own or the runner's."""
-        if runner is not None:
-            runner.run(self._run)
-        else:
-            threading.Thread(target=self._run, name="everstep-part", daemon=True).start()
 
     @cached_property
     def _end(self) -> int:
-        """The block after the last one that is read."""
-        return _end_of(self._live.entries, self._job)
+        """The block after the last one that is read: blocks after its own are not written, but needed for the digest of
+        an entry."""
+        report, entries = self._job.report, self._live.entries
+        mine = entries_within(entries, report.first, report.last)
+        return max([report.last, *(entries[k].blocks.stop for k in mine)])
 
     @property
     def step(self) -> int:
-        return self._job.step
+        return self._job.report.step
 
     @property
     def ended(self) -> bool:
@@ -217,21 +217,21 @@ class PartWriter:
                 break
             self._live.copy_block(low, saved)
             self._saved[low] = saved
-        in_time = self._changed.wait_for(
-            lambda: bool(self._stop) or (not self._copying and self._covered()), max(0.0, deadline - time.monotonic())
-        )
+
+        def covered() -> bool:
+            return not self._copying and all(k in self._saved for k in range(self._next, self._end))
+
+        in_time = self._changed.wait_for(lambda: bool(self._stop) or covered(), max(0.0, deadline - time.monotonic()))
         if not in_time:
             text = "the update came before the state was written, and checkpoint.memory.limit_mb is full"
             self._stop = Why(Cause.SLOW, text)
             self._changed.wait_for(lambda: not self._copying)
         return in_time and not self._stop
 
-    def _covered(self) -> bool:
-        return all(k in self._saved for k in range(self._next, self._end))
-
     # ---- the thread
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Writes it, from beginning to end."""
         job, cpu_s = self._job, time.thread_time()
         report = None
         try:
@@ -239,50 +239,41 @@ class PartWriter:
             with self._store.draft(job.name()) as draft:
                 report = self._write(draft.fd, base)
                 if report.file is not None:
-                    report = self._publish(draft, report)
+                    report = replace(report, file=report.file._replace(name=self._publish(draft)))
         except (EverstepError, OSError, MemoryError, RuntimeError) as error:  # CUDA errors are RuntimeErrors
             reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__) + (
                 f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
             )
             with self._changed:
                 self._stop = self._stop or Why(_cause_here(error), reason)
-            report = self._failed(self._stop)
+            report = job.report.failed(self._stop)
         finally:
             with self._changed:
                 self._saved.clear()
                 self._live.release()
                 self._changed.notify_all()
-        report = report or self._failed(Why(Cause.UNKNOWN, "the writer ended"))
-        times = {
-            "stall_s": self._stall_s,
-            "duration_s": time.monotonic() - self._began,
-            "cpu_s": time.thread_time() - cpu_s,
-        }
+        report = report or job.report.failed(Why(Cause.UNKNOWN, "the writer ended"))
+        duration_s, cpu_s = time.monotonic() - self._began, time.thread_time() - cpu_s
         try:
-            self._done(msgspec.structs.replace(report, **times))
+            self._done(replace(report, stall_s=self._stall_s, duration_s=duration_s, cpu_s=cpu_s))
         finally:
             self._ended.set()
 
-    def _failed(self, why: Why) -> PartReport:
-        job = self._job
-        report = PartReport(job.step, job.generation, job.stage, job.worker_id, job.first, job.last)
-        return msgspec.structs.replace(report, error=why.reason, cause=why.cause)
-
     def _write(self, fd: int, base: Base) -> PartReport:
-        job = self._job
-        n = job.last - job.first
-        data_at = -(-(512 + _BYTES_PER_RUN * (n // 2 + 1)) // _PAGE) * _PAGE
+        job, report = self._job, self._job.report
+        first, last = report.first, report.last
+        data_at = round_up(512 + _BYTES_PER_RUN * ((last - first) // 2 + 1), _PAGE)
         live, buffer, n_own = self._live, self._live.buffer(), self._live.n_own
-        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, job.first, job.last)}
+        mine = {k: xxhash.xxh3_128() for k in entries_within(live.entries, first, last)}
         digests: list[str] = []
         runs: list[tuple[int, int]] = []
         tree: list[str] = []
-        for index in range(job.first, self._end):
+        for index in range(first, self._end):
             view = bytes_of(self._take(index, buffer))
-            for k, lo, hi in live.pieces(index):
+            for k, lo, hi in pieces_of(live.entries, index):
                 if k in mine:
-                    mine[k].update(view[lo:hi])
-            if index >= job.last:
+                    mine[k].update(view[lo - index * BLOCK_BYTES : hi - index * BLOCK_BYTES])
+            if index >= last:
                 continue
             digest = digest_bytes(view)
             digests.append(digest)
@@ -296,39 +287,22 @@ class PartWriter:
                 runs.append((index, 1))
         file = None
         if runs:
-            header = _header(runs, data_at, {**job.metadata, "stage": str(job.stage), "step": str(job.step)})
+            header = _header(runs, data_at, {**job.metadata, "stage": str(report.stage), "step": str(report.step)})
             write_all(fd, memoryview(header), 0)
             os.fsync(fd)
             size = data_at + len(tree) * BLOCK_BYTES
-            file = ("", size, data_at, digest_bytes(header), tree_digest(tree))
-        return self._reported(
-            PartReport(
-                job.step,
-                job.generation,
-                job.stage,
-                job.worker_id,
-                job.first,
-                job.last,
-                digests="".join(digests),
-                entry_digests="".join(h.hexdigest() for h in mine.values()),
-                written=runs,
-                file=file,
-                base=base.step,
-                depth=base.depth,
-                written_bytes=len(tree) * BLOCK_BYTES,
-            )
-        )
-
-    def _reported(self, report: PartReport) -> PartReport:
-        """With what the state consists of, where this is the one to say so."""
-        live, outline = self._live, self._live.outline
-        if not self._job.with_state:
-            return report
-        return msgspec.structs.replace(
+            file = PartFile("", size, data_at, digest_bytes(header), tree_digest(tree))
+        if job.with_state:
+            report = replace(report, entries=tuple(live.entries), values=dict(live.values), outline=live.outline)
+        return replace(
             report,
-            entries=[(e.name, e.dtype, list(e.shape), e.offset, e.nbytes) for e in live.entries],
-            values=dict(live.values),
-            outline=([*outline.groups], rows_of(outline.planes), [*outline.transient], outline.stage),
+            digests="".join(digests),
+            entry_digests="".join(h.hexdigest() for h in mine.values()),
+            written=runs,
+            file=file,
+            base=base.step,
+            depth=base.depth,
+            written_bytes=len(tree) * BLOCK_BYTES,
         )
 
     def _take(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -349,35 +323,18 @@ class PartWriter:
                 self._changed.notify_all()
         return buffer
 
-    def _publish(self, draft: Draft, report: PartReport) -> PartReport:
+    def _publish(self, draft: Draft) -> str:
         """Gives the file a name that no file has."""
-        job = self._job
-        check(report.file is not None, "only a part with a file is published")
-        file: Any = report.file
         for attempt in range(_ATTEMPTS):
-            name = job.name(attempt)
-            try:
-                draft.publish(name, if_absent=True)
-            except FileExistsError:
-                continue
-            return msgspec.structs.replace(report, file=(name, *file[1:]))
-        raise StoreError(f"{name} and {_ATTEMPTS - 1} further names are taken")
-
-
-def file_of(report: PartReport) -> PartFile | None:
-    """The file that a part is in; None if nothing in it was new."""
-    return PartFile(*report.file) if report.file is not None else None
+            with suppress(FileExistsError):
+                draft.publish(self._job.name(attempt), if_absent=True)
+                return self._job.name(attempt)
+        raise StoreError(f"{self._job.name(_ATTEMPTS - 1)} and {_ATTEMPTS - 1} further names are taken")
 
 
 def entries_within(entries: Sequence[StateEntry], first: int, last: int) -> list[int]:
     """The numbers of the entries that begin in these blocks; empty ones belong to none."""
     return [k for k, e in enumerate(entries) if e.nbytes and first * BLOCK_BYTES <= e.offset < last * BLOCK_BYTES]
-
-
-def _end_of(entries: Sequence[StateEntry], job: PartJob) -> int:
-    """The block after the last one that is read: further ones are not written but needed for the digest of an entry."""
-    ends = [entries[k].offset + entries[k].nbytes for k in entries_within(entries, job.first, job.last)]
-    return max([job.last, *(-(-end // BLOCK_BYTES) for end in ends)])
 
 
 def split_digests(text: str) -> list[str]:
@@ -406,3 +363,75 @@ def _header(runs: Sequence[tuple[int, int]], data_at: int, metadata: Mapping[str
 def _cause_here(error: BaseException) -> Cause:
     """Of what ended the writing: an error of the system was one of the disk's."""
     return Cause.DISK if isinstance(error, OSError) else cause_of(error)
+
+
+# ---- the live state
+
+
+class LiveState:
+    """Entries, values and blocks of a stage's state, made at a step boundary: what a writer copies while the next step
+    computes its gradients. Nothing is gathered beforehand: a block is copied at a time, from wherever the tensors are.
+
+    Buffers and values are taken when it is made; parameters and optimizer state must not change while blocks of them
+    are copied. For one thread at a time, which may change.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.entries, tensors, self.values, now = state.live_tensors()
+        self.outline, self.n_blocks = state.outline, block_count(self.entries)
+        self._tensors: list[Tensor] = list(tensors)
+        with torch.no_grad():
+            for k in now:
+                self._tensors[k] = tensors[k].detach().clone()
+        self._at = -1
+        self._bytes: Any = None
+        self._cuda = next((t.device for t in self._tensors if t.is_cuda), None)
+        self._stream: Any = None
+        if self._cuda is not None:
+            self._stream = torch.cuda.Stream(self._cuda)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
+
+    @property
+    def n_own(self) -> int:
+        """How many blocks are this stage's; those after them are copies of what another stage has."""
+        entries = iter(self.entries)
+        for label, count in self.outline.groups:
+            group = list(islice(entries, count))
+            if label == FOREIGN and group:
+                return group[0].offset // BLOCK_BYTES
+        return self.n_blocks
+
+    def buffer(self) -> Tensor:
+        """Memory for one block."""
+        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._cuda is not None)
+
+    def copy_block(self, index: int, out: Tensor) -> None:
+        """Copies a block to host memory of `BLOCK_BYTES`; large pieces without the interpreter lock."""
+        check(0 <= index < self.n_blocks, f"there is no block {index} of {self.n_blocks}")
+        start, at = index * BLOCK_BYTES, 0
+        for k, lo, hi in pieces_of(self.entries, index):
+            out[at : lo - start] = 0
+            offset, at = self.entries[k].offset, hi - start
+            self._copy(k, lo - offset, hi - offset, out[lo - start : at])
+        out[at:] = 0
+
+    def release(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors, self._bytes, self._at = [], None, -1
+
+    def _copy(self, k: int, lo: int, hi: int, out: Tensor) -> None:
+        if self._at != k:  # blocks are read in order: the piece of memory in use is the last one's, nearly always
+            tensor = self._tensors[k]
+            on_device = tensor.is_cuda and tensor.is_contiguous() and not tensor.is_complex()
+            self._at = k
+            self._bytes = (
+                tensor.detach().reshape(-1).view(torch.uint8)
+                if on_device
+                else np.frombuffer(bytes_of(tensor), np.uint8)
+            )
+        if isinstance(self._bytes, Tensor):
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                out.copy_(self._bytes[lo:hi], non_blocking=True)
+            self._stream.synchronize()
+        else:
+            np.copyto(out.numpy(), self._bytes[lo:hi])

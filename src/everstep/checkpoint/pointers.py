@@ -1,23 +1,28 @@
 """`latest`, `best` and the pins: small files beside the checkpoints. What is lost of them can be found again from the
-manifests, pins excepted."""
+manifests, pins excepted.
+
+They are sealed, as manifests are: the first line bears a format and a digest of all that follows, so that any changed
+byte shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.names import MAX_STEP, PINS
-from everstep.checkpoint.sealed import seal, unseal
 from everstep.checkpoint.store import BlobStore
+from everstep.exact.digest import digest_bytes
 
 _POINTER, _PINS = "pointer", "pins"
 
 
 def write_pointer(store: BlobStore, name: str, step: int, **more: Any) -> None:
     """name: LATEST or BEST. more: what else it says (JSON). Raises: StoreError."""
-    data = seal(_POINTER, {"step": step, **more})
-    store.write(name, [data], len(data))
+    _write(store, _POINTER, name, {"step": step, **more})
 
 
 def read_pointer(store: BlobStore, name: str) -> int | None:
@@ -25,9 +30,8 @@ def read_pointer(store: BlobStore, name: str) -> int | None:
 
     Raises: CheckpointCorrupt if it was altered. StoreError.
     """
-    try:
-        body = unseal(_POINTER, store.read(name), name)
-    except BlobMissing:
+    body = _read(store, _POINTER, name)
+    if body is None:
         return None
     if not _is_step(body.get("step")):
         raise CheckpointCorrupt(f"{name} names no step: expected a whole number from 0 to {MAX_STEP}")
@@ -39,10 +43,7 @@ def read_pointer_value(store: BlobStore, name: str) -> float | None:
 
     Raises: CheckpointCorrupt if it was altered. StoreError.
     """
-    try:
-        value = unseal(_POINTER, store.read(name), name).get("value")
-    except BlobMissing:
-        return None
+    value = (_read(store, _POINTER, name) or {}).get("value")
     try:
         return float.fromhex(value) if isinstance(value, str) else None
     except (ValueError, OverflowError):
@@ -51,21 +52,78 @@ def read_pointer_value(store: BlobStore, name: str) -> float | None:
 
 def write_pins(store: BlobStore, pins: Mapping[str, int]) -> None:
     """pins: name -> step that is kept for ever. Raises: StoreError."""
-    data = seal(_PINS, {"pins": dict(pins)})
-    store.write(PINS, [data], len(data))
+    _write(store, _PINS, PINS, {"pins": dict(pins)})
 
 
 def read_pins(store: BlobStore) -> dict[str, int]:
     """Raises: CheckpointCorrupt if the file was altered. StoreError."""
-    try:
-        body = unseal(_PINS, store.read(PINS), PINS)
-    except BlobMissing:
-        return {}
-    pins = body.get("pins")
+    pins = (_read(store, _PINS, PINS) or {"pins": {}}).get("pins")
     if not isinstance(pins, dict) or not all(_is_step(step) for step in pins.values()):
         raise CheckpointCorrupt(f"{PINS} holds no names with steps: expected whole numbers from 0 to {MAX_STEP}")
     return pins
 
 
+def _write(store: BlobStore, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    data = seal(kind, body)
+    store.write(name, [data], len(data))
+
+
+def _read(store: BlobStore, kind: str, name: str) -> dict[str, Any] | None:
+    try:
+        return unseal_one_of(kind, store.read(name), name, (FORMAT,))[1]
+    except BlobMissing:
+        return None
+
+
 def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_STEP
+
+
+# ---- sealed files
+
+
+FORMAT = 1
+_HEAD = re.compile(rb'\{"everstep_([a-z]{1,20})":(\d{1,9}),"digest":"([0-9a-f]{32})","body":\n')
+_TAIL = b"}\n"
+
+
+def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
+    """The file's bytes. kind: lower-case letters."""
+    text = json.dumps(body, separators=(",", ":")).encode()
+    return _head(kind.encode(), version, text) + text + _TAIL
+
+
+def unseal_one_of(
+    kind: str, data: bytes | bytearray | memoryview, name: str, formats: Sequence[int]
+) -> tuple[int, dict[str, Any]]:
+    """The format of a file and the body that it bears. name: of the file, for messages. formats: those that are read.
+
+    Raises: CheckpointCorrupt if a byte differs. ConfigError if it is whole, but of a format that is not read here.
+    """
+    text = bytes(data)
+    found = _HEAD.match(text)
+    if found is None or not text.endswith(_TAIL):
+        raise CheckpointCorrupt(f"{name} is no whole {kind} ({len(text)} bytes): altered, truncated or foreign")
+    version, body = int(found[2]), text[found.end() : -len(_TAIL)]
+    if _head(found[1], version, body) != found[0]:
+        raise CheckpointCorrupt(f"{name} does not match its digest: it was altered")
+    if found[1] != kind.encode():
+        raise CheckpointCorrupt(f"{name} is no {kind} but a {found[1].decode()}")
+    if version not in formats:
+        read = " and ".join(map(str, formats))
+        raise ConfigError(f"{name} has format {version}; this version of Everstep reads {read}: use a newer one")
+    try:
+        loaded = json.loads(body)
+        if b"\\ud" in body.lower():  # halves of characters cannot be written again, nor shown
+            json.dumps(loaded, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        said = error if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {said}") from None
+    if not isinstance(loaded, dict):
+        raise CheckpointCorrupt(f"{name} is not as Everstep writes it: expected an object")
+    return version, loaded
+
+
+def _head(kind: bytes, version: int, body: bytes) -> bytes:
+    digest = digest_bytes(b"%s %d\n" % (kind, version) + body)
+    return b'{"everstep_%s":%d,"digest":"%s","body":\n' % (kind, version, digest.encode())

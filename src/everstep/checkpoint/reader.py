@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError
+from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
-from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, manifest_name, step_name, step_of
-from everstep.checkpoint.pointers import read_pointer
+from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
+from everstep.checkpoint.part import tree_digest
+from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.repair import Lost, Repairer
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes, digest_views
-from everstep.exact.image import BLOCK_BYTES, Scatter
+from everstep.exact.image import BLOCK_BYTES, Scatter, pieces_of, spread
 from everstep.exact.state import ModelState
 from everstep.exact.topology import select
 
@@ -29,6 +31,7 @@ PIECE_BLOCKS = 16
 """At most so many blocks are read at once: 4 MiB."""
 THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 2
+_T = TypeVar("_T")
 
 Told = Callable[[int, str], None]
 """Is told the step of a checkpoint that cannot be used, and why."""
@@ -58,7 +61,7 @@ class Checkpoint:
             size = self.store.size(file.name)
             head = self.store.read(file.name, 0, min(size, file.data_at))
         except BlobMissing:
-            raise CheckpointCorrupt(f"{where} is missing, which step {self.step} needs") from None
+            raise self._missing(file) from None
         if digest_bytes(head) != file.head:
             foreign = _foreign(head, file.name, self.manifest)
             raise CheckpointCorrupt(f"{where} {foreign or 'does not begin as it was written: altered or truncated'}")
@@ -71,45 +74,28 @@ class Checkpoint:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(self.check_file, self.manifest.files))
 
-    def read_block(self, index: int) -> memoryview:
-        """The bytes of a block of the whole state. Raises: CheckpointCorrupt if it does not match its digest."""
-        return self._read_piece([index], None)[0]
-
-    def read_blocks(
-        self, indices: Sequence[int], threads: int = THREADS, stage: int | None = None
-    ) -> Iterator[memoryview]:
+    def read_blocks(self, indices: Sequence[int], stage: int | None = None) -> Iterator[memoryview]:
         """The bytes of blocks, in this order, verified, read ahead by several threads. stage: that needs them.
 
         Raises: CheckpointCorrupt naming file and block.
         """
-        pieces = self._pieces(indices)
-        with ThreadPoolExecutor(threads) as pool:
-            waiting: deque[Future[list[memoryview]]] = deque()
-            try:
-                for piece in pieces:
-                    waiting.append(pool.submit(self._read_piece, piece, stage))
-                    if len(waiting) > threads + _AHEAD:
-                        yield from waiting.popleft().result()
-                while waiting:
-                    yield from waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+        for blocks in self._in_order(indices, lambda _, piece: self._read_piece(piece, stage)):
+            yield from blocks
 
-    def load_into(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+    def load_into(self, states: Mapping[int, ModelState]) -> None:
         """Gives each stage's state what it needs of the checkpoint. If it raises, load again before using them.
 
         Raises: CheckpointCorrupt if something does not match its hash. ConfigError if it is of another model.
         """
         for stage, state in states.items():
             manifest, blocks = self._selected(state)
-            state.load_with(manifest, partial(self._fill, blocks=blocks, threads=threads, stage=stage))
+            state.load_with(manifest, partial(self._fill, blocks=blocks, stage=stage))
 
-    def verify_for(self, states: Mapping[int, ModelState], threads: int = THREADS) -> None:
+    def verify_for(self, states: Mapping[int, ModelState]) -> None:
         """Reads what `load_into` would read, and changes nothing. Raises: as `load_into`."""
         for stage, state in states.items():
             _, blocks = self._selected(state)
-            for _ in self.read_blocks(blocks, threads, stage):
+            for _ in self.read_blocks(blocks, stage):
                 pass
 
     def _selected(self, state: ModelState) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -119,29 +105,29 @@ class Checkpoint:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(f"{self.name} is not as Everstep writes it: {type(error).__name__}") from error
 
-    def _fill(self, scatter: Scatter, blocks: Sequence[int], threads: int, stage: int) -> None:
+    def _fill(self, scatter: Scatter, blocks: Sequence[int], stage: int) -> None:
         """Reads blocks straight to where they go, and verifies them there."""
 
-        def fill(begin: int, piece: list[int]) -> None:
-            file, at = self.manifest.place(piece[0])
-            parts = [scatter.views(begin + k) for k in range(len(piece))]
-            try:
-                got = self.store.read_into(file.name, at, [view for part in parts for view in part])
-            except BlobMissing:
-                raise self._missing(file) from None
-            for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
-                there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
-                if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
-                    _spread(self._repaired(index, there, stage), part)
+        def fill(begin: int, piece: Sequence[int]) -> None:
+            self._read_into(piece, [scatter.views(begin + k) for k in range(len(piece))], stage)
 
-        with ThreadPoolExecutor(threads) as pool:
-            waiting, begin = [], 0
-            for piece in self._pieces(blocks):
-                waiting.append(pool.submit(fill, begin, piece))
-                begin += len(piece)
+        for _ in self._in_order(blocks, fill):
+            pass
+
+    def _in_order(self, indices: Sequence[int], read: Callable[[int, Sequence[int]], _T]) -> Iterator[_T]:
+        """What `read` makes of each piece of these blocks, in order, by several threads that are a little ahead. It is
+        given the number of blocks before, and the piece."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting: deque[Future[_T]] = deque()
+            begin = 0
             try:
-                for future in waiting:
-                    future.result()
+                for piece in self._pieces(indices):
+                    waiting.append(pool.submit(read, begin, piece))
+                    begin += len(piece)
+                    if len(waiting) > THREADS + _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
             finally:
                 for future in waiting:
                     future.cancel()
@@ -161,21 +147,30 @@ class Checkpoint:
             yield piece
 
     def _read_piece(self, piece: Sequence[int], stage: int | None) -> list[memoryview]:
+        memory = memoryview(bytearray(len(piece) * BLOCK_BYTES))
+        blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
+        self._read_into(piece, [[block] for block in blocks], stage)
+        return blocks
+
+    def _read_into(self, piece: Sequence[int], parts: Sequence[Sequence[memoryview]], stage: int | None) -> None:
+        """Reads blocks that lie one after the other in one file, each into its views."""
         file, at = self.manifest.place(piece[0])
         try:
-            data = memoryview(self.store.read(file.name, at, len(piece) * BLOCK_BYTES)).cast("B")
+            got = self.store.read_into(file.name, at, [view for part in parts for view in part])
         except BlobMissing:
             raise self._missing(file) from None
-        blocks = [data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES] for k in range(len(piece))]
-        for k, (index, block) in enumerate(zip(piece, blocks, strict=True)):
-            if digest_bytes(block) != self.manifest.state["blocks"][index]:
-                blocks[k] = self._repaired(index, len(block), stage)
-        return blocks
+        for k, (index, part) in enumerate(zip(piece, parts, strict=True)):
+            there = min(BLOCK_BYTES, max(0, got - k * BLOCK_BYTES))
+            if there < BLOCK_BYTES or digest_views(part) != self.manifest.state["blocks"][index]:
+                spread(self._repaired(index, there, stage), part)
 
     def _repaired(self, index: int, n_bytes: int, stage: int | None) -> memoryview:
         """A block from elsewhere, of which so many bytes were read here. Raises: CheckpointCorrupt if there is none."""
         file, at = self.manifest.place(index)
-        error = self._mismatch(file, index, n_bytes)
+        error = CheckpointCorrupt(
+            f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its digest "
+            f"({n_bytes} bytes)"
+        )
         lost = Lost(self.step, index, self.manifest.state["blocks"][index], stage, file.name, at)
         found = self._repair.block(self.store, lost, str(error)) if self._repair is not None else None
         if found is None:
@@ -185,16 +180,9 @@ class Checkpoint:
     def _missing(self, file: PartFile) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"{self.store.url}/{file.name} is missing, which step {self.step} needs")
 
-    def _mismatch(self, file: PartFile, index: int, n_bytes: int) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{self.store.url}/{file.name}: block {index} ({', '.join(self.inside(index))}) does not match its "
-            f"digest ({n_bytes} bytes)"
-        )
-
     def inside(self, index: int, most: int = 3) -> list[str]:
         """The names of the first tensors that a block holds a part of."""
-        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-        found = [e.name for e in self.manifest.entries if e.nbytes and e.offset < stop and e.offset + e.nbytes > start]
+        found = [self.manifest.entries[k].name for k, _, _ in pieces_of(self.manifest.entries, index)]
         return [*found[:most], f"{len(found) - most} more"] if len(found) > most else found
 
 
@@ -237,30 +225,30 @@ def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
     return manifest, text
 
 
-def verify_blocks(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda n: None) -> None:
-    """Reads all that the checkpoint needs. progress: is told how many bytes were read each time.
+def verify_blocks(checkpoint: Checkpoint) -> None:
+    """Reads all that the checkpoint needs.
 
     Raises: CheckpointCorrupt for the first thing that is wrong. StoreError.
     """
     checkpoint.check_files()
-    order = sorted(range(checkpoint.manifest.n_blocks), key=lambda k: _reading_order(checkpoint.manifest, k))
-    for block in checkpoint.read_blocks(order):
-        progress(len(block))
+    order = sorted(range(checkpoint.manifest.n_blocks), key=checkpoint.manifest.place)
+    for _ in checkpoint.read_blocks(order):
+        pass
 
 
 def newest_complete(
     store: BlobStore,
     *,
     verify: bool = True,
-    accept: Callable[[Checkpoint], str | None] = lambda checkpoint: None,
+    accept: Callable[[Checkpoint], None] = lambda checkpoint: None,
     told: Told = lambda step, reason: None,
     before: int | None = None,
     repair: Repairer | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if there is none. What is damaged is set aside, and `told`.
 
-    verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: says
-    why a whole one is passed over, None if it is not; what it raises ends the search. before: only older ones. repair:
+    verify: read every byte (False: manifest, sizes and headers; blocks are verified when they are loaded). accept: is
+    given each; what it raises ends the search. before: only older ones. repair:
     as for `Checkpoint`.
 
     Raises: StoreError if the store cannot be read. ConfigError for a checkpoint of a newer format.
@@ -270,16 +258,13 @@ def newest_complete(
             continue
         try:
             checkpoint = open_checkpoint(store, step, repair)
-            refused = accept(checkpoint)
-            if refused:
-                told(step, refused)
-                continue
+            accept(checkpoint)
             if verify:
                 verify_blocks(checkpoint)
             else:
                 checkpoint.check_files()
         except CheckpointCorrupt as error:
-            note = _set_aside(store, step)
+            note = set_aside_and_say(store, step)
             if note:  # else another worker has just done so, and said so
                 told(step, f"{error}{note}")
         except BlobMissing:
@@ -315,26 +300,14 @@ def set_aside_after(store: BlobStore, sound: int) -> None:
                 store.delete(name)
 
 
-def _set_aside(store: BlobStore, step: int) -> str:
+def set_aside_and_say(store: BlobStore, step: int) -> str:
+    """What is to be said of a damaged checkpoint beside its damage; nothing if another worker has set it aside."""
     try:
         return f"; set aside as {set_aside(store, step)}"
     except BlobMissing:
         return ""
     except EverstepError as error:
         return f"; it cannot be set aside: {error}"
-
-
-def _spread(data: memoryview, views: Sequence[memoryview]) -> None:
-    """Copies bytes into one view after the other."""
-    at = 0
-    for view in views:
-        view[:] = data[at : at + len(view)]
-        at += len(view)
-
-
-def _reading_order(manifest: Manifest, index: int) -> tuple[str, int]:
-    file, at = manifest.place(index)
-    return file.name, at
 
 
 def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest) -> str:
@@ -348,3 +321,122 @@ def _foreign(head: bytes | bytearray | memoryview, name: str, manifest: Manifest
         if step and step != str(step_of(name)):
             return f"is a part of step {step}"
     return ""
+
+
+# ---- verifying all that a store holds; it changes nothing
+
+
+OnBlock = Callable[[int], None]
+"""Is told how many bytes more were read."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong. step: of the checkpoint that it spoils, None if it spoils none. name: of the file."""
+
+    step: int | None
+    name: str
+    what: str
+
+
+def verify_store(
+    store: BlobStore, steps: Collection[int] | None = None, progress: OnBlock = lambda n: None
+) -> list[Problem]:
+    """All problems of a store. steps: only of these checkpoints (and not of the pointers).
+
+    Raises: StoreError if the store cannot be read. BlobMissing for a step that is not there.
+    """
+    found: list[Problem] = []
+    checked: dict[PartFile, str] = {}
+    for step in sorted(steps) if steps is not None else steps_in(store):
+        found += verify_checkpoint(store, step, progress, checked)
+    if steps is None:
+        found += _verify_pointers(store)
+        found += [
+            Problem(None, name, "was found damaged before, and set aside")
+            for name in store.list("step-")
+            if is_damaged(name)
+        ]
+    return found
+
+
+def verify_checkpoint(
+    store: BlobStore, step: int, progress: OnBlock = lambda n: None, checked: dict[PartFile, str] | None = None
+) -> list[Problem]:
+    """All problems of one checkpoint. checked: what is known of files already; is added to."""
+    known = {} if checked is None else checked
+    try:
+        checkpoint = open_checkpoint(store, step)
+    except (CheckpointCorrupt, ConfigError) as error:
+        return [Problem(step, manifest_name(step), str(error))]
+    found = []
+    for file in checkpoint.manifest.files:
+        if file not in known:
+            known[file] = _file_problem(checkpoint, file, progress)
+        if known[file]:
+            found.append(Problem(step, file.name, known[file]))
+    return found
+
+
+def bytes_of_files(store: BlobStore, steps: Collection[int]) -> int:
+    """How much there is to read to verify these checkpoints."""
+    sizes: dict[str, int] = {}
+    for step in steps:
+        with suppress(CheckpointCorrupt, ConfigError, BlobMissing):
+            sizes |= {f.name: f.size - f.data_at for f in open_checkpoint(store, step).manifest.files}
+    return sum(sizes.values())
+
+
+def _file_problem(checkpoint: Checkpoint, file: PartFile, progress: OnBlock) -> str:
+    """What is wrong with a file, every byte of it read; empty if nothing is."""
+    manifest, store = checkpoint.manifest, checkpoint.store
+    try:
+        checkpoint.check_file(file)
+        expected = _expected(manifest, file)
+        digests: list[str] = []
+        for first in range(0, file.n_blocks, PIECE_BLOCKS):
+            count = min(PIECE_BLOCKS, file.n_blocks - first)
+            data = memoryview(store.read(file.name, file.data_at + first * BLOCK_BYTES, count * BLOCK_BYTES)).cast("B")
+            progress(len(data))
+            for k in range(count):
+                digests.append(digest_bytes(data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]))
+                wanted, index = expected.get(first + k, (digests[-1], 0))
+                if wanted != digests[-1]:
+                    inside = ", ".join(checkpoint.inside(index))
+                    return f"{store.url}/{file.name}: block {index} ({inside}) does not match its digest"
+        if tree_digest(digests) != file.tree:
+            return f"{store.url}/{file.name} does not match its hash, outside what step {checkpoint.step} needs of it"
+    except (CheckpointCorrupt, BlobMissing) as error:
+        return str(error)
+    return ""
+
+
+def _expected(manifest: Manifest, file: PartFile) -> dict[int, tuple[str, int]]:
+    """By the number of the block in the file: its digest, and its number in the state."""
+    found: dict[int, tuple[str, int]] = {}
+    for run in manifest.runs:
+        if manifest.files[run.file] == file:
+            at = (run.offset - file.data_at) // BLOCK_BYTES
+            found |= {at + k: (manifest.state["blocks"][run.first + k], run.first + k) for k in range(run.n_blocks)}
+    return found
+
+
+def _verify_pointers(store: BlobStore) -> list[Problem]:
+    found = []
+    steps = set(steps_in(store))
+    for name in (LATEST, BEST):
+        try:
+            step = read_pointer(store, name)
+            if step is not None and step not in steps:
+                found.append(Problem(None, name, f"{name} points at step {step}, of which there is no checkpoint"))
+        except (CheckpointCorrupt, ConfigError) as error:
+            found.append(Problem(None, name, str(error)))
+    try:
+        for pin, step in read_pins(store).items():
+            if step not in steps:
+                found.append(
+                    Problem(None, "pins.json", f"pin {pin} names step {step}, of which there is no checkpoint")
+                )
+    except (CheckpointCorrupt, ConfigError, StoreError) as error:
+        found.append(Problem(None, "pins.json", str(error)))
+    return found

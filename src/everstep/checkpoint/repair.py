@@ -115,14 +115,11 @@ class Elsewhere:
             manifest = next(self._left, None)
             if manifest is None:
                 return None
-            self._add(manifest)
-
-    def _add(self, manifest: Manifest) -> None:
-        for index, digest in enumerate(manifest.state["blocks"]):
-            file, at = manifest.place(index)
-            places = self._places.setdefault(digest, [])
-            if (file.name, at) not in places:
-                places.append((file.name, at))
+            for index, digest in enumerate(manifest.state["blocks"]):
+                part, at = manifest.place(index)
+                places = self._places.setdefault(digest, [])
+                if (part.name, at) not in places:
+                    places.append((part.name, at))
 
 
 def _put_back(store: BlobStore, lost: Lost, data: memoryview) -> str:

@@ -5,18 +5,18 @@ A checkpoint goes by its manifest, first of all; its files follow once no manife
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
-from everstep.checkpoint.names import is_damaged, is_part, manifest_name, step_name, step_of
-from everstep.checkpoint.pointers import read_pins
+from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
+from everstep.checkpoint.pointers import read_pins, write_pointer
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
-from everstep.protocol.driver.policy import kept
+from everstep.protocol.driver.policy import best_of, kept
 
 
 @dataclass
@@ -57,6 +57,22 @@ class Shelf:
     def steps(self) -> list[int]:
         return sorted(self.files)
 
+    def point(self, mode: str) -> None:
+        """Has `latest`, and `best`, name what they are to name. Raises: StoreError."""
+        write_pointer(self.store, LATEST, self.steps[-1])
+        best = best_of(self.steps, self.scores, mode)
+        if best:
+            write_pointer(self.store, BEST, best[0], metric=self.metric, value=float(self.scores[best[0]]).hex())
+
+    def unkept(self, rule: TierConfig, mode: str, *, held: Collection[int] = (), proven: int = 0) -> list[int]:
+        """The steps that the rule does not keep, nor a pin. held: that must stay for now. proven: as for `kept`.
+
+        Raises: StoreError. CheckpointCorrupt if the pins cannot be read.
+        """
+        pins = {*read_pins(self.store).values(), *held}
+        stay = kept(self.steps, rule, pins=pins, scores=self.scores, best_mode=mode, proven=proven)
+        return [step for step in self.steps if step not in stay]
+
     def retire(self, steps: Collection[int]) -> None:
         """These are no checkpoints any more; their files stay until `sweep`. Raises: StoreError."""
         for step in sorted(steps):
@@ -64,8 +80,8 @@ class Shelf:
             self.files.pop(step, None)
             self.scores.pop(step, None)
 
-    def sweep(self, busy: Collection[int] = (), doomed: Callable[[str], None] = lambda name: None) -> list[str]:
-        """Deletes parts that no checkpoint refers to; returns their names.
+    def sweep(self, busy: Collection[int] = ()) -> None:
+        """Deletes parts that no checkpoint refers to.
 
         busy: steps that are being written. Newer ones than the newest checkpoint, and folders with something that was
         set aside, are left alone; so is everything while there is a manifest that cannot be read: it may refer to
@@ -74,30 +90,25 @@ class Shelf:
         Raises: StoreError.
         """
         if self.broken or not self.files:
-            return []
+            return
         names = self.store.list("step-")
         needed = self.aside.union(*self.files.values())
         aside = {step_of(name) for name in names if is_damaged(name)}
         newest = max(self.files)
-        gone = []
         for name in names:
             step = step_of(name)
             left_alone = step is None or step > newest or step in busy or step in aside
-            if left_alone or name in needed or not is_part(name):
-                continue
-            doomed(name)
-            self.store.delete(name)
-            gone.append(name)
+            if not left_alone and name not in needed and is_part(name):
+                self.store.delete(name)
         if isinstance(self.store, DirectoryStore):
             for step in {step_of(path.name) for path in self.store.path.glob("step-*")}:
                 if step is not None and step < newest and step not in busy:
                     self.store.drop_temporaries(step_name(step))
-        return gone
 
 
 def would_go(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
     """The steps that the rule does not keep. Raises: StoreError. CheckpointCorrupt if the pins cannot be read."""
-    return _unkept(Shelf.read(store, metric), rule, mode)
+    return Shelf.read(store, metric).unkept(rule, mode)
 
 
 def apply(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: str = "max") -> list[int]:
@@ -106,13 +117,7 @@ def apply(store: BlobStore, rule: TierConfig, metric: str | None = None, mode: s
     Raises: StoreError. CheckpointCorrupt if the pins cannot be read: nothing is deleted then.
     """
     shelf = Shelf.read(store, metric)
-    retired = _unkept(shelf, rule, mode)
+    retired = shelf.unkept(rule, mode)
     shelf.retire(retired)
     shelf.sweep()
     return retired
-
-
-def _unkept(shelf: Shelf, rule: TierConfig, mode: str) -> list[int]:
-    pins = set(read_pins(shelf.store).values())
-    stay = kept(shelf.steps, rule, pins=pins, scores=shelf.scores, best_mode=mode)
-    return [step for step in shelf.steps if step not in stay]

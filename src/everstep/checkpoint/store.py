@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,23 +36,18 @@ class BlobStore(Protocol):
     @property
     def url(self) -> str:
         """What a user would type to name it."""
-        ...
 
     def list(self, prefix: str = "") -> list[str]:
         """The names that begin with the prefix (any text, no pattern), sorted; none if there is nothing at all."""
-        ...
 
     def size(self, name: str) -> int:
         """In bytes. Raises: BlobMissing."""
-        ...
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
         """`length` bytes from `start` (to the end by default); fewer only where the blob ends. Raises: BlobMissing."""
-        ...
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         """Reads from `start` into one view after the other; how many bytes there were. Raises: BlobMissing."""
-        ...
 
     def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
         """Writes a blob, all or nothing, durable when it returns; replaces an older one unless `if_absent`.
@@ -63,15 +57,12 @@ class BlobStore(Protocol):
 
         Raises: BlobExists with if_absent, if it is there already.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Of no effect if it is not there."""
-        ...
 
     def move(self, old: str, new: str) -> None:
         """Gives a blob another name, that is free. Raises: BlobMissing, BlobExists."""
-        ...
 
 
 class Draft:
@@ -130,14 +121,14 @@ class DirectoryStore:
             return found.st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> BytesLike:
-        with self._reading(name) as fd:
+        with self._open(name, "read", os.O_RDONLY) as fd:
             end = os.fstat(fd).st_size
             stop = end if length is None else min(end, start + length)
             buffer = room_for(max(0, stop - start), str(self.path / name))
-            return memoryview(buffer)[: read_into(fd, memoryview(buffer), start)]
+            return memoryview(buffer)[: read_views(fd, [memoryview(buffer)], start)]
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> int:
-        with self._reading(name) as fd:
+        with self._open(name, "read", os.O_RDONLY) as fd:
             return read_views(fd, views, start)
 
     def write(self, name: str, chunks: Iterable[BytesLike], size: int, if_absent: bool = False) -> None:
@@ -183,24 +174,16 @@ class DirectoryStore:
     def mend(self, name: str, at: int, data: memoryview) -> None:
         """Writes over damaged bytes of a blob what they were before: for who reads it meanwhile, and for writers who do
         the same, nothing changes but the damage. Durable when it returns. Raises: BlobMissing."""
-        with self._folder(name, "mend") as folders:
-            how = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(words_of(name)[-1], how, dir_fd=folders[-1])
-            try:
-                self._refuse_foreign(name, os.fstat(fd))
-                write_all(fd, data, at)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with self._open(name, "mend", os.O_WRONLY) as fd:
+            write_all(fd, data, at)
+            os.fsync(fd)
 
-    def drop_temporaries(self, folder: str, older_than_s: float = 0.0) -> None:
+    def drop_temporaries(self, folder: str) -> None:
         """Removes what writers that died left behind in a folder."""
-        now = time.time()
         with suppress(OSError, StoreError), self._folder(f"{folder}/any", "list") as folders:
             for name in os.listdir(folders[-1]):
-                with suppress(OSError):
-                    changed_s = os.stat(name, dir_fd=folders[-1], follow_symlinks=False).st_mtime
-                    if name.startswith(TEMPORARY) and now - changed_s >= older_than_s:
+                if name.startswith(TEMPORARY):
+                    with suppress(OSError):
                         os.unlink(name, dir_fd=folders[-1])
 
     # ---- the way to a file
@@ -224,9 +207,9 @@ class DirectoryStore:
                 os.close(fd)
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[int]:
-        with self._folder(name, "read") as folders:
-            how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that nobody writes to
+    def _open(self, name: str, verb: str, mode: int) -> Iterator[int]:
+        with self._folder(name, verb) as folders:
+            how = mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that nobody is at the other end of
             fd = os.open(words_of(name)[-1], how, dir_fd=folders[-1])
             try:
                 self._refuse_foreign(name, os.fstat(fd))
@@ -245,17 +228,6 @@ def write_all(fd: int, data: memoryview, at: int) -> int:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], at + done)
-    return done
-
-
-def read_into(fd: int, out: memoryview, at: int) -> int:
-    """Reads from a position until `out` is full or the file ends, without the interpreter lock; returns how much."""
-    done = 0
-    while done < len(out):
-        got = os.preadv(fd, [out[done:]], at + done)
-        if got == 0:
-            break
-        done += got
     return done
 
 

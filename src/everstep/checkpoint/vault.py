@@ -14,8 +14,7 @@ from everstep.base.config_keys import MemoryTierConfig
 from everstep.base.errors import CheckpointCorrupt
 from everstep.base.extents import WHOLE, Extents
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, entries_of
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import BLOCK_BYTES, entries_of, sizes_of
 from everstep.protocol.driver.policy import kept
 
 
@@ -27,7 +26,6 @@ class Kept(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it is whole by then."""
-        ...
 
     def manifest(self) -> dict[str, Any]: ...
 
@@ -35,7 +33,6 @@ class Kept(Protocol):
 
     def release(self) -> None:
         """Its memory is given back; it is not read any more."""
-        ...
 
 
 class MemoryCopy:
@@ -166,9 +163,6 @@ class Vault:
     def clear(self) -> None:
         """Drops everything."""
         self.forget(-1)
-
-    def _size(self) -> int:
-        return sum(s.n_blocks for s in self._held.values()) * BLOCK_BYTES
 
     def _displaced(self, stage: int) -> set[tuple[int, int]]:
         """What goes when the stage gets a further snapshot."""

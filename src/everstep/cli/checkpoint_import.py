@@ -10,14 +10,13 @@ from typing import Any
 
 from everstep.base.config import Config, numerics, parse_set
 from everstep.base.errors import ConfigError
-from everstep.checkpoint.interchange import NAMES, names_record
+from everstep.checkpoint.interchange import NAMES, names_record, take_weights
 from everstep.checkpoint.interchange_formats import detect, load_weights
-from everstep.checkpoint.interchange_import import take_weights
 from everstep.checkpoint.manifest import JobIdentity
+from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.whole import write_whole
 from everstep.cli.job import Request, effective_config, read_config_file
 from everstep.cli.run import canonical
 from everstep.cli.task_loading import make_task, parse_task

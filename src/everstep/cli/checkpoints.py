@@ -187,8 +187,7 @@ def verify_command(places: tuple[str, ...], which: str | None, as_json: bool) ->
 
 def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
     """(how many checkpoints were looked at, what is wrong with them)."""
-    from everstep.checkpoint.reader import steps_in
-    from everstep.checkpoint.verify import bytes_of_files, verify_store
+    from everstep.checkpoint.reader import bytes_of_files, steps_in, verify_store
     from everstep.cli.checkpoint_place import choose, progress_bar
 
     named = which is not None or place.step is not None

@@ -64,13 +64,10 @@ class Watched:
 
     def _look(self) -> dict[str, str]:
         optimizer = self._optimizer
-        carried = plain(optimizer)
+        carried, known = plain(optimizer), _storages(optimizer)
         seen = {id(optimizer), id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups)}
-        known = _storages(optimizer)
         return {
-            name: repr(_facts(value, known, set(seen), _MAX_DEPTH))
-            for name, value in _own(optimizer)
-            if name not in carried
+            name: repr(_facts(value, known, seen, _MAX_DEPTH)) for name, value in _own(optimizer) if name not in carried
         }
 
 
@@ -89,16 +86,11 @@ def _storage(tensor: Tensor) -> int:
 
 def _storages(optimizer: Optimizer) -> set[int]:
     """Of the parameters, their gradients, and the state kept for them."""
-    found: set[int] = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found.add(_storage(parameter))
-            if parameter.grad is not None:
-                found.add(_storage(parameter.grad))
-    for state in optimizer.state.values():
-        if isinstance(state, Mapping):
-            found.update(_storage(v) for v in state.values() if isinstance(v, Tensor))
-    return found
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return {_storage(tensor) for tensor in (*parameters, *gradients, *kept)}
 
 
 def _facts(value: Any, known: set[int], seen: set[int], depth: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Container, Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -79,12 +80,8 @@ class _Guarded:
     def changed(self, thorough: bool) -> bool:
         """Whether the value is not the step's. thorough: look into large buffers that seem untouched, too."""
         value = self.current()
-        if value is not self.tensor:
-            return not self._same(value)
-        if value is None:
-            return False
-        if not self.small and not thorough and _version(value) == self.version:
-            return False
+        if value is self.tensor and value is not None and not self.small and not thorough:
+            return _version(value) != self.version and not self._same(value)
         return not self._same(value)
 
     @property
@@ -167,9 +164,8 @@ class BufferGuard:
             return
         self._step = step
         self._steps_seen += 1
-        self._lanes = 0
-        self._dirty, self._outcome, self._values, self._left = set(), {}, {}, {}
-        self._in_flight = {}
+        self.forget_lanes()
+        self._dirty, self._in_flight = set(), {}
         with torch.no_grad():
             _copy([guarded.remember() for guarded in self._all])
 
@@ -188,15 +184,15 @@ class BufferGuard:
         """As `begin_lane`, for a lane that stays in flight while others begin: the buffers that lanes change become
         tensors of this lane's own, so that neither values nor version counters in its graph change under it."""
         with torch.no_grad():
-            self._mark_volatile()
-            own = [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
-            _copy([guarded.renew() for guarded in own])
+            for index, guarded in enumerate(self._others):
+                if index not in self._volatile and (index in self._dirty or guarded.changed(self._thorough)):
+                    self._volatile.add(index)
+            _copy([guarded.renew() for guarded in self._own()])
             self._dirty.clear()
 
     def leave_lane(self, lane: int) -> None:
         """Remembers the lane's own buffers, for its backward pass."""
-        own = [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
-        self._in_flight[lane] = [(guarded, guarded.current()) for guarded in own]
+        self._in_flight[lane] = [(guarded, guarded.current()) for guarded in self._own()]
 
     def drop_lane(self, lane: int) -> None:
         """The lane is left, or will be computed again."""
@@ -216,14 +212,10 @@ class BufferGuard:
 
         Raises: ConfigError naming a buffer that lanes leave different.
         """
-        if not self._others:
-            self._lanes += 1
-            return {}
-        thorough = self._steps_seen <= _WATCHED_STEPS
         outcome: dict[int, str] = {}
         with torch.no_grad():
             for index, guarded in enumerate(self._others):
-                if guarded.changed(thorough):
+                if guarded.changed(self._thorough):
                     self._take(index, guarded, outcome)
         self._dirty |= set(outcome)
         self._volatile |= set(outcome)
@@ -248,14 +240,12 @@ class BufferGuard:
         """
         if self._step is None:
             self.begin_step(-1)
-        worked = [r for r in reports if r.lanes > 0]
-        outcome: dict[int, Change] = {}
-        for k, report in enumerate(worked):
-            changes = {change.index: change for change in report.changes}
-            digests = {(i, c.digest) for i, c in changes.items()}
-            if k and digests != {(i, c.digest) for i, c in outcome.items()}:
-                self._refuse(digests ^ {(i, c.digest) for i, c in outcome.items()})
-            outcome = changes
+        worked = [{change.index: change for change in r.changes} for r in reports if r.lanes > 0]
+        outcome = worked[-1] if worked else {}
+        digests = [{(i, change.digest) for i, change in changes.items()} for changes in worked]
+        for one, other in pairwise(digests):
+            if one != other:
+                self._refuse(one ^ other)
         with torch.no_grad():
             self._restore()
             for index, change in outcome.items():
@@ -299,15 +289,16 @@ class BufferGuard:
                 "sent to workers without lanes; make it smaller, or run without standby workers"
             )
 
-    def _mark_volatile(self) -> None:
-        thorough = self._steps_seen <= _WATCHED_STEPS
-        for index, guarded in enumerate(self._others):
-            if index not in self._volatile and (index in self._dirty or guarded.changed(thorough)):
-                self._volatile.add(index)
+    @property
+    def _thorough(self) -> bool:
+        return self._steps_seen <= _WATCHED_STEPS
+
+    def _own(self) -> list[_Guarded]:
+        """The buffers that lanes change."""
+        return [*self._statistics, *(self._others[i] for i in sorted(self._volatile))]
 
     def _restore(self) -> None:
-        thorough = self._steps_seen <= _WATCHED_STEPS
-        stale = [g for i, g in enumerate(self._others) if i in self._dirty or g.moved or g.changed(thorough)]
+        stale = [g for i, g in enumerate(self._others) if i in self._dirty or g.moved or g.changed(self._thorough)]
         _copy([guarded.restore() for guarded in (*self._statistics, *stale)])
         for guarded in stale:
             if guarded.tensor is not None:

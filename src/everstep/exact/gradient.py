@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from everstep.base.errors import check
 from everstep.base.ports import Reduced
 from everstep.exact.layout import GradientLayout
-from everstep.exact.reduce import gather
-from everstep.exact.ties import Tied, TiePlace
+from everstep.exact.reduce import Tied, TiePlace, gather
 
 _CLIP_EPSILON = 1e-6
 
@@ -46,7 +45,7 @@ class GradientHandOver:
         """`layout` was built from this very model, after `untie`. ties: parameters with places in other stages too."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         self.layout = layout
-        self._params: list[tuple[int, nn.Parameter]] = [(i, by_name[layout.entries[i].name]) for i in layout.params]
+        self._params: dict[int, nn.Parameter] = {i: by_name[layout.entries[i].name] for i in layout.params}
         self._ties = tuple(ties)
         apart = {place.entry for tied in ties for place in tied.places}
         self._later = [(i, e.tied_to) for i, e in enumerate(layout.entries) if e.tied_to >= 0 and i not in apart]
@@ -54,9 +53,8 @@ class GradientHandOver:
         self._flat: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._converted: dict[int, Tensor] = {}
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._statistics = [(i, *_owner(model, layout.entries[i].name)) for i in layout.buffers]
-        check(all(layout.entries[i].name in buffers for i in layout.buffers), "the layout is not of this model")
+        statistics = {i: layout.entries[i].name.rpartition(".") for i in layout.buffers}
+        self._statistics = [(i, model.get_submodule(owner), name) for i, (owner, _, name) in statistics.items()]
 
     def hand_over(
         self, reduced: Reduced, scale: float, received: Mapping[TiePlace, Tensor | None] | None = None
@@ -77,14 +75,14 @@ class GradientHandOver:
             if self._converted:
                 narrow = [i for i in self._converted if present[i]]
                 torch._foreach_copy_([self._converted[i] for i in narrow], [self._views[i] for i in narrow])
-            for i, parameter in self._params:
+            for i, parameter in self._params.items():
                 parameter.grad = self._converted.get(i, self._views[i]) if present[i] else None
             for tied in self._ties:
                 self._join_stages(tied, flat, scale, reduced.presence, received or {})
 
     def clear(self) -> None:
         """Takes the gradients away, so that the next lane's are autograd's own tensors."""
-        for _, parameter in self._params:
+        for parameter in self._params.values():
             parameter.grad = None
         for tied in self._ties:
             tied.parameter.grad = None
@@ -107,9 +105,9 @@ class GradientHandOver:
 
     def _memory(self) -> Tensor:
         if self._flat is None:
-            device = self._params[0][1].device if self._params else torch.device("cpu")
+            device = next((p.device for p in self._params.values()), torch.device("cpu"))
             self._flat = torch.zeros(self.layout.numel, device=device)
-            for i, parameter in self._params:
+            for i, parameter in self._params.items():
                 entry = self.layout.entries[i]
                 self._views[i] = entry.view(self._flat)
                 if parameter.dtype != torch.float32 and entry.tied_to < 0:
@@ -126,7 +124,7 @@ class GradientHandOver:
             if place.entry >= 0:
                 here = self.layout.entries[place.entry]
                 value = flat[here.offset : here.stop] if presence[place.entry] else None
-                self._params_at(place.entry).grad = None
+                self._params[place.entry].grad = None
             else:
                 check(place in received, f"the gradient of {tied.name} at unit {place.unit} has not been received")
                 theirs = received[place]
@@ -139,9 +137,6 @@ class GradientHandOver:
                 total.add_(value)
         grad = None if total is None else total.as_strided(entry.shape, entry.stride)
         tied.parameter.grad = grad if grad is None else grad.to(tied.parameter.dtype)
-
-    def _params_at(self, entry: int) -> nn.Parameter:
-        return next(parameter for i, parameter in self._params if i == entry)
 
     def _join_places(self, presence: bytes) -> bytes | bytearray:
         if not self._later:
@@ -156,8 +151,3 @@ class GradientHandOver:
                     present[first] = 1
                 present[i] = 0  # the optimizer sees the first leaf only
         return present
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    module, _, attribute = name.rpartition(".")
-    return model.get_submodule(module), attribute

@@ -1,28 +1,39 @@
 """A state as bytes: a manifest, and blocks of 256 KiB that can be hashed, sent, stored and checked one by one. No torch
 model here: an image is made of named tensors and JSON, live or copied.
 
-Where entries lie is said by `planes` and made by `arrange`; what lies between them is zero bytes.
+Each entry lies in one plane per kind of state, all of which are on the grid of the gradient; what lies between entries
+is zero bytes. A plane holds the parameters (`model`) or what the optimizer keeps under one key (`optimizer/exp_avg`),
+of one type: others than float32 have planes of their own (`model:bfloat16`). Element e of the flat gradient (`layout`)
+is element e of each of these planes, so whoever owns a range of the gradient can hash, send or store the same range of
+the optimizer's state alone. Everything else is in the plane `rest`, by unit.
+
+Planes follow each other in the order of their names, each beginning at a block. A block holds the elements of one unit
+only, and a block in which nothing lies does not exist.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import xxhash
 from torch import Tensor
 
 from everstep.base.errors import CheckpointCorrupt, check
+from everstep.base.extents import Sizes
 from everstep.exact.digest import bytes_of, digest_bytes
 from everstep.exact.jsonable import canonical
-from everstep.exact.layout import BLOCK_ELEMENTS, round_up
-from everstep.exact.planes import Plane, rows_of
+from everstep.exact.layout import ALIGN_BYTES, BLOCK_ELEMENTS, round_up
 
 BLOCK_BYTES = BLOCK_ELEMENTS * 4
+_OFFSET = attrgetter("offset")
 FORMAT = 2
 FORMATS = (1, FORMAT)
 """Those that are read. The first one knew no planes: all of it is by unit, and in a unit by parameter."""
@@ -31,8 +42,7 @@ OUTSIDE, VALUES, FOREIGN = -1, -2, -3
 tied parameters whose first place of use is in another stage."""
 
 
-@dataclass(frozen=True)
-class StateEntry:
+class StateEntry(NamedTuple):
     """One tensor of the state. dtype as in torch, without the prefix; offset and nbytes in the concatenated blocks."""
 
     name: str
@@ -41,9 +51,87 @@ class StateEntry:
     offset: int
     nbytes: int
 
+    @property
+    def stop(self) -> int:
+        """The byte after its last one."""
+        return self.offset + self.nbytes
 
-@dataclass(frozen=True)
-class Outline:
+    @property
+    def blocks(self) -> range:
+        """Those with something of it."""
+        return range(self.offset // BLOCK_BYTES, -(-self.stop // BLOCK_BYTES) if self.nbytes else 0)
+
+
+def block_count(entries: Sequence[StateEntry]) -> int:
+    """How many blocks the entries of a state take up."""
+    return round_up(max((e.stop for e in entries), default=0), BLOCK_BYTES) // BLOCK_BYTES
+
+
+def pieces_of(entries: Sequence[StateEntry], index: int) -> Iterator[tuple[int, int, int]]:
+    """What a block holds: (number of an entry, from, to), the last two in bytes of the whole state."""
+    start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+    for k in range(max(bisect_right(entries, start, key=_OFFSET) - 1, 0), len(entries)):
+        entry = entries[k]
+        if entry.offset >= stop:
+            return
+        lo, hi = max(entry.offset, start), min(entry.stop, stop)
+        if lo < hi:
+            yield k, lo, hi
+
+
+MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
+ITEM_SIZES = (1, 2, 4)
+"""Of the elements that planes hold; tensors of larger ones are in `rest`."""
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+
+PlaneRun = tuple[int, int, int]
+"""Element block, first block, count: so many blocks of the state from that one on hold the elements of the grid from
+`BLOCK_ELEMENTS` times the element block on."""
+
+
+class Plane(NamedTuple):
+    """Some consecutive blocks of a state. itemsize: bytes of an element. runs: ascend, in both numbers.
+
+    The elements of `rest` are bytes, and lie on no grid.
+    """
+
+    name: str
+    itemsize: int
+    runs: tuple[PlaneRun, ...]
+
+    @property
+    def start(self) -> int:
+        """Its first block."""
+        return self.runs[0][1]
+
+    @property
+    def stop(self) -> int:
+        """The block after its last one."""
+        return self.runs[-1][1] + self.runs[-1][2]
+
+    @property
+    def span(self) -> int:
+        """How many element blocks lie in a block."""
+        return span_of(self.itemsize)
+
+    def grid(self) -> dict[int, int]:
+        """For each of its blocks the element block that it begins with."""
+        return {first + k: at + k * self.span for at, first, count in self.runs for k in range(count)}
+
+    def blocks(self, start: int, stop: int) -> list[int]:
+        """The blocks with elements of the element blocks `start` to `stop` - 1. Where elements are smaller than four
+        bytes, the first and the last one may hold those of neighbours in the same unit too."""
+        found: list[int] = []
+        span = self.span
+        ends = [*(at for at, _, _ in self.runs[1:]), stop + span]
+        for (at, first, count), end in zip(self.runs, ends, strict=True):
+            low, high = max(0, (start - at) // span), min(count, -(-(stop - at) // span))
+            if start < min(at + count * span, end, stop):
+                found.extend(range(first + low, first + high))
+        return found
+
+
+class Outline(NamedTuple):
     """What a manifest tells beyond entries and values.
 
     groups: (unit's number, or one of `OUTSIDE`, `VALUES`, `FOREIGN`; how many entries) of each run of entries in blocks
@@ -68,9 +156,7 @@ class Image:
         self.values = values
         self.outline = outline
         self._data = list(data)
-        self._offsets = [e.offset for e in self.entries]
-        end = max((e.offset + e.nbytes for e in self.entries), default=0)
-        self.n_blocks = round_up(end, BLOCK_BYTES) // BLOCK_BYTES
+        self.n_blocks = block_count(self.entries)
         self._digests: dict[int, str] = {}
 
     @staticmethod
@@ -84,20 +170,17 @@ class Image:
         """The bytes of one block, `BLOCK_BYTES` long; without a copy if it lies inside one entry."""
         check(0 <= index < self.n_blocks, f"there is no block {index} of {self.n_blocks}")
         start = index * BLOCK_BYTES
-        stop = start + BLOCK_BYTES
-        first = max(bisect_right(self._offsets, start) - 1, 0)
-        entry = self.entries[first]
-        if entry.offset <= start and entry.offset + entry.nbytes >= stop:
-            return self._data[first][start - entry.offset : stop - entry.offset]
+        pieces = [(lo, self._bytes(k, lo, hi)) for k, lo, hi in pieces_of(self.entries, index)]
+        if len(pieces) == 1 and len(pieces[0][1]) == BLOCK_BYTES:
+            return pieces[0][1]
         block = memoryview(bytearray(BLOCK_BYTES))
-        for k in range(first, len(self.entries)):
-            entry = self.entries[k]
-            if entry.offset >= stop:
-                break
-            lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
-            if lo < hi:
-                block[lo - start : hi - start] = self._data[k][lo - entry.offset : hi - entry.offset]
+        for lo, data in pieces:
+            block[lo - start : lo - start + len(data)] = data
         return block
+
+    def _bytes(self, k: int, lo: int, hi: int) -> memoryview:
+        offset = self.entries[k].offset
+        return self._data[k][lo - offset : hi - offset]
 
     def blocks_of(self, plane: str, start: int, stop: int) -> list[int]:
         """The blocks of a plane with something of the element blocks `start` to `stop` - 1; none if there is no such
@@ -122,19 +205,10 @@ class Image:
         """(digest of each block, digest of each entry), in one pass, so that memory is read once."""
         hashes = [xxhash.xxh3_128() for _ in self.entries]
         blocks = []
-        first = 0
         for index in range(self.n_blocks):
             blocks.append(self.block_digest(index))
-            start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-            while first < len(self.entries) and self.entries[first].offset + self.entries[first].nbytes <= start:
-                first += 1
-            for k in range(first, len(self.entries)):
-                entry = self.entries[k]
-                if entry.offset >= stop:
-                    break
-                lo, hi = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
-                if lo < hi:
-                    hashes[k].update(self._data[k][lo - entry.offset : hi - entry.offset])
+            for k, lo, hi in pieces_of(self.entries, index):
+                hashes[k].update(self._bytes(k, lo, hi))
         return blocks, [h.hexdigest() for h in hashes]
 
     def digest(self, *prefix: int) -> str:
@@ -188,29 +262,17 @@ class Scatter:
     """Where the bytes of blocks go: the memory of the entries, and of no use what lies between. Thread-safe."""
 
     def __init__(self, entries: Sequence[StateEntry], targets: Sequence[memoryview]) -> None:
-        """targets: a byte view per entry; empty entries are passed over."""
-        held = [(e.offset, e.nbytes, target) for e, target in zip(entries, targets, strict=True) if e.nbytes]
-        self._starts = [offset for offset, _, _ in held]
-        self._held = held
+        """targets: a byte view per entry; those of empty entries are of no use."""
+        self._entries, self._targets = entries, targets
 
     def views(self, index: int) -> list[memoryview]:
         """Writable views that cover block `index` from its first byte to its last, in order."""
-        at, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
-        found: list[memoryview] = []
-        k = max(0, bisect_right(self._starts, at) - 1)
-        while at < stop:
-            offset, nbytes, target = self._held[k] if k < len(self._held) else (stop, 0, memoryview(b""))
-            if offset > at:
-                gap = min(offset, stop) - at
-                found.append(memoryview(bytearray(gap)))
-                at += gap
-            elif at < offset + nbytes:
-                end = min(offset + nbytes, stop)
-                found.append(target[at - offset : end - offset])
-                at = end
-            else:
-                k += 1
-        return found
+        at, found = index * BLOCK_BYTES, list[memoryview]()
+        for k, lo, hi in pieces_of(self._entries, index):
+            offset = self._entries[k].offset
+            found += [memoryview(bytearray(lo - at)), self._targets[k][lo - offset : hi - offset]]
+            at = hi
+        return [view for view in (*found, memoryview(bytearray((index + 1) * BLOCK_BYTES - at))) if view]
 
 
 def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSource) -> None:
@@ -222,10 +284,17 @@ def write_blocks(manifest: Mapping[str, Any], scatter: Scatter, blocks: BlockSou
         data = memoryview(blocks(index)).cast("B")
         if len(data) != BLOCK_BYTES or digest_bytes(data) != expected:
             raise CheckpointCorrupt(f"block {index} does not match its digest ({len(data)} bytes)")
-        at = 0
-        for view in scatter.views(index):
-            view[:] = data[at : at + len(view)]
-            at += len(view)
+        spread(data, scatter.views(index))
+
+
+def spread(data: memoryview, views: Iterable[memoryview]) -> int:
+    """Copies bytes into one view after the other, as far as they reach; returns how many."""
+    at = 0
+    for view in views:
+        here = data[at : at + len(view)]
+        view[: len(here)] = here
+        at += len(here)
+    return at
 
 
 BlockSource = Callable[[int], Any]
@@ -245,3 +314,168 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _manifest_digest(body: Mapping[str, Any]) -> str:
     return digest_bytes(json.dumps(body, sort_keys=True).encode())
+
+
+# ---- planes
+
+
+def span_of(itemsize: int) -> int:
+    """How many element blocks lie in a block of elements of this size."""
+    return 4 // itemsize
+
+
+def runs_of(places: Iterable[tuple[int, int]], itemsize: int) -> tuple[PlaneRun, ...]:
+    """The runs of a plane that has these (element block, block), which ascend."""
+    runs: list[PlaneRun] = []
+    for at, block in places:
+        extend(runs, at, block, 1, span_of(itemsize))
+    return tuple(runs)
+
+
+def extend(runs: list[PlaneRun], at: int, first: int, count: int, span: int) -> None:
+    """Adds blocks to a plane, to the last of its runs if they follow it in both numbers."""
+    if runs:
+        last_at, last_first, last_count = runs[-1]
+        if (last_at + last_count * span, last_first + last_count) == (at, first):
+            runs[-1] = (last_at, last_first, last_count + count)
+            return
+    runs.append((at, first, count))
+
+
+def is_kind(kind: str) -> bool:
+    """Whether there are planes of this kind: `model`, or `optimizer/` and a plain key."""
+    top, slash, key = kind.partition("/")
+    return kind == MODEL or (top == OPTIMIZER and bool(slash) and _KEY.fullmatch(key) is not None)
+
+
+# ---- as JSON
+
+
+def rows_of(planes: Sequence[Plane]) -> list[list[object]]:
+    """As a manifest has them: name, itemsize, runs."""
+    return [[p.name, p.itemsize, [list(run) for run in p.runs]] for p in planes]
+
+
+def planes_of(manifest: Mapping[str, object]) -> tuple[Plane, ...]:
+    """The planes of a manifest; all of one without planes (format 1) is `rest`."""
+    rows = manifest.get("planes")
+    if rows is None:
+        n_blocks = len(manifest["blocks"])  # type: ignore[arg-type]
+        return (Plane(REST, 1, ((0, 0, n_blocks),)),) if n_blocks else ()
+    return tuple(Plane(name, size, tuple((a, b, n) for a, b, n in runs)) for name, size, runs in rows)  # type: ignore[attr-defined]
+
+
+def sizes_of(manifest: Mapping[str, Any]) -> Sizes:
+    """Of the planes in blocks, in the order of the blocks' numbers, as sets of blocks (`base.extents`) are told."""
+    return tuple((plane.name, plane.stop - plane.start) for plane in planes_of(manifest))
+
+
+def plane_at(planes: Sequence[Plane], block: int) -> Plane | None:
+    """The one that has this block."""
+    k = bisect_right([p.start for p in planes], block) - 1
+    return planes[k] if k >= 0 and block < planes[k].stop else None
+
+
+# ---- giving tensors their places
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A parameter's place on the grid, in elements. unit: its number in the whole model, `start`: where that begins."""
+
+    unit: int
+    start: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Arrangement:
+    """Takes tensors one by one, and gives each its place in the end. labels: of the groups in `rest`, in order."""
+
+    labels: Sequence[int]
+    _planes: dict[str, list[tuple[Spot, str, Tensor]]] = field(default_factory=dict)
+    _rest: dict[int, list[tuple[str, Tensor]]] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor, label: int, kind: str = "", spot: Spot | None = None) -> None:
+        """kind: of the plane that it belongs to if it has the shape of the parameter at `spot`. label: of its group if
+        it does not."""
+        plane = plane_name(kind, tensor)
+        if spot is None or spot.shape != tuple(tensor.shape) or not tensor.numel() or not plane:
+            self._rest.setdefault(label, []).append((name, tensor))
+        else:
+            self._planes.setdefault(plane, []).append((spot, name, tensor))
+
+    def done(self) -> tuple[tuple[StateEntry, ...], list[Tensor], tuple[tuple[int, int], ...], tuple[Plane, ...]]:
+        """Entries and their tensors, groups and planes as an `Outline` has them."""
+        entries: list[StateEntry] = []
+        tensors: list[Tensor] = []
+        groups: list[tuple[int, int]] = []
+        planes: list[Plane] = []
+        n_blocks = 0
+        for name in sorted(self._planes):
+            items = sorted(self._planes[name], key=lambda item: item[0].offset)
+            itemsize = items[0][2].element_size()
+            runs: list[PlaneRun] = []
+            for unit, members in groupby(items, key=lambda item: item[0].unit):
+                placed = list(members)
+                found, n_blocks = _place_unit(placed, itemsize, runs, n_blocks)
+                entries += found
+                tensors += [tensor for _, _, tensor in placed]
+                groups.append((unit, len(placed)))
+            planes.append(Plane(name, itemsize, tuple(runs)))
+        first = n_blocks
+        for label in self.labels:
+            rest = self._rest.get(label, [])
+            if rest:
+                found = _place_densely(rest, n_blocks * BLOCK_BYTES)
+                n_blocks = block_count(found)
+                entries += found
+                tensors += [tensor for _, tensor in rest]
+                groups.append((label, len(rest)))
+        if n_blocks > first:
+            planes.append(Plane(REST, 1, ((0, first, n_blocks - first),)))
+        return tuple(entries), tensors, tuple(groups), tuple(planes)
+
+
+def plane_name(kind: str, tensor: Tensor) -> str:
+    """The plane that a tensor of a kind belongs to; empty if there is none for it."""
+    if not is_kind(kind) or tensor.element_size() not in ITEM_SIZES:
+        return ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return kind if dtype == "float32" else f"{kind}:{dtype}"
+
+
+def _place_unit(
+    items: Sequence[tuple[Spot, str, Tensor]], itemsize: int, runs: list[PlaneRun], n_blocks: int
+) -> tuple[list[StateEntry], int]:
+    """The entries of one unit in one plane, whose runs are added to; and the number of blocks after that."""
+    entries = []
+    last, shift = -1, 0  # in blocks from the unit's beginning; from there to the numbers of the state
+    for spot, name, tensor in items:
+        begin = (spot.offset - spot.start) * itemsize
+        nbytes = tensor.numel() * itemsize
+        first, end = begin // BLOCK_BYTES, (begin + nbytes - 1) // BLOCK_BYTES
+        new = max(first, last + 1)
+        if new > last + 1 or last < 0:
+            shift = n_blocks - new
+        if end >= new:
+            span = span_of(itemsize)
+            extend(runs, spot.start // BLOCK_ELEMENTS + new * span, n_blocks, end - new + 1, span)
+            n_blocks += end - new + 1
+            last = end
+        entries.append(_entry(name, tensor, shift * BLOCK_BYTES + begin))
+    return entries, n_blocks
+
+
+def _place_densely(items: Sequence[tuple[str, Tensor]], offset: int) -> list[StateEntry]:
+    entries = []
+    for name, tensor in items:
+        entries.append(_entry(name, tensor, offset))
+        offset = round_up(offset + entries[-1].nbytes, ALIGN_BYTES)
+    return entries
+
+
+def _entry(name: str, tensor: Tensor, offset: int) -> StateEntry:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return StateEntry(name, dtype, tuple(tensor.shape), offset, tensor.numel() * tensor.element_size())

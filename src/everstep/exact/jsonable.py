@@ -38,18 +38,14 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         raise ConfigError(f"state {path[:200]} is nested more than {_MAX_DEPTH} deep; does it contain itself?")
     if isinstance(value, Tensor):
         return {"tensor": _pull(value.detach(), path, tensors)}
-    if kind is list:
-        return [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
-    if kind in (tuple, torch.Size):
-        return {"tuple": [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]}
     if kind in (set, frozenset):
         return {"set": sorted((encode(v, path, tensors, depth + 1) for v in value), key=json.dumps)}
-    if kind is deque:
-        return {"deque": [value.maxlen, [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]]}
+    if kind in (list, tuple, torch.Size, deque):
+        items = [encode(v, f"{path}/{k}", tensors, depth + 1) for k, v in enumerate(value)]
+        return items if kind is list else {"deque": [value.maxlen, items]} if kind is deque else {"tuple": items}
     if isinstance(value, dict):
         tag = "counter" if kind is Counter else "ordered" if kind is OrderedDict else "dict"
-        pairs = [_pair(path, k, v, tensors, depth) for k, v in value.items()]
-        return {tag: pairs}
+        return {tag: [_pair(path, k, v, tensors, depth) for k, v in value.items()]}
     return _encode_rare(value, path, tensors)
 
 

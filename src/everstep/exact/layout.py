@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from everstep.base.errors import ConfigError, check
+from everstep.exact.digest import digest_bytes
 
 BLOCK_ELEMENTS = 65_536
 """Elements of a block: 256 KiB of float32."""
@@ -114,11 +114,8 @@ class GradientLayout:
 
     def fingerprint(self) -> str:
         """Equal for equal layouts: workers compare it before they exchange gradients. 32 hex digits."""
-        digest = xxhash.xxh3_128()
-        for e in self.entries:
-            digest.update(repr((e.name, e.unit, e.kind, e.shape, e.offset, e.stride, e.dtype, e.tied_to)).encode())
-        digest.update(repr((self.units, self.numel)).encode())
-        return digest.hexdigest()
+        rows = [(e.name, e.unit, e.kind, e.shape, e.offset, e.stride, e.dtype, e.tied_to) for e in self.entries]
+        return digest_bytes("".join(map(repr, (*rows, (self.units, self.numel)))).encode())
 
     @staticmethod
     def build(model: nn.Module, units: Sequence[nn.Module]) -> GradientLayout:
@@ -145,8 +142,12 @@ class GradientLayout:
                 seen.add(id(parameter))
                 if parameter.requires_grad:
                     name = names[id(parameter)]
-                    _refuse_dtype(name, parameter)
-                    tied_to = first_use.setdefault(_storage_key(parameter), len(entries))
+                    if parameter.dtype not in _ACCUMULATED:
+                        raise ConfigError(
+                            f"gradients are accumulated in float32; parameter {name} is {parameter.dtype}: "
+                            "make it float32, bfloat16 or float16"
+                        )
+                    tied_to = first_use.setdefault(memory_of(parameter), len(entries))
                     tied_to = -1 if tied_to == len(entries) else tied_to
                     entries.append(_entry(name, number, "param", parameter, offset, tied_to))
                     offset = round_up(entries[-1].stop, ALIGN_ELEMENTS)
@@ -178,8 +179,7 @@ def running_statistics(model: nn.Module, unit: nn.Module) -> Iterator[tuple[str,
         for kind in ("running_mean", "running_var"):
             statistic = getattr(module, kind)
             if isinstance(statistic, Tensor) and statistic.dtype.is_floating_point:
-                prefix = names[id(module)]
-                yield (f"{prefix}.{kind}" if prefix else kind), statistic
+                yield f"{names[id(module)]}.{kind}".removeprefix("."), statistic
 
 
 def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
@@ -198,9 +198,7 @@ def untie(model: nn.Module, units: Sequence[nn.Module]) -> int:
         mine: set[int] = set()
         for module in unit.modules():
             for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) in owned:
+                if id(parameter) in owned and parameter is not None:
                     if id(parameter) not in fresh:
                         fresh[id(parameter)] = _second_leaf(parameter)
                     module._parameters[name] = fresh[id(parameter)]
@@ -218,14 +216,13 @@ def align_parameters(model: nn.Module) -> int:
     """
     moved: dict[tuple[object, ...], Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if is_lazy(tensor) or tensor.layout is not torch.strided:
+        if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
             continue
-        if tensor.numel() == 0 or tensor.data_ptr() % ALIGN_BYTES == 0:
-            continue
-        key = _storage_key(tensor)
-        if key not in moved:
-            moved[key] = aligned_like(tensor).copy_(tensor.detach())
-        tensor.data = moved[key]
+        if tensor.data_ptr() % ALIGN_BYTES:
+            key = memory_of(tensor)
+            if key not in moved:
+                moved[key] = aligned_like(tensor).copy_(tensor.detach())
+            tensor.data = moved[key]
     return len(moved)
 
 
@@ -257,12 +254,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def _entry(
@@ -273,10 +265,12 @@ def _entry(
     return Entry(name, unit, kind, tuple(tensor.shape), tensor.numel(), offset, stride, dtype, tied_to)
 
 
-def _storage_key(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.numel() == 0:
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are one, as leaves of a tie are: over the same memory, in the same form."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
         return (id(tensor),)
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _second_leaf(parameter: nn.Parameter) -> nn.Parameter:
@@ -292,14 +286,6 @@ def _parameter_names(model: nn.Module) -> dict[int, str]:
             raise ConfigError(f"parameter {name} has no shape yet; run the model once before training (lazy modules)")
         names.setdefault(id(parameter), name)
     return names
-
-
-def _refuse_dtype(name: str, parameter: nn.Parameter) -> None:
-    if parameter.dtype not in _ACCUMULATED:
-        raise ConfigError(
-            f"gradients are accumulated in float32; parameter {name} is {parameter.dtype}: "
-            "make it float32, bfloat16 or float16"
-        )
 
 
 def _refuse_overlap(model: nn.Module, units: Sequence[nn.Module]) -> None:

@@ -7,6 +7,7 @@ training stands still; checking takes less than one. When anything is not as it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,106 +30,85 @@ class Recollection:
     ) -> None:
         self._model, self._optimizer, self._scheduler, self._extras = model, optimizer, scheduler, extras
         self._found: Collected | None = None
-        self._modules: list[tuple[nn.Module, list[Any], list[Any], list[Any]]] = []
-        self._states: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
-        self._groups: list[list[int]] = []
+        self._held: list[Any] = []
         self._memory: list[tuple[Tensor, int]] = []
 
     def remember(self, found: Collected) -> None:
         """What was collected just now."""
-        self._found = found
-        self._modules = [
-            (m, list(m._modules.values()), list(m._parameters.values()), list(m._buffers.values()))
-            for m in self._model.modules()
-        ]
-        held_tensors = [p for _, _, params, _ in self._modules for p in params if p is not None]
-        if self._optimizer is not None:
-            held = self._optimizer.state
-            self._states = [(state, list(state.items())) for key, state in held.items() if isinstance(key, Tensor)]
-            self._groups = [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
-            if len(self._states) < len(held) or not all(_plain(v) for _, items in self._states for _, v in items):
-                self._found = None  # state that is not by parameter, or nested: not worth the trouble
-            held_tensors += [v for _, items in self._states for _, v in items if isinstance(v, Tensor)]
-        if all(t.layout is torch.strided for t in held_tensors):
-            self._memory = [(t, t.data_ptr()) for t in held_tensors]
-        else:
-            self._found = None
+        self._found, self._held = None, self._look()
+        tensors = [thing for thing in self._held if isinstance(thing, Tensor)]
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        nested = any(not _plain(value) for state in states if isinstance(state, dict) for value in state.values())
+        if not nested and all(t.layout is torch.strided for t in tensors):  # else it is not worth the trouble
+            self._found, self._memory = found, [(t, t.data_ptr()) for t in tensors]
 
     def recall(self) -> Collected | None:
         """The same with today's values; None if anything else may have changed."""
-        if self._found is None or not self._same_model() or not self._same_optimizer():
+        held = self._look()
+        if self._found is None or len(held) != len(self._held):
+            return None
+        if any(a is not b for a, b in zip(held, self._held, strict=True)):
             return None
         if any(tensor.data_ptr() != where for tensor, where in self._memory):
             return None
         entries, tensors, old, outline = self._found
         pulled: dict[str, Tensor] = {}
-        values = dict(old)
+        values: dict[str, Any] = {}
         if self._optimizer is not None:
-            values["groups"] = self._values_of_groups(old["groups"], pulled)
-            if "attributes" in old:
-                values["attributes"] = encode(plain(self._optimizer), "attributes", pulled)
-        if self._scheduler is not None:
-            values["scheduler"] = encode(self._scheduler.state_dict(), "scheduler", pulled)
-        for key, extra in sorted(self._extras.items()):
-            values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
+            members = [group["dict"][0][1] for group in old["groups"]]
+            values["groups"] = encode_groups(self._optimizer, members, pulled)
+        values |= encode_further(self._optimizer, self._scheduler, self._extras, pulled)
         count = dict(outline.groups).get(VALUES, 0)
-        if count != len(pulled):
+        if (old.keys() ^ values.keys()) - {"state", "other"} or count != len(pulled):
             return None
         if count:
-            first = _first_of(VALUES, outline.groups)
+            first = sum(n for _, n in takewhile(lambda group: group[0] != VALUES, outline.groups))
             for entry, (name, tensor) in zip(entries[first : first + count], pulled.items(), strict=True):
-                kind = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                if (entry.name, entry.dtype, entry.shape) != (name, *kind):
+                if entry[:3] != (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)):
                     return None
             tensors = [*tensors[:first], *pulled.values(), *tensors[first + count :]]
-        return entries, tensors, values, outline
+        return entries, tensors, {**old, **values}, outline
 
-    def _same_model(self) -> bool:
-        return all(
-            _same(m._modules, modules) and _same(m._parameters, params) and _same(m._buffers, buffers)
-            for m, modules, params, buffers in self._modules
-        )
-
-    def _same_optimizer(self) -> bool:
-        if self._optimizer is None:
-            return True
-        held = self._optimizer.state
-        if len(held) != len(self._states) or len(self._optimizer.param_groups) != len(self._groups):
-            return False
-        for state, (then, items) in zip(held.values(), self._states, strict=True):
-            if state is not then or len(state) != len(items):
-                return False
-            for (key, value), (old_key, old_value) in zip(state.items(), items, strict=True):
-                if value is not old_value or key != old_key:
-                    return False
-        return all(
-            [id(p) for p in group["params"]] == ids
-            for group, ids in zip(self._optimizer.param_groups, self._groups, strict=True)
-        )
-
-    def _values_of_groups(self, old: Sequence[Any], pulled: dict[str, Tensor]) -> list[Any]:
-        groups = []
-        for k, (group, before) in enumerate(zip(self._optimizer.param_groups, old, strict=True)):  # type: ignore[union-attr]
-            scalars = {key: value for key, value in group.items() if key != "params"}
-            members = before["dict"][0]
-            groups.append({"dict": [members, ["values", encode(scalars, f"groups/{k}", pulled)]]})
-        return groups
+    def _look(self) -> list[Any]:
+        """Every object that the state consists of, with `...` between those of one place and of the next."""
+        held: list[Any] = []
+        for module in self._model.modules():
+            held += (module, *module._modules.values(), ..., *module._parameters.values(), ...)
+            held += module._buffers.values()
+        if self._optimizer is not None:
+            for key, state in self._optimizer.state.items():
+                if not isinstance(key, Tensor):
+                    return [object()]  # not by parameter: never the same again
+                held += (state, *state.keys(), ..., *state.values())
+            for group in self._optimizer.param_groups:
+                held += (..., *group["params"])
+        return held
 
 
-def _same(now: Mapping[str, Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now.values(), then, strict=True))
+def encode_groups(
+    optimizer: Optimizer, members: Sequence[Sequence[str]], pulled: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups as JSON. members: the names of their parameters. pulled: takes the tensors in them."""
+    groups = []
+    for k, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+        scalars = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"dict": [["params", names], ["values", encode(scalars, f"groups/{k}", pulled)]]})
+    return groups
+
+
+def encode_further(
+    optimizer: Optimizer | None, scheduler: Any, extras: Mapping[str, Any], pulled: dict[str, Tensor]
+) -> dict[str, Any]:
+    """What there is beside model and optimizer state as JSON: attributes, scheduler, extras."""
+    own = plain(optimizer) if optimizer is not None else {}
+    values = {"attributes": encode(own, "attributes", pulled)} if own else {}
+    if scheduler is not None:
+        values["scheduler"] = encode(scheduler.state_dict(), "scheduler", pulled)
+    for key, extra in sorted(extras.items()):
+        values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
+    return values
 
 
 def _plain(value: Any) -> bool:
     """Whether a part of an optimizer's state is the same for as long as it is the same object."""
     return value is None or isinstance(value, Tensor | bool | int | float | str)
-
-
-def _first_of(label: int, groups: Sequence[tuple[int, int]]) -> int:
-    """The number of the first entry of a group."""
-    first = 0
-    for number, count in groups:
-        if number == label:
-            return first
-        first += count
-    return first

@@ -6,19 +6,21 @@ not depend on who finishes which range, nor on how the range is cut into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everstep.base.errors import check
 from everstep.base.ports import Node, Reduced
+from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
-from everstep.placement.tree import fold_order
+from everstep.placement.tree import cover, fold_order
 
 CHUNK_ELEMENTS = 32_768
 """Elements that are folded at a time, so that partial sums stay in the processor's cache."""
@@ -138,11 +140,11 @@ def cross_terms(gradients: Sequence[Tensor]) -> list[float]:
 
 def gather(reduced: Reduced, start: int, stop: int) -> Tensor:
     """The elements [start, stop) of the layout, flat; a view where they lie in one piece, else a copy."""
-    found: list[Tensor] = []
-    for piece in reduced.pieces:
-        lo, hi = max(piece.start, start), min(piece.stop, stop)
-        if lo < hi:
-            found.append(piece.data[lo - piece.start : hi - piece.start])
+    found = [
+        piece.data[max(piece.start, start) - piece.start : min(piece.stop, stop) - piece.start]
+        for piece in reduced.pieces
+        if piece.start < stop and start < piece.stop
+    ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -225,3 +227,148 @@ def _execute(program: Sequence[_Add], sources: Sequence[Tensor], out: Tensor, sc
         values = (*chunk, *reversed(temporaries), target)  # so that register -1 is the target, -2 the first scratch
         for add in program:
             torch.add(values[add.left], values[add.right], out=values[add.out])
+
+
+# ---- parameters that are used in several stages
+#
+# There is one gradient per place of use, each reduced where the place is, and each one message from its stage to every
+# other stage with a place; the sum is made in unit order by every stage, from the same bits.
+
+
+@dataclass(frozen=True, order=True)
+class TiePlace:
+    """One place of use. name: the parameter's first one. unit: its number in the whole model. stage: where it is.
+    entry: index in this stage's layout, -1 for a place in another stage."""
+
+    name: str
+    unit: int
+    stage: int
+    entry: int = field(default=-1, compare=False)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter with places in this stage and in others. places: in unit order. parameter: the optimizer's leaf."""
+
+    name: str
+    places: tuple[TiePlace, ...]
+    parameter: nn.Parameter
+
+    @cached_property
+    def own(self) -> tuple[TiePlace, ...]:
+        """The places that are here."""
+        return tuple(place for place in self.places if place.entry >= 0)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """All stages with a place, ascending."""
+        return tuple(sorted({place.stage for place in self.places}))
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this stage counts its terms of the norm: the one with the first place."""
+        return self.places[0].entry >= 0
+
+
+def tied_out(ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced) -> dict[TiePlace, Tensor | None]:
+    """What this stage has to tell the others: reduced gradients (flat float32, not normalised), None where absent."""
+    found: dict[TiePlace, Tensor | None] = {}
+    for tied in ties:
+        for place in tied.own:
+            entry = layout.entries[place.entry]
+            there = reduced.presence[place.entry]
+            found[place] = gather(reduced, entry.offset, entry.stop) if there else None
+    return found
+
+
+def stage_terms(
+    ties: Sequence[Tied], layout: GradientLayout, reduced: Reduced, received: Mapping[TiePlace, Tensor | None]
+) -> list[float]:
+    """This stage's summands of the sum of squares of the whole gradient, beside those of its blocks (see `tied_terms`).
+
+    Over all stages they are the very summands of the unsplit model.
+    """
+    terms = tied_terms(layout, reduced, frozenset(p.entry for tied in ties for p in tied.own))
+    for tied in ties:
+        if tied.counts_here:
+            own = tied_out([tied], layout, reduced)
+            gradients = []
+            for place in tied.places:
+                check(place in own or place in received, f"the gradient of {tied.name} has not been received")
+                gradient = own[place] if place in own else received[place]
+                if gradient is not None:
+                    gradients.append(gradient)
+            terms += cross_terms(gradients)
+    return terms
+
+
+# ---- the sums of one stage
+#
+# There is one accumulator per part of the model; together they fill the same flat vectors. A lane's gradients of
+# several parts come at different times (interleaved schedules), and a node of the lane tree is handed over when all
+# parts have completed it.
+
+
+class StageSums:
+    """What is held of a step's lanes, over all parts of a stage."""
+
+    def __init__(self, parts: Sequence[LaneAccumulator], n_lanes: int) -> None:
+        """parts: in order, at least one; over the same layout, with disjoint units."""
+        check(len(parts) > 0, "a stage has at least one part")
+        self.parts = tuple(parts)
+        self.n_lanes = n_lanes
+
+    def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], Tensor]) -> None:
+        """The lanes of a step that are wanted from here; what has been computed of them already counts."""
+        mine = set(lanes)
+        for part in self.parts:
+            for node in [n for n in part.presence if 0 < len(mine.intersection(range(*n))) < n.hi - n.lo]:
+                part.drop(node)  # its sum has lanes that are another worker's now
+        if len(self.parts) == 1:
+            kept: set[Node] = set()
+            held = {lane for node in self.parts[0].presence for lane in range(*node)}
+        else:  # all parts must have the same nodes, so those that some part has begun stay
+            kept = {n for part in self.parts for n in part.nodes if mine.issuperset(range(*n))}
+            held = {lane for node in kept for lane in range(*node)}
+        nodes = (*sorted(kept), *cover([lane for lane in lanes if lane not in held], self.n_lanes))
+        for part in self.parts:
+            part.begin(step, nodes, buffer)
+
+    def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
+        """Lanes that must be computed here before exactly these can be offered to the reduction."""
+        mine = set(lanes)
+        whole = {lane for node in self.presence if mine.issuperset(range(*node)) for lane in range(*node)}
+        return tuple(sorted(mine - whole))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Lanes of the step's nodes that some part has not added yet, ascending."""
+        return tuple(sorted({lane for part in self.parts for lane in part.missing}))
+
+    @property
+    def presence(self) -> dict[Node, bytes]:
+        """For each node that is complete: one byte per layout entry."""
+        return {
+            node: merge_presence(part.presence[node] for part in self.parts)
+            for node in self.parts[0].presence
+            if all(node in part.presence for part in self.parts)
+        }
+
+    def offered(self, lanes: Sequence[int]) -> dict[Node, bytes]:
+        """The sums that cover exactly these lanes, with their presence."""
+        mine = set(lanes)
+        offered = {n: p for n, p in self.presence.items() if mine.issuperset(range(*n))}
+        covered = sorted(lane for n in offered for lane in range(*n))
+        check(covered == sorted(mine), f"sums of lanes {covered} are held, the plan gives {sorted(mine)}")
+        return offered
+
+    def add_empty(self, lane: int) -> None:
+        """The lane has no samples: it is the identity of the sum, in every part."""
+        for part in self.parts:
+            if part.is_missing(lane):
+                part.add_empty(lane)
+
+    def forget(self) -> None:
+        """Lets go of the step and of all shared memory."""
+        for part in self.parts:
+            part.forget()

@@ -12,17 +12,17 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 _MASK = (1 << 64) - 1
 _LANE, _UNIT, _SAMPLE, _BUILD, _BACKWARD, _MODULE = 1, 2, 3, 4, 5, 6
-"""The first number of a derivation, so that seeds for different purposes never coincide by construction."""
+"""The first number of a derivation, so that seeds for different purposes never coincide by construction. A lane's is
+for all that it draws outside units; a unit's counts its forward passes within the lane, from 0."""
 
 
 def derive(*numbers: int) -> int:
@@ -41,33 +41,17 @@ def seed_all(value: int) -> None:
     numpy takes 32 bits, the exclusive or of both halves; torch's CPU generator the lower 32 bits.
     """
     value &= _MASK
-    seed_devices(value)
-    _numpy_seed((value ^ (value >> 32)) & 0xFFFFFFFF)
-    _python_seed(value)
-
-
-def seed_devices(value: int) -> None:
-    """Seeds torch's CPU generator and, if CUDA is in use, those of all its devices. About 1 us."""
-    value &= _MASK
     torch.default_generator.manual_seed(value)
     if _cuda_in_use():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(value)
+    np.random.mtrand._rand.seed((value ^ (value >> 32)) & 0xFFFFFFFF)  # type: ignore[attr-defined]
+    _python_seed(value)
 
 
 def build_seed(seed: int) -> int:
     """For building model, optimizer and datasets, before the first step."""
     return derive(_BUILD, seed)
-
-
-def lane_seed(seed: int, step: int, lane: int) -> int:
-    """For everything that a lane draws outside units."""
-    return derive(_LANE, seed, step, lane)
-
-
-def unit_seed(seed: int, step: int, lane: int, unit: int, call: int) -> int:
-    """For the `call`-th forward pass (from 0) of a unit within a lane."""
-    return derive(_UNIT, seed, step, lane, unit, call)
 
 
 def module_seed(seed: int, path: str) -> int:
@@ -124,9 +108,10 @@ class UnitSeeder:
         self._part = 0
         self._in_flight: dict[tuple[int, int], dict[int, list[_Call]]] = {}
         self._calls: dict[int, list[_Call]] = {}
-        self._hooks: list[RemovableHandle] = []
-        for number, unit in zip(range(len(units)) if numbers is None else numbers, units, strict=True):
-            self._hooks.append(unit.register_forward_pre_hook(_entry_hook(self, number), prepend=True))
+        self._hooks = [
+            unit.register_forward_pre_hook(partial(self._enter, number), prepend=True)
+            for number, unit in zip(range(len(units)) if numbers is None else numbers, units, strict=True)
+        ]
 
     def begin_lane(self, step: int, lane: int, part: int = 0) -> None:
         """Seeds all generators for the lane and starts counting its calls."""
@@ -134,7 +119,7 @@ class UnitSeeder:
             self._in_flight.clear()
         self._step, self._lane, self._part = step, lane, part
         self._calls = self._in_flight[lane, part] = {}
-        seed_all(lane_seed(self._seed, step, lane))
+        seed_all(derive(_LANE, self._seed, step, lane))
         self._active = True
 
     def pause(self) -> None:
@@ -159,8 +144,8 @@ class UnitSeeder:
             hook.remove()
         self._hooks.clear()
 
-    def enter(self, unit: int) -> None:
-        """Called at the unit's entry, in forward or in backward."""
+    def _enter(self, unit: int, *_: Any) -> None:
+        """At the unit's entry, in forward or in backward."""
         if not self._active or torch.compiler.is_compiling():
             return
         calls = self._calls.setdefault(unit, [])
@@ -170,7 +155,7 @@ class UnitSeeder:
             calls.append(_Call(before))
         else:
             call = _repeated(calls, before)
-        seed_all(unit_seed(self._seed, self._step, self._lane, unit, call))
+        seed_all(derive(_UNIT, self._seed, self._step, self._lane, unit, call))
 
 
 def _repeated(calls: list[_Call], before: int) -> int:
@@ -185,20 +170,8 @@ def _repeated(calls: list[_Call], before: int) -> int:
     return known[0]
 
 
-def _entry_hook(seeder: UnitSeeder, unit: int) -> Any:
-    def seed_at_entry(_module: nn.Module, _inputs: Any) -> None:
-        seeder.enter(unit)
-
-    return seed_at_entry
-
-
 def _cuda_in_use() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=1)
-def _legacy_generator() -> Any:
-    return np.random.mtrand._rand  # type: ignore[attr-defined]
 
 
 def _python_seed(value: int) -> None:
@@ -206,7 +179,3 @@ def _python_seed(value: int) -> None:
     generator = random._inst  # type: ignore[attr-defined]
     super(random.Random, generator).seed(value)
     generator.gauss_next = None  # type: ignore[attr-defined]
-
-
-def _numpy_seed(value: int) -> None:
-    _legacy_generator().seed(value)

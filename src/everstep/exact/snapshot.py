@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everstep.base.errors import check
+from everstep.exact.digest import bytes_of
 from everstep.exact.image import Image, Outline, StateEntry
 
 SnapshotMemory = Tensor
@@ -36,10 +37,9 @@ class Snapshot:
         take_back: Callable[[SnapshotMemory], None],
     ) -> None:
         """now: indices of the tensors that are copied at once, because they may change before `wait`."""
-        size = max((e.offset + e.nbytes for e in entries), default=0)
-        self._arena: SnapshotMemory | None = arena
-        if arena is None or arena.numel() < size:
-            self._arena = torch.empty(size, dtype=torch.uint8)
+        size = max((e.stop for e in entries), default=0)
+        fits = arena is not None and arena.numel() >= size
+        self._arena: SnapshotMemory | None = arena if fits else torch.empty(size, dtype=torch.uint8)
         self._entries, self._take_back = tuple(entries), take_back
         self._later = [(k, tensors[k]) for k in sorted(set(range(len(entries))) - set(now))]
         self._copied = threading.Event()
@@ -49,7 +49,7 @@ class Snapshot:
         with torch.no_grad():
             for k in now:
                 self._copy(k, tensors[k])
-        self._image = Image(self._entries, [self._bytes(e) for e in self._entries], values, outline)
+        self._image = Image(self._entries, [bytes_of(self._place(e)) for e in self._entries], values, outline)
 
     def start(self) -> None:
         """Starts copying and, after that, hashing."""
@@ -119,10 +119,7 @@ class Snapshot:
 
     def _copy(self, k: int, tensor: Tensor) -> None:
         entry = self._entries[k]
-        if entry.nbytes == 0:
-            return
-        arena: Tensor = self._arena  # type: ignore[assignment]
-        target = arena[entry.offset : entry.offset + entry.nbytes].view(tensor.dtype)
+        target = self._place(entry).view(tensor.dtype)
         if tensor.is_contiguous():
             step = max(1, _PIECE_BYTES // tensor.element_size())
             for to, source in zip(target.unsafe_split(step), tensor.reshape(-1).unsafe_split(step), strict=True):
@@ -130,8 +127,6 @@ class Snapshot:
         else:
             target.view(tensor.shape).copy_(tensor)
 
-    def _bytes(self, entry: StateEntry) -> memoryview:
-        if entry.nbytes == 0:
-            return memoryview(b"")
+    def _place(self, entry: StateEntry) -> Tensor:
         arena: Tensor = self._arena  # type: ignore[assignment]
-        return memoryview(arena[entry.offset : entry.offset + entry.nbytes].numpy().data)
+        return arena[entry.offset : entry.stop]

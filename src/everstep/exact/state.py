@@ -8,35 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.exact.arrange import Arrangement, Spot
-from everstep.exact.attributes import assign, plain
+from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
 from everstep.exact.image import (
     FOREIGN,
+    MODEL,
     OUTSIDE,
     VALUES,
+    Arrangement,
     BlockSource,
     Image,
     Outline,
     Scatter,
+    Spot,
     StateEntry,
     entries_of,
     write_blocks,
 )
 from everstep.exact.jsonable import decode, encode
-from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, round_up
-from everstep.exact.planes import MODEL
-from everstep.exact.recollect import Recollection
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, aligned_like, memory_of, round_up
+from everstep.exact.recollect import Collected, Recollection, encode_further, encode_groups
 from everstep.exact.snapshot import Snapshot, SnapshotMemory
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
+_T = TypeVar("_T", bound=Tensor)
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,6 @@ class Share:
     n_units: int
     foreign: Mapping[str, nn.Parameter]
     positions: tuple[tuple[int, ...], ...]
-
-
-_Collected = tuple[tuple[StateEntry, ...], list[Tensor], dict[str, Any], Outline]
 
 
 class ModelState:
@@ -113,13 +112,9 @@ class ModelState:
         self._image = None
         return self._live().manifest
 
-    def read_block(self, index: int, out: memoryview | None = None) -> memoryview:
-        """A block of what `manifest` described; valid while the state does not change. Into `out`, if given."""
-        block = self._live().read_block(index)
-        if out is None:
-            return block
-        out[:] = block
-        return out
+    def read_block(self, index: int) -> memoryview:
+        """A block of what `manifest` described; valid while the state does not change."""
+        return self._live().read_block(index)
 
     def model_digest(self) -> str:
         """Of parameters and persistent buffers: what `state_dict` would hold, tied ones once. 32 hex digits."""
@@ -147,16 +142,13 @@ class ModelState:
         """Entries, the tensors that they are of, the JSON values, and which tensors may change before the next update
         (their indices); the others change in updates alone."""
         found = self._recollection.recall()
-        if found is not None:
-            entries, tensors, values, self.outline = found
-            return entries, tensors, values, self._now
-        found = self._collect()
-        self._recollection.remember(found)
-        entries, tensors, values, self.outline = found
-        live = {id(t) for t in self._unique_buffers().values()}
-        self._now = [
-            k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith((_MODEL, _OPTIMIZER))
-        ]
+        known = found is not None
+        entries, tensors, values, self.outline = found = found or self._collect()
+        if not known:
+            self._recollection.remember(found)
+            live, lasting = {id(t) for t in self._unique_buffers().values()}, (_MODEL, _OPTIMIZER)
+            changing = (k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith(lasting))
+            self._now = list(changing)
         return entries, tensors, values, self._now
 
     def _take_back(self, arena: SnapshotMemory) -> None:
@@ -173,17 +165,14 @@ class ModelState:
             if name in kept:
                 yield name, tensor
 
-    def _collect(self) -> _Collected:
+    def _collect(self) -> Collected:
         """The entries with their tensors, by plane, the JSON values, and the outline."""
         pulled: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         mine: dict[str, dict[str, Tensor]] = {}
         if self.optimizer is not None:
-            values |= self._collect_optimizer(mine, pulled)
-        if self.scheduler is not None:
-            values["scheduler"] = encode(self.scheduler.state_dict(), "scheduler", pulled)
-        for key, extra in sorted(self.extras.items()):
-            values[f"extras/{key}"] = encode(extra.state_dict(), f"extras/{key}", pulled)
+            values |= self._collect_optimizer(self.optimizer, mine, pulled)
+        values |= encode_further(self.optimizer, self.scheduler, self.extras, pulled)
         unit_of = self._unit_of_names()
         arrangement = Arrangement((*self._unit_numbers(), OUTSIDE, VALUES, FOREIGN))
         for name, parameter in self._unique_params().items():
@@ -197,11 +186,11 @@ class ModelState:
             arrangement.add(_MODEL + name, buffer, unit_of.get(name, OUTSIDE))
         for name, tensor in pulled.items():
             arrangement.add(name, tensor, VALUES)
-        arranged = arrangement.done()
+        entries, tensors, groups, planes = arrangement.done()
         kept = {*self.model.state_dict(keep_vars=True), *self._foreign}
         transient = sorted(_MODEL + name for name in (*self._unique_params(), *buffers) if name not in kept)
-        outline = Outline(arranged.groups, arranged.planes, tuple(transient), self._stage_facts())
-        return arranged.entries, arranged.tensors, values, outline
+        outline = Outline(groups, planes, tuple(transient), self._stage_facts())
+        return entries, tensors, values, outline
 
     def _stage_facts(self) -> dict[str, Any] | None:
         share = self._share
@@ -221,62 +210,45 @@ class ModelState:
         if layout is None:
             return {}
         leaves = dict(self.model.named_parameters(remove_duplicate=False))
-        firsts = {_memory(p): name for name, p in self._unique_params().items() if p.numel()}
+        firsts = {memory_of(p): name for name, p in self._unique_params().items() if p.numel()}
         numbers = self._unit_numbers()
         spots: dict[str, Spot] = {}
         for entry in (layout.entries[k] for k in layout.params):
-            name = firsts.get(_memory(leaves[entry.name]), "") if entry.numel else ""
+            name = firsts.get(memory_of(leaves[entry.name]), "") if entry.numel else ""
             if name and name not in self._foreign:
                 spot = Spot(numbers[entry.unit], layout.units[entry.unit].start, entry.offset, entry.shape)
                 spots.setdefault(name, spot)
         return spots
 
-    def _collect_optimizer(self, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]) -> dict[str, Any]:
-        optimizer = self.optimizer
+    def _collect_optimizer(
+        self, optimizer: Optimizer, mine: dict[str, dict[str, Tensor]], pulled: dict[str, Tensor]
+    ) -> dict[str, Any]:
         names = self._param_names()
         states: dict[str, Any] = {}
         other: dict[Any, Any] = {}
-        for key, state in optimizer.state.items():  # type: ignore[union-attr]
-            if isinstance(key, Tensor):
-                if not state:
-                    continue  # looked up, never filled
+        for key, state in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                other[key] = state
+            elif state:  # else it was looked up, and never filled
                 if id(key) not in names:
                     raise ConfigError("the optimizer keeps state for a tensor that is not among its parameters")
                 name = names[id(key)]
                 mine[name] = {}
                 states[name] = encode(state, f"{_OPTIMIZER}{name}", mine[name])
-            else:
-                other[key] = state
-        groups = []
-        for k, group in enumerate(optimizer.param_groups):  # type: ignore[union-attr]
-            scalars = {key: value for key, value in group.items() if key != "params"}
-            members = [names[id(p)] for p in group["params"]]
-            groups.append({"dict": [["params", members], ["values", encode(scalars, f"groups/{k}", pulled)]]})
+        members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = encode_groups(optimizer, members, pulled)
         ordered = [[name, states[name]] for name in names.values() if name in states]
-        values = {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
-        own = plain(optimizer)  # type: ignore[arg-type]
-        return {**values, "attributes": encode(own, "attributes", pulled)} if own else values
+        return {"groups": groups, "state": {"dict": ordered}, "other": encode(other, "other", pulled)}
 
     # ---- names
 
     def _unique_params(self) -> dict[str, nn.Parameter]:
         """First name -> parameter; leaves that share storage (ties) once. Those of other stages last."""
-        found: dict[str, nn.Parameter] = {}
-        seen: set[tuple[Any, ...]] = set()
-        for parameter in self._foreign.values():
-            _new(parameter, seen)
-        for name, parameter in self.model.named_parameters():
-            if _new(parameter, seen):
-                found[name] = parameter
-        return {**found, **self._foreign}
+        unique = _unique([*self._foreign.items(), *self.model.named_parameters()])
+        return {name: p for name, p in unique.items() if name not in self._foreign} | self._foreign
 
     def _unique_buffers(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        seen: set[tuple[Any, ...]] = set()
-        for name, buffer in self.model.named_buffers():
-            if _new(buffer, seen):
-                found[name] = buffer
-        return found
+        return _unique(self.model.named_buffers())
 
     def _param_names(self) -> dict[int, str]:
         """id -> name of the optimizer's parameters, in its order."""
@@ -355,10 +327,10 @@ class ModelState:
         buffers = self._buffer_slots()
         for name, parameter in self._unique_params().items():
             entry = theirs.get(_MODEL + name)
-            mine = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            if entry is None or (entry.dtype, entry.shape) != mine:
+            dtype, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
+            if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
                 what = f"{entry.dtype} {entry.shape}" if entry else "nothing"
-                raise ConfigError(f"the state has {what} for parameter {name}; the model {mine[0]} {mine[1]}")
+                raise ConfigError(f"the state has {what} for parameter {name}; the model {dtype} {shape}")
         known = {_MODEL + name for name in (*self._unique_params(), *buffers)}
         for name in theirs:
             if name.startswith(_MODEL) and name not in known:
@@ -366,11 +338,10 @@ class ModelState:
         for name in self._unique_buffers():
             if _MODEL + name not in theirs:
                 raise ConfigError(f"the state has no buffer {name}, which the model has")
-        wanted = {"groups"} if self.optimizer is not None else set()
-        wanted |= {"scheduler"} if self.scheduler is not None else set()
-        wanted |= {f"extras/{key}" for key in self.extras}
-        if wanted - set(values):
-            raise ConfigError(f"the state holds no {sorted(wanted - set(values))[0]}, which this job has")
+        mine = {"groups": self.optimizer, "scheduler": self.scheduler, **{f"extras/{key}": key for key in self.extras}}
+        lacking = {key for key, thing in mine.items() if thing is not None} - set(values)
+        if lacking:
+            raise ConfigError(f"the state holds no {min(lacking)}, which this job has")
 
     def _buffer_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Every place where a buffer is or may be (registered as None), by name."""
@@ -442,20 +413,12 @@ def _buffer_target(entry: StateEntry, module: nn.Module, attribute: str) -> Tens
     return buffer.detach()
 
 
-def _new(tensor: Tensor, seen: set[tuple[Any, ...]]) -> bool:
-    """Whether no tensor over the same memory came before."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return True
-    key = _memory(tensor)
-    fresh = key not in seen
-    seen.add(key)
-    return fresh
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors over the same memory, of which there is some."""
-    start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
-    return (start, tensor.device, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+def _unique(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    """The first of those over the same memory."""
+    firsts: dict[tuple[object, ...], tuple[str, _T]] = {}
+    for name, tensor in named:
+        firsts.setdefault(memory_of(tensor), (name, tensor))
+    return dict(firsts.values())
 
 
 def _dtype(entry: StateEntry) -> torch.dtype:

@@ -13,13 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from everstep.base.errors import check
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES, FOREIGN, FORMAT, OUTSIDE, VALUES, entries_of, rows_digest, sealed
+from everstep.exact.image import (
+    BLOCK_BYTES,
+    FOREIGN,
+    FORMAT,
+    OUTSIDE,
+    REST,
+    VALUES,
+    Plane,
+    entries_of,
+    plane_at,
+    planes_of,
+    rows_digest,
+    rows_of,
+    runs_of,
+    sealed,
+    span_of,
+)
 from everstep.exact.layout import round_up
-from everstep.exact.planes import REST, Plane, plane_at, planes_of, rows_of, runs_of, span_of
 
 StateManifest = Mapping[str, Any]
 _MODEL = "model/"
@@ -28,8 +44,8 @@ _SELECTED = -4
 
 def state_digest(manifest: StateManifest, step: int) -> str:
     """Of everything in a whole manifest, and the step: as `ModelState.state_digest` of the unsplit job."""
-    rows = [(e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest)]
-    return rows_digest(sorted(rows), manifest["values"], step)
+    rows = sorted((e[0], e[1], tuple(e[2]), digest) for e, digest in _entries(manifest))
+    return rows_digest(rows, manifest["values"], step)
 
 
 def model_digest(manifest: StateManifest) -> str:
@@ -152,6 +168,10 @@ class _Group:
     blocks: list[str]
     grid: list[int]
 
+    def named(self) -> Iterator[tuple[Any, ...]]:
+        """Name, type, shape and digest of each entry."""
+        return ((*entry[:3], digest) for entry, digest in zip(self.entries, self.digests, strict=True))
+
     def facts(self) -> list[Any]:
         return [[[*e[:3], e[3] - self.start, e[4]] for e in self.entries], self.digests, self.blocks]
 
@@ -162,19 +182,14 @@ def _begins(manifests: Sequence[StateManifest]) -> dict[int, int]:
     n_units = manifests[0]["stage"]["n_units"]
     check(held == list(range(n_units)), f"stages hold units {held}, together they must hold 0..{n_units - 1} once")
     extents = {u: n for m in manifests for u, n in zip(m["stage"]["units"], m["stage"]["extents"], strict=True)}
-    begins, at = {}, 0
-    for unit in range(n_units):
-        begins[unit] = at
-        at += extents[unit]
-    return begins
+    starts = accumulate((extents[unit] for unit in range(n_units)), initial=0)
+    return dict(zip(range(n_units), starts, strict=False))
 
 
 def _groups(owner: int, manifest: StateManifest, begins: Mapping[int, int]) -> Iterator[_Group]:
     """begins: of the units in the whole job."""
-    shifts, at = {}, 0
-    for unit, extent in zip(manifest["stage"]["units"], manifest["stage"]["extents"], strict=True):
-        shifts[unit] = begins[unit] - at
-        at += extent
+    units, here = manifest["stage"]["units"], accumulate(manifest["stage"]["extents"], initial=0)
+    shifts = {unit: begins[unit] - at for unit, at in zip(units, here, strict=False)}
     planes = planes_of(manifest)
     grids = {plane.name: plane.grid() for plane in planes}
     first = 0
@@ -214,12 +229,8 @@ def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
     """The group that every stage has alike."""
     found = [g for g in groups if g.label == label]
     for other in found[1:]:
-        for mine, theirs in zip(
-            zip(found[0].entries, found[0].digests, strict=True),
-            zip(other.entries, other.digests, strict=True),
-            strict=False,
-        ):
-            check(mine[1] == theirs[1] and mine[0][:3] == theirs[0][:3], f"stages differ in {mine[0][0]}")
+        for mine, theirs in zip(found[0].named(), other.named(), strict=False):
+            check(mine == theirs, f"stages differ in {mine[0]}")
         check(other.facts() == found[0].facts(), f"stages differ in what lies outside their units (group {label})")
     check(len(found) in (0, len({g.owner for g in groups})), f"not every stage has group {label}")
     return found[0] if found else None
@@ -227,9 +238,8 @@ def _one_of(groups: Sequence[_Group], label: int) -> _Group | None:
 
 def _check_foreign(groups: Sequence[_Group], owned: Mapping[str, tuple[Any, ...]]) -> None:
     for group in groups:
-        if group.label == FOREIGN:
-            for entry, digest in zip(group.entries, group.digests, strict=True):
-                check(owned.get(entry[0]) == (entry[1], entry[2], digest), f"stages differ in the tied {entry[0]}")
+        for name, *rest in group.named() if group.label == FOREIGN else ():
+            check(owned.get(name) == tuple(rest), f"stages differ in the tied {name}")
 
 
 def _entries(manifest: StateManifest) -> Iterator[tuple[list[Any], str]]:
@@ -287,12 +297,8 @@ def _select_values(values: Mapping[str, Any], names: Collection[str]) -> dict[st
 
 def _tensors(node: Any) -> Iterator[str]:
     """The names of the tensors that encoded values refer to."""
-    if isinstance(node, list):
-        for value in node:
-            yield from _tensors(value)
-    elif isinstance(node, dict):
-        for tag, body in node.items():
-            if tag in ("tensor", "array"):
-                yield body
-            elif tag not in ("f", "bytes", "dtype", "device", "scalar"):
-                yield from _tensors(body)
+    for tag, body in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if tag in ("tensor", "array"):
+            yield body
+        elif tag not in ("f", "bytes", "dtype", "device", "scalar"):
+            yield from _tensors(body)

@@ -102,12 +102,8 @@ def _build(node: Any, tensors: Sequence[Tensor]) -> Any:
 
 def to_wire(sent: Bundle) -> tuple[list[Tensor], bytes]:
     """(tensors, bytes) for a channel that keeps bits, dtypes and shapes, and the strides of dense tensors."""
-    plain, forms = [], []
-    for tensor in sent.tensors:
-        form, flat = _form(tensor.detach())
-        plain.append(flat)
-        forms.append(form)
-    return plain, _encode((sent.meta, forms))
+    formed = [_form(tensor.detach()) for tensor in sent.tensors]
+    return [flat for _, flat in formed], _encode((sent.meta, [form for form, _ in formed]))
 
 
 def from_wire(tensors: Sequence[Tensor], data: bytes) -> Bundle:

@@ -27,10 +27,9 @@ from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
 from everstep.checkpoint.vault import Kept
 from everstep.exact.digest import bytes_of, digest_bytes
-from everstep.exact.image import Image, Scatter, sealed
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import Image, Scatter, sealed, sizes_of
+from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
-from everstep.exact.ties import TiePlace
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Key, Record
 from everstep.runtime.peer import PeerConnection, peer_connect
@@ -277,7 +276,7 @@ class Donor:
             self._serve_ranges(connection, offer, request)
 
     def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
-        """Manifests and records first, then the blocks that are asked for."""
+        """Restored and records first, then the blocks that are asked for."""
         connection.send_json(_header(offer, request["stages"], request["ranges"] == "first"))
         step = offer.position.step
         serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))

@@ -17,7 +17,7 @@ from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member
 from everstep.checkpoint.vault import MemoryCopy, Vault
 from everstep.exact.digest import digest_bytes
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import sizes_of
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
 from everstep.protocol.driver.records import decode_records, encode

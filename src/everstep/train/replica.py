@@ -23,10 +23,9 @@ from everstep.exact.attributes import Watched
 from everstep.exact.digest import named_digest, tensor_digest
 from everstep.exact.gradient import GradientHandOver, clip_factor, gradient_norm
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_parameters, untie
-from everstep.exact.reduce import block_norms
+from everstep.exact.reduce import TiePlace, block_norms, stage_terms
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
-from everstep.exact.ties import TiePlace, stage_terms
 from everstep.protocol.driver.records import StageSection, StepOutcome
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused

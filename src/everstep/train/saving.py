@@ -19,10 +19,10 @@ from everstep.base.cause import UNSAID, Why
 from everstep.base.config import numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, StoreError
 from everstep.base.plan import Member
-from everstep.checkpoint.checkpointer import Checkpointer, Extent, Restored
+from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.interchange import NAMES, names_record
-from everstep.checkpoint.manifest import JobIdentity, TensorRow
-from everstep.checkpoint.manifest_writer import WriteOutcome
+from everstep.checkpoint.manifest import JobIdentity, Manifest, TensorRow
+from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
 from everstep.checkpoint.names import BEST, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
@@ -345,7 +345,7 @@ class Restorer:
         found = self._checkpointer.restorable(verify=False, most=_STATED, limit=limit)
         return tuple(s for s in found if s not in self._refused)
 
-    def restore(self, number: int, stages: Sequence[int]) -> Restored:
+    def restore(self, number: int, stages: Sequence[int]) -> Manifest:
         """Give these stages what the checkpoint of a step says. If it cannot be read, nothing has changed.
 
         Raises: Unusable then, or, torn, if an unsplit model has been overwritten in part.
@@ -376,7 +376,7 @@ class Restorer:
             raise Unusable(why, torn) from error
 
     @staticmethod
-    def records_of(restored: Restored) -> dict[int, Record]:
+    def records_of(restored: Manifest) -> dict[int, Record]:
         """The records of the step's decision; plans that they were prepared for are long gone."""
         if not restored.records:
             return {}

@@ -21,9 +21,9 @@ from everstep.base.errors import ConfigError
 from everstep.base.pool_wish import parse_cut
 from everstep.base.stage_map import parse_map
 from everstep.exact.layout import GradientLayout, align_parameters, untie
+from everstep.exact.reduce import Tied, TiePlace
 from everstep.exact.seeding import module_seed, preserve_rng, seed_all
 from everstep.exact.state import Share
-from everstep.exact.ties import Tied, TiePlace
 from everstep.placement.cuts import ModelCut, choose, of_sizes
 from everstep.train.task import Task, calling
 

@@ -18,8 +18,8 @@ from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
 from everstep.exact.digest import named_digest
 from everstep.exact.layout import GradientLayout
+from everstep.exact.reduce import StageSums
 from everstep.exact.seeding import UnitSeeder
-from everstep.exact.stage_sums import StageSums
 from everstep.exact.trees import Bundle
 from everstep.protocol.driver.records import LaneReport
 from everstep.train.model_call import Loss, ModelCall

@@ -18,8 +18,7 @@ from everstep.base.errors import CheckpointCorrupt, CollectiveAborted, EverstepE
 from everstep.base.extents import WHOLE, Extents
 from everstep.base.plan import Member, Plan
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import BLOCK_BYTES
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.protocol.chunks import Chunk, Chunks, share
 from everstep.protocol.step_types import Pieces, Piecewise
 from everstep.runtime.peer import PeerConnection, peer_connect

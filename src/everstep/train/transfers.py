@@ -13,7 +13,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, check
 from everstep.base.extents import NONE, WHOLE, union
-from everstep.checkpoint.checkpointer import Restored
+from everstep.checkpoint.manifest import Manifest
 from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import conclude
@@ -206,7 +206,7 @@ class Transfers:
             else:
                 self._view.stages[stage].abandon()
 
-    def _take_loop(self, restored: Restored) -> None:
+    def _take_loop(self, restored: Manifest) -> None:
         """Where the user's loop goes on: right after the update, or beyond what follows it."""
         if restored.application.get(LOOP):
             heal.unpack_state(self._view.stages.any.application, restored.application[LOOP])

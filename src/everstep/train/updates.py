@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
-from everstep.exact.ties import TiePlace, tied_out
+from everstep.exact.reduce import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns
 from everstep.protocol.step_types import Discard, Record, Release

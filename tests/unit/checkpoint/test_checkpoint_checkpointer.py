@@ -19,10 +19,9 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.base.plan import Member, Plan, Rank, Seat
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
-from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest_writer import WriteOutcome
-from everstep.checkpoint.part import Base, PartJob, PartReport, PartWriter
+from everstep.checkpoint.checkpointer import Checkpointer
+from everstep.checkpoint.manifest_writer import Extent, WriteOutcome
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore, Draft
 from everstep.exact.image import BLOCK_BYTES
@@ -264,12 +263,12 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     """What is not written yet is copied, up to the limit; beyond, the part is given up. Never is it torn."""
     state = make_state(1)
     expected = state.manifest()["blocks"]
-    live = LiveState.of(state)
+    live = LiveState(state)
     store = Gate(tmp_path)
     reports: list[PartReport] = []
-    job = PartJob(1, 1, 0, 0, 0, live.n_blocks, True, limit_blocks * BLOCK_BYTES)
+    job = PartJob(PartReport(1, 1, 0, 0, 0, live.n_blocks), True, limit_blocks * BLOCK_BYTES)
     writer = PartWriter(store, job, live, Base, reports.append)
-    writer.start()
+    threading.Thread(target=writer.run, daemon=True).start()
     kept = writer.before_update(0.01)
     with torch.no_grad():
         for parameter in state.model.parameters():

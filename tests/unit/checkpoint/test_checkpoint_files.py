@@ -17,12 +17,10 @@ from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
 from everstep.checkpoint.manifest import refuse_foreign
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
-from everstep.checkpoint.pointers import read_pins, read_pointer, write_pins
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks
-from everstep.checkpoint.sealed import seal
+from everstep.checkpoint.pointers import read_pins, read_pointer, seal, write_pins
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.table import open_store
-from everstep.checkpoint.verify import verify_store
 from everstep.exact.image import BLOCK_BYTES
 
 TINY = {"weight": (50, 40), "bias": (9,)}

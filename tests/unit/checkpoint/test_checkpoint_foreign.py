@@ -13,13 +13,11 @@ import pytest
 from everstep.base.errors import BlobForeign, CheckpointCorrupt, StoreError
 from everstep.checkpoint.manifest import decode
 from everstep.checkpoint.names import LATEST, PINS, is_part, part_name
-from everstep.checkpoint.pointers import read_pins, read_pointer, read_pointer_value
-from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in
+from everstep.checkpoint.pointers import read_pins, read_pointer, read_pointer_value, seal
+from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_store
 from everstep.checkpoint.retention import Shelf
-from everstep.checkpoint.sealed import seal
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.verify import verify_store
 from foreign_checkpoints import ESCAPE, PART, Body, body_of, escaping, idle, prepare, renamed, signed, text_of, tree_of
 
 STEP = "step-0000000001"

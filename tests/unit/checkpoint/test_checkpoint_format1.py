@@ -9,21 +9,19 @@ import msgspec
 import pytest
 import torch
 
-from everstep.base.cause import Cause, Why
+from everstep.base.cause import Cause
 from everstep.base.config import load_config
 from everstep.base.config_keys import DiskTierConfig
 from everstep.checkpoint.interchange import read_weights
-from everstep.checkpoint.live import LiveState
-from everstep.checkpoint.manifest import JobIdentity
-from everstep.checkpoint.manifest_form import Form, State
-from everstep.checkpoint.manifest_writer import CheckpointFacts, ManifestWriter
-from everstep.checkpoint.part import Base, PartJob, PartWriter
-from everstep.checkpoint.reader import open_checkpoint, steps_in
+from everstep.checkpoint.manifest import Form, JobIdentity, State
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter
+from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
+from everstep.checkpoint.reader import open_checkpoint, steps_in, verify_store
 from everstep.checkpoint.store import DirectoryStore
-from everstep.checkpoint.verify import verify_store
 from everstep.exact.digest import named_digest
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import merge, model_digest, same_state, state_digest
+from everstep.protocol.driver.policy import Due
 from everstep.train.replica import StageReplica
 from everstep.train.stage import Parts, cut_out
 from everstep.train.trainer import EarlyStop
@@ -84,12 +82,11 @@ def test_the_next_ones_continue_them(tmp_path: Path) -> None:
     old.load_into({0: replica.state})
     identity = JobIdentity(**{key: old.manifest.identity[key] for key in ("task", "numerics", "job")})
     done = threading.Event()
-    rule, why = DiskTierConfig(keep_last=1), Why(Cause.REQUESTED, "")
-    writer = ManifestWriter(store, identity, rule, lambda outcome: done.set())
-    live, base = LiveState.of(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
-    writer.expect(CheckpointFacts(4, 1, why=why))
-    part = PartWriter(store, PartJob(4, 1, 0, 0, 0, live.n_blocks, True, 0), live, lambda: base, writer.add)
-    part.start()
+    writer = ManifestWriter(store, identity, DiskTierConfig(keep_last=1), lambda outcome: done.set())
+    live, base = LiveState(replica.state), Base(3, old.manifest.depth, frozenset(old.manifest.state["blocks"]))
+    writer.expect(Extent(4, Due(("disk",), "", Cause.REQUESTED)), 1)
+    part = PartWriter(store, PartJob(PartReport(4, 1, 0, 0, 0, live.n_blocks), True, 0), live, lambda: base, writer.add)
+    part.run()
     assert done.wait(60.0)
     writer.close()
     assert steps_in(store) == [4] and verify_store(store) == []

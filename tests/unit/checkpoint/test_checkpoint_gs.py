@@ -17,8 +17,7 @@ from everstep.checkpoint.reader import newest_complete, steps_in, verify_blocks
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.gs import open_gs
 from everstep.checkpoint.stores.table import open_store
-from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.upload import open_object_tier
+from everstep.checkpoint.transfer import open_object_tier, transfer
 from exchange_cases import write_step
 from foreign_checkpoints import ESCAPE
 

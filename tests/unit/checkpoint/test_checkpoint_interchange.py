@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError, StoreError
-from everstep.checkpoint.interchange import read_weights
+from everstep.checkpoint.interchange import read_weights, take_weights
 from everstep.checkpoint.interchange_formats import DCP, HF, SAFETENSORS, TORCH, load_weights, write_weights
-from everstep.checkpoint.interchange_import import take_weights
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint
 from everstep.checkpoint.store import DirectoryStore
 from exchange_cases import Awkward, checkpoint_of, rest, same_bits, trained

@@ -12,11 +12,10 @@ from everstep.base.cause import Cause
 from everstep.base.config_keys import CheckpointConfig, ObjectTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.checkpointer import Checkpointer
-from everstep.checkpoint.reader import manifests_of, newest_complete, open_checkpoint, steps_in
+from everstep.checkpoint.reader import manifests_of, newest_complete, open_checkpoint, steps_in, verify_store
 from everstep.checkpoint.repair import Copy, Elsewhere, Lost, Repairer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import transfer
-from everstep.checkpoint.verify import verify_store
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.state import ModelState
 
@@ -126,7 +125,7 @@ def test_a_source_that_fails_is_not_asked_again(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(DirectoryStore(tmp_path), 3, Repairer([refuses], lambda step, reason: None))
     for index in range(4):
         with pytest.raises(CheckpointCorrupt, match=f"block {index} "):
-            checkpoint.read_block(index)
+            next(checkpoint.read_blocks([index]))
     assert asked == [0]
 
 

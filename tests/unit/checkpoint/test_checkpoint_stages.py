@@ -13,8 +13,9 @@ from torch import nn
 from checkpoint_saving import NUMERICS
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.plan import Member, Plan, Seat
-from everstep.checkpoint.checkpointer import Checkpointer, Extent
+from everstep.checkpoint.checkpointer import Checkpointer
 from everstep.checkpoint.manifest import JobIdentity
+from everstep.checkpoint.manifest_writer import Extent
 from everstep.checkpoint.reader import open_checkpoint, verify_blocks
 from everstep.exact.state import ModelState, Share
 from everstep.protocol.driver.policy import Due

@@ -21,8 +21,15 @@ from everstep.checkpoint.reader import newest_complete, open_checkpoint, set_asi
 from everstep.checkpoint.store import BytesLike, DirectoryStore
 from everstep.checkpoint.stores.s3 import open_s3
 from everstep.checkpoint.stores.table import open_store
-from everstep.checkpoint.transfer import TransferStopped, transfer
-from everstep.checkpoint.upload import Backoff, Uploader, open_object_tier, open_uploader, retention
+from everstep.checkpoint.transfer import (
+    Backoff,
+    TransferStopped,
+    Uploader,
+    open_object_tier,
+    open_uploader,
+    retention,
+    transfer,
+)
 from exchange_cases import write_step, write_unchanged
 
 LIMIT_S = 60.0
@@ -240,7 +247,7 @@ def test_newest_wins_and_training_never_waits(source: DirectoryStore, tmp_path: 
 
 
 def test_grace_is_kept(source: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.checkpoint.upload._STOP_PATIENCE_S", 0.05)
+    monkeypatch.setattr("everstep.checkpoint.transfer._STOP_PATIENCE_S", 0.05)
     write_step(source, 1)
     began, go = threading.Event(), threading.Event()
 

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from everstep.exact.memory import keep_freed_memory
+from everstep.exact.accumulate import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(77)
 def rounds(n):

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from everstep.exact.digest import digest_bytes
-from everstep.exact.image import FOREIGN, OUTSIDE, VALUES, Image
+from everstep.exact.image import FOREIGN, OUTSIDE, VALUES, Image, planes_of
 from everstep.exact.layout import BLOCK_ELEMENTS, untie
-from everstep.exact.planes import planes_of
 from everstep.exact.state import ModelState, Share
 from everstep.exact.topology import merge, merge_with_sources, select
 

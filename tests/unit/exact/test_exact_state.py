@@ -343,10 +343,3 @@ def test_a_failing_snapshot_says_so() -> None:
     snapshot.start()
     with pytest.raises(IndexError):
         snapshot.wait()
-
-
-def test_read_block_into_given_memory() -> None:
-    job = Job()
-    job.state.manifest()
-    out = memoryview(bytearray(BLOCK_BYTES))
-    assert job.state.read_block(0, out) is out and out == job.state.read_block(0)

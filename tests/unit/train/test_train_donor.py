@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everstep.base.ports import Piece, Reduced
-from everstep.exact.ties import TiePlace
+from everstep.exact.reduce import TiePlace
 from everstep.protocol.step_types import Key, Record
 from everstep.train.heal import (
     MAX_BACKLOG,

@@ -15,8 +15,7 @@ from everstep.base.errors import CollectiveAborted, EverstepError
 from everstep.base.extents import NONE, WHOLE, Extents
 from everstep.base.plan import Member, Plan, Seat
 from everstep.base.ports import Piece, Reduced
-from everstep.exact.image import BLOCK_BYTES
-from everstep.exact.numbering import sizes_of
+from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.step_types import Key, Pieces, Record
 from everstep.runtime.peer import PeerConnection, PeerServer
