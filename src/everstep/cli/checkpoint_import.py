@@ -19,7 +19,6 @@ from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
 from everstep.checkpoint.whole import write_whole
 from everstep.cli.job import Request, effective_config, read_config_file
-from everstep.cli.run import canonical
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.assembly import prepare_torch, sample_order
@@ -59,7 +58,7 @@ def import_weights(
     replica = initial_replica(task, config)
     parts = replica.parts
     taken = take_weights(weights, parts.model, parts.optimizer)
-    identity = JobIdentity(canonical(spec), numerics(config))
+    identity = JobIdentity(spec.canonical, numerics(config))
     target = store if isinstance(store, DirectoryStore) else DirectoryStore(scratch)
     application = {NAMES: names_record(parts.model)}
     manifest = write_whole(target, replica.state, identity, reason=f"imported from {path}", application=application)

@@ -12,15 +12,16 @@ import click
 
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
-from everstep.report.words import size_text
+from everstep.report.words import aligned, size_text
 
 if TYPE_CHECKING:
     from everstep.checkpoint.manifest import Manifest
     from everstep.checkpoint.reader import Checkpoint
-    from everstep.cli.checkpoint_place import StorePlace
+    from everstep.cli.checkpoints_exchange import StorePlace
 
 _EXCHANGE = "everstep.cli.checkpoints_exchange"
 _NAMED = 10
+_HEADER = ("step", "taken", "state", "written", "base", "marks", "reason")
 
 
 class _Group(click.Group):
@@ -60,11 +61,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
     if not rows:
         print("no checkpoints")
         return 0
-    header = ("step", "taken", "state", "written", "base", "marks", "reason")
-    lines = [header, *(_line(row) for row in rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(aligned([_HEADER, *(_line(row) for row in rows)])))
     return 0
 
 
@@ -74,7 +71,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show_command(place: str, which: str | None, as_json: bool) -> int:
     """What one checkpoint is of, and where its parts lie."""
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     found = choose(_place(place), which)
     manifest = found.manifest
@@ -189,7 +186,7 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
     """(how many checkpoints were looked at, what is wrong with them)."""
     from everstep.checkpoint.reader import steps_in
     from everstep.checkpoint.verify import bytes_of_files, verify_store
-    from everstep.cli.checkpoint_place import choose, progress_bar
+    from everstep.cli.checkpoints_exchange import choose, progress_bar
 
     named = which is not None or place.step is not None
     steps = [_step_of(place, which)] if named else steps_in(place.store)
@@ -210,7 +207,7 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 def _step_of(place: StorePlace, which: str | None) -> int:
     """The step that is meant, even if its manifest is damaged. Raises: ConfigError if there is none."""
     from everstep.checkpoint.reader import steps_in
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     step = int(which) if which is not None and which.isdecimal() else None
     if step is None and which is None:
@@ -228,7 +225,7 @@ def _step_of(place: StorePlace, which: str | None) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
     """Say which tensors and values differ between two checkpoints, by their hashes. Exit code 1: they differ."""
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     a, b = choose(_place(place_a)), choose(_place(place_b))
     told = _differences(a, b)
@@ -329,7 +326,7 @@ def prune_command(
 def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
     """Keep a checkpoint for ever, under a name."""
     from everstep.checkpoint.pointers import read_pins, write_pins
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     where = _place(place)
     pins = read_pins(where.store)
@@ -352,7 +349,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 def _place(text: str) -> StorePlace:
     """Raises: ConfigError if it does not exist."""
     from everstep.checkpoint.store import DirectoryStore
-    from everstep.cli.checkpoint_place import find_place
+    from everstep.cli.checkpoints_exchange import find_place
 
     place = find_place(text)
     if isinstance(place.store, DirectoryStore) and not place.store.path.is_dir():

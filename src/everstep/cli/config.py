@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
 
 import click
 
 from everstep.base.cause import Cause
 from everstep.base.config import describe
 from everstep.base.errors import ConfigError
+from everstep.report.words import aligned
 
 CAUSES = "causes"
 _FIELDS = ("key", "type", "default", "meaning")
@@ -28,7 +28,7 @@ def command(key: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows))
     else:
-        _print(rows)
+        print("\n".join(aligned([list(row.values()) for row in rows])))
     return 0
 
 
@@ -46,10 +46,3 @@ def _keys(key: str | None) -> list[dict[str, str]]:
         close = difflib.get_close_matches(key, [*known, CAUSES], n=1, cutoff=0)
         raise ConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? `everstep config` lists all")
     return found
-
-
-def _print(rows: Sequence[Mapping[str, str]]) -> None:
-    *names, last = rows[0]
-    widths = {name: max(len(row[name]) for row in rows) for name in names}
-    for row in rows:
-        print("  ".join([*(row[name].ljust(widths[name]) for name in names), row[last]]))

@@ -13,7 +13,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, TaskError
 from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.task_loading import make_task, parse_task
-from everstep.cli.weights import find_weights, read_weights
+from everstep.cli.verify import find_weights, read_weights
 from everstep.runtime.address import JOB_FILE
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.cli.scale import ask_running
+from everstep.cli.running import ask_running
 from everstep.report.history import History
 from everstep.report.traces import merge
 from everstep.report.words import size_text

@@ -1,53 +1,60 @@
-"""The web application: one page, its files, one stream of server-sent events, the actions, and the metrics."""
+"""The web application: one page, its files, one stream of server-sent events, the actions, and the metrics; and the
+server that it runs in, alone or with the metrics alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from everstep.dashboard.actions import act
-from everstep.dashboard.feed import Feeds, RunFeed
-from everstep.dashboard.guard import KNOWN, METRICS, UNLOCK, Guard
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.chaos.spec import parse_now
+from everstep.dashboard.feed import Audit, Feeds, RunFeed
+from everstep.dashboard.guard import (
+    KNOWN,
+    METRICS,
+    TOKEN_PARAMETER,
+    UNLOCK,
+    Guard,
+    checked_token,
+    is_loopback,
+    kept_token,
+)
 from everstep.dashboard.view import PageCursor, now_ms, patch
 from everstep.report.prometheus import device_families, expose, families
+from everstep.runtime import commands
+from everstep.runtime.address import METRICS_TOKEN_FILE
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
-_FILES = (
-    "index.html",
-    "page.css",
-    "uPlot.min.css",
-    "uPlot.iife.min.js",
-    "uPlot.LICENSE.txt",
-    "dom.js",
-    "charts.js",
-    "workers.js",
-    "panels.js",
-    "stream.js",
-    "page.js",
-    "icon.svg",
-)
 _TICK_S = 0.5
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
 _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
+_PATIENCE_S = 10.0
+_CHECKPOINT_S = 120.0
+NAMES = ("checkpoint", "drain", "scale", "chaos")
 
 
 def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
     """The application over these runs; `host`, `token` and `public` decide who may ask."""
-    files = {name: (resources.files(__package__) / "static" / name).read_bytes() for name in _FILES}
+    files = {file.name: file.read_bytes() for file in (resources.files(__package__) / "static").iterdir()}
     streams = threading.BoundedSemaphore(_MOST_STREAMS)
 
     async def page(request: Request) -> Response:
@@ -179,3 +186,124 @@ def _changes(feeds: Feeds, cursors: list[PageCursor]) -> bytes | None:
         if changed:
             found[str(i)] = changed
     return _encode({"now_ms": now_ms(), "count": len(feeds.runs), "runs": found}) if found else None
+
+
+def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Do it, or say in one line why not: {"ok": true, "text"} or {"ok": false, "error"}."""
+    try:
+        wanted = _checked(name, args)
+        patience_s = _CHECKPOINT_S if name == "checkpoint" else _PATIENCE_S
+        result = commands.ask(run_dir, name, wanted, timeout_s=patience_s)
+    except EverstepError as error:
+        return {"ok": False, "error": " ".join(str(error).split())}
+    return {"ok": True, "text": _said(name, wanted, result), "result": result}
+
+
+def _checked(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    if name == "checkpoint":
+        return {}
+    if name == "drain":
+        return {"worker_id": _integer(args, "worker_id")}
+    if name == "scale":
+        return {"workers": _integer(args, "workers")}
+    if name == "chaos":
+        fault = args.get("fault")
+        if not isinstance(fault, str) or not 0 < len(fault) <= 500:
+            raise ConfigError("expected a fault such as kill:target=worker:2")
+        return parse_now(fault).request()
+    raise ConfigError(f"unknown action {name!r}: expected one of {', '.join(NAMES)}")
+
+
+def _integer(args: Mapping[str, Any], name: str) -> int:
+    value = args.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1_000_000:
+        raise ConfigError(f"{name}: expected a whole number, got {str(value)[:40]!r}")
+    return value
+
+
+def _said(name: str, args: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    if name == "drain":
+        return f"worker {args['worker_id']} is leaving, {result.get('workers', '?')} stay"
+    if name == "scale":
+        return f"from {result.get('before', '?')} to {args['workers']} workers"
+    if name == "checkpoint":
+        return f"checkpoint of step {result.get('step', '?')} in {result.get('path', '?')}"
+    return f"{args['fault']} is on its way"
+
+
+def serve(
+    run_dirs: Sequence[Path],
+    host: str,
+    port: int,
+    token: str | None,
+    audit: Audit,
+    tell: Callable[[str], None],
+    public: bool = False,
+) -> None:
+    """Serve the dashboard until interrupted. `tell` is given its address, which lets in whoever opens it, once it
+    listens; port 0 is any that is free. public: who only reads needs no token.
+
+    Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
+    """
+    token = checked_token(host, token)
+    feeds = Feeds(run_dirs, audit)
+    app = make_app(feeds, host, token, public)
+    _serve(app, feeds, host, port, lambda base: tell(f"{base}/?{_parameter(token)}"))
+
+
+def serve_metrics(
+    run_dir: Path, host: str, port: int, token: str | None, tell: Callable[[str], None], public: bool = False
+) -> None:
+    """As `serve`, but only the metrics of one run. On loopback the token, where none is given, is the one that the run
+    directory keeps for scrapers.
+
+    Raises: ConfigError, likewise.
+    """
+    file = run_dir / METRICS_TOKEN_FILE
+    kept = None if public or token is not None or not is_loopback(host) else kept_token(file)
+    secret = checked_token("localhost" if public else host, token or kept, "give --token or EVERSTEP_METRICS_TOKEN")
+    feeds = Feeds([run_dir])
+
+    def tell_all(base: str) -> None:
+        tell(base + METRICS + ("" if public else f"?{_parameter(secret)}"))
+        if kept is not None:
+            tell(f"for Prometheus: authorization.credentials_file is {file}")
+
+    _serve(make_metrics_app(feeds, host, secret, public), feeds, host, port, tell_all)
+
+
+def _parameter(token: str) -> str:
+    return f"{TOKEN_PARAMETER}={quote(token, safe='')}"
+
+
+def _serve(app: Starlette, feeds: Feeds, host: str, port: int, tell: Callable[[str], None]) -> None:
+    listener = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        limit_concurrency=256,
+        ws="none",
+    )
+    feeds.start()
+    try:
+        tell(f"http://{shown}:{listener.getsockname()[1]}")
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        feeds.stop()
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
+    return listener

@@ -79,7 +79,7 @@ class RunFeed:
             level = {"debug": "info", "critical": "error"}.get(line.level, line.level)
             text = one_line(f"{line.source}: {line.text}{' | ' if line.more else ''}{line.more}")
             kind = str(line.fields.get("source", "log"))
-            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, line.generation, text))
+            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, text))
         return list(found)
 
     def _take_lines(self, said: list[Line]) -> None:

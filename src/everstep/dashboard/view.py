@@ -211,17 +211,7 @@ def _newest(items: Any, most: int = _LISTED) -> list[Any]:
 
 def _generations(facts: Facts) -> list[list[Any]]:
     return [
-        [
-            g.number,
-            g.time_ns // 1_000_000,
-            g.step,
-            g.members,
-            list(g.joined),
-            list(g.left),
-            list(g.leaders),
-            g.reason,
-            g.cause,
-        ]
+        [g.number, g.time_ns // 1_000_000, g.step, g.members, list(g.leaders), g.reason, g.cause]
         for g in _newest(facts.generations)
     ]
 

@@ -19,8 +19,8 @@ import msgspec
 
 from everstep.observe.logs import LEVELS
 from everstep.report.tail import Folder, Tail
+from everstep.report.words import known, sentence, whole_number
 from everstep.report.words import level as level_of
-from everstep.report.words import sentence, whole_number
 from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
 from everstep.train.console import OUTPUT_FILE
 
@@ -38,7 +38,6 @@ class LogLine:
     worker_id: int | None
     level: str
     text: str
-    generation: int | None = None
     step: int | None = None
     more: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -117,8 +116,7 @@ def _records(worker_id: int, folder: Folder) -> Iterator[LogLine]:
                 worker_id,
                 level if level in LEVELS else "info",
                 message if said.get("source") in ("stdout", "stderr") else f"{logger}: {message}",
-                _known(said.get("generation")),
-                _known(said.get("step")),
+                known(said.get("step")),
                 str(said.get("exception") or ""),
                 said,
             )
@@ -145,11 +143,10 @@ def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
             yield LogLine(
                 whole_number(event.get("time_unix_ns")),
                 "event",
-                _known(event.get("worker_id")),
+                known(event.get("worker_id")),
                 level_of(event),
                 sentence(event),
-                _known(event.get("generation")),
-                _known(event.get("step")),
+                known(event.get("step")),
                 fields=event,
             )
 
@@ -159,10 +156,6 @@ def _object(line: bytes) -> dict[str, Any] | None:
         return _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _known(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _plain(text: str) -> str:

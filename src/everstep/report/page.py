@@ -18,7 +18,7 @@ from everstep.report.account import goodput
 from everstep.report.facts import CheckpointFact
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
-from everstep.report.style import page_css
+from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
 from everstep.report.words import number, one_line, size_text, time_text, whole_number
 
@@ -115,7 +115,7 @@ def _page(title: str, body: Iterable[str]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{csp}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_css()}</style></head><body><main>{''.join(body)}"
+        f"<title>{escape(title)}</title><style>{PAGE_CSS}</style></head><body><main>{''.join(body)}"
         f'<p class="soft">Written {escape(time.strftime("%Y-%m-%d %H:%M:%S %Z"))} by everstep.</p>'
         "</main></body></html>\n"
     )

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.report.histogram import Histogram
-from everstep.report.tally import STEP_BOUNDS_S
+from everstep.report.tally import STEP_BOUNDS_S, Histogram
 from everstep.report.words import number, one_line, whole_number
 
 STEP_PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall")

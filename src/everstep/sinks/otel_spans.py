@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode
 
 from everstep.base.errors import EverstepError
-from everstep.report.account import TimeAccount
+from everstep.report.facts import recovery_of
 from everstep.report.words import Event, number, one_line, whole_number
 from everstep.sinks.sink import OVER, SinkJob, otlp_protocol
 
@@ -201,14 +201,10 @@ class OtelSpans:
 
     def _recovery(self, event: Event, time_ns: int, text: str) -> None:
         """From the fault to the next committed step, with its phases one after another."""
-        said = event.get("phases_s")
-        phases = {str(k): number(v) for k, v in said.items()} if isinstance(said, dict) else {}
-        duration_s = max(0.0, number(event.get("duration_s")))
-        parts = TimeAccount().paint_recovery(time_ns, duration_s, phases)
+        recovery = recovery_of(event, time_ns)
         about = _about(event, "generation", "step", "worker_id", "incarnation", "cause", "reason")
-        begin_ns = time_ns - round(duration_s * 1e9)
-        span = self._start("recovery", begin_ns, self._job, f"recovery {time_ns}", about)
-        for part in parts:
+        span = self._start("recovery", recovery.begin_ns, self._job, f"recovery {time_ns}", about)
+        for part in recovery.phases:
             phase = part.use.removeprefix("recovery: ")
             key = f"recovery {time_ns} {phase}"
             self._start(f"recovery.{phase}", part.begin_ns, span, key).end(part.end_ns)

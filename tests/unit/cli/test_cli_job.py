@@ -25,8 +25,7 @@ from everstep.cli.job import (
     write_job,
 )
 from everstep.cli.run import _opening
-from everstep.cli.run_dir import inspect, read_digest, set_aside
-from everstep.cli.start import StartPoint
+from everstep.cli.run_dir import StartPoint, inspect, read_digest, set_aside
 from everstep.observe.events import EventLog
 
 

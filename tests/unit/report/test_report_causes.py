@@ -16,8 +16,8 @@ pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not in
 from everstep.base.cause import Cause
 from everstep.chaos.account import account, missing
 from everstep.chaos.scenarios import SCENARIOS
+from everstep.cli.display import summary
 from everstep.cli.status import workers_of
-from everstep.cli.summary import summary
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.view import FIELDS, head, worker_rows
 from everstep.report.figures import figures
