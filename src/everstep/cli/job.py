@@ -66,19 +66,9 @@ class JobFile:
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
-        return {
-            "task": self.task,
-            "argv": list(self.argv),
-            "config": to_dict(self.config),
-            "seed": self.config.seed,
-            "dataset_size": self.dataset_size,
-            "explicit": list(self.explicit),
-            "versions": dict(self.versions),
-            "created_unix_ns": self.created_unix_ns,
-            "begins_after": self.begins_after,
-            "unit_ms": list(self.unit_ms),
-            "split_checked": self.split_checked,
-        }
+        said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}
+        del said["unknown"]
+        return said
 
 
 def effective_config(defaults: Mapping[str, Any], request: Request, *, script: bool = False) -> Config:

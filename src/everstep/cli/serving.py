@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -32,12 +31,8 @@ def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | Non
     for path in run_dirs:
         if not path.is_dir():
             raise ConfigError(f"there is no run directory {path}")
-    serve(run_dirs, host, port, token, _audit, lambda address: print(address, flush=True), public)
+    serve(run_dirs, host, port, token, lambda path: to_dict(audit_run(path)), public)
     return 0
-
-
-def _audit(run_dir: Path) -> dict[str, Any]:
-    return to_dict(audit_run(run_dir))
 
 
 @click.command()
@@ -65,7 +60,7 @@ def metrics(run_dir: Path, listen: str, once: bool, token: str | None, public: b
         return 0
     from everstep.dashboard.app import serve_metrics
 
-    serve_metrics(run_dir, host, port, token, lambda line: print(line, flush=True), public)
+    serve_metrics(run_dir, host, port, token, public)
     return 0
 
 

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -49,7 +50,6 @@ _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 _PATIENCE_S = 10.0
 _CHECKPOINT_S = 120.0
-NAMES = ("checkpoint", "drain", "scale", "chaos")
 
 
 def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
@@ -57,11 +57,11 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     files = {file.name: file.read_bytes() for file in (resources.files(__package__) / "static").iterdir()}
     streams = threading.BoundedSemaphore(_MOST_STREAMS)
 
-    async def page(request: Request) -> Response:
-        return _file(files, "index.html")
-
     async def static(request: Request) -> Response:
-        return _file(files, request.path_params["name"])
+        name = request.path_params.get("name", "index.html")
+        if name not in files:
+            return JSONResponse({"ok": False, "error": "there is no such file"}, status_code=404)
+        return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     async def stream(request: Request) -> Response:
         if not streams.acquire(blocking=False):
@@ -84,7 +84,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         return JSONResponse({"ok": request.scope[KNOWN]})
 
     routes = [
-        Route("/", page),
+        Route("/", static),
         Route("/static/{name}", static),
         Route("/api/stream", stream),
         Route(UNLOCK, me, methods=["GET", "POST"]),
@@ -133,16 +133,9 @@ def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starle
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
-def _file(files: dict[str, bytes], name: str) -> Response:
-    if name not in files:
-        return JSONResponse({"ok": False, "error": "there is no such file"}, status_code=404)
-    return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
-
-
 def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
     """The run with this number: what a URL says is never more than an index."""
-    known = {str(number): run for number, run in enumerate(feeds.runs)}
-    return known.get(text)
+    return {str(number): run for number, run in enumerate(feeds.runs)}.get(text)
 
 
 async def _body(request: Request) -> dict[str, Any] | None:
@@ -189,71 +182,56 @@ def _changes(feeds: Feeds, cursors: list[PageCursor]) -> bytes | None:
 
 
 def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Do it, or say in one line why not: {"ok": true, "text"} or {"ok": false, "error"}."""
+    """Do what a page asks of a running job, or say in one line why not: {"ok": true, "text"} or {"ok": false, "error"}.
+    Everything is checked before it is sent."""
     try:
-        wanted = _checked(name, args)
+        if name not in _ACTIONS:
+            raise ConfigError(f"unknown action {name!r}: expected one of {', '.join(_ACTIONS)}")
+        checked, words = _ACTIONS[name]
+        wanted = checked(args)
         patience_s = _CHECKPOINT_S if name == "checkpoint" else _PATIENCE_S
         result = commands.ask(run_dir, name, wanted, timeout_s=patience_s)
     except EverstepError as error:
         return {"ok": False, "error": " ".join(str(error).split())}
-    return {"ok": True, "text": _said(name, wanted, result), "result": result}
+    text = words.format_map(defaultdict(lambda: "?", {**result, **wanted}))
+    return {"ok": True, "text": text, "result": result}
 
 
-def _checked(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    if name == "checkpoint":
-        return {}
-    if name == "drain":
-        return {"worker_id": _integer(args, "worker_id")}
-    if name == "scale":
-        return {"workers": _integer(args, "workers")}
-    if name == "chaos":
-        fault = args.get("fault")
-        if not isinstance(fault, str) or not 0 < len(fault) <= 500:
-            raise ConfigError("expected a fault such as kill:target=worker:2")
-        return parse_now(fault).request()
-    raise ConfigError(f"unknown action {name!r}: expected one of {', '.join(NAMES)}")
-
-
-def _integer(args: Mapping[str, Any], name: str) -> int:
+def _whole(args: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = args.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1_000_000:
         raise ConfigError(f"{name}: expected a whole number, got {str(value)[:40]!r}")
-    return value
+    return {name: value}
 
 
-def _said(name: str, args: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    if name == "drain":
-        return f"worker {args['worker_id']} is leaving, {result.get('workers', '?')} stay"
-    if name == "scale":
-        return f"from {result.get('before', '?')} to {args['workers']} workers"
-    if name == "checkpoint":
-        return f"checkpoint of step {result.get('step', '?')} in {result.get('path', '?')}"
-    return f"{args['fault']} is on its way"
+def _fault(args: Mapping[str, Any]) -> dict[str, Any]:
+    fault = args.get("fault")
+    if not isinstance(fault, str) or not 0 < len(fault) <= 500:
+        raise ConfigError("expected a fault such as kill:target=worker:2")
+    return parse_now(fault).request()
 
 
-def serve(
-    run_dirs: Sequence[Path],
-    host: str,
-    port: int,
-    token: str | None,
-    audit: Audit,
-    tell: Callable[[str], None],
-    public: bool = False,
-) -> None:
-    """Serve the dashboard until interrupted. `tell` is given its address, which lets in whoever opens it, once it
-    listens; port 0 is any that is free. public: who only reads needs no token.
+_ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] = {
+    "checkpoint": (lambda args: {}, "checkpoint of step {step} in {path}"),
+    "drain": (lambda args: _whole(args, "worker_id"), "worker {worker_id} is leaving, {workers} stay"),
+    "scale": (lambda args: _whole(args, "workers"), "from {before} to {workers} workers"),
+    "chaos": (_fault, "{fault} is on its way"),
+}
+"""What a page may ask of a running job: how its arguments are checked, and what is said when it is done."""
+
+
+def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, public: bool) -> None:
+    """Serve the dashboard until interrupted. Prints its address, which lets in whoever opens it, once it listens; port
+    0 is any that is free. public: who only reads needs no token.
 
     Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
     feeds = Feeds(run_dirs, audit)
-    app = make_app(feeds, host, token, public)
-    _serve(app, feeds, host, port, lambda base: tell(f"{base}/?{_parameter(token)}"))
+    _serve(make_app(feeds, host, token, public), feeds, host, port, f"/?{_parameter(token)}")
 
 
-def serve_metrics(
-    run_dir: Path, host: str, port: int, token: str | None, tell: Callable[[str], None], public: bool = False
-) -> None:
+def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, public: bool) -> None:
     """As `serve`, but only the metrics of one run. On loopback the token, where none is given, is the one that the run
     directory keeps for scrapers.
 
@@ -263,20 +241,16 @@ def serve_metrics(
     kept = None if public or token is not None or not is_loopback(host) else kept_token(file)
     secret = checked_token("localhost" if public else host, token or kept, "give --token or EVERSTEP_METRICS_TOKEN")
     feeds = Feeds([run_dir])
-
-    def tell_all(base: str) -> None:
-        tell(base + METRICS + ("" if public else f"?{_parameter(secret)}"))
-        if kept is not None:
-            tell(f"for Prometheus: authorization.credentials_file is {file}")
-
-    _serve(make_metrics_app(feeds, host, secret, public), feeds, host, port, tell_all)
+    path = METRICS + ("" if public else f"?{_parameter(secret)}")
+    more = "" if kept is None else f"\nfor Prometheus: authorization.credentials_file is {file}"
+    _serve(make_metrics_app(feeds, host, secret, public), feeds, host, port, path + more)
 
 
 def _parameter(token: str) -> str:
     return f"{TOKEN_PARAMETER}={quote(token, safe='')}"
 
 
-def _serve(app: Starlette, feeds: Feeds, host: str, port: int, tell: Callable[[str], None]) -> None:
+def _serve(app: Starlette, feeds: Feeds, host: str, port: int, path: str) -> None:
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
@@ -290,7 +264,7 @@ def _serve(app: Starlette, feeds: Feeds, host: str, port: int, tell: Callable[[s
     )
     feeds.start()
     try:
-        tell(f"http://{shown}:{listener.getsockname()[1]}")
+        print(f"http://{shown}:{listener.getsockname()[1]}{path}", flush=True)
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         feeds.stop()
