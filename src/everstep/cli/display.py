@@ -6,7 +6,6 @@ is shown can hold up the job.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from everstep.base.cause import Cause, Why
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts
-from everstep.report.tail import Folder
+from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event
 from everstep.report.words import sentence as words_of
@@ -33,7 +32,6 @@ _UNTOLD = ("job_started", "step_committed")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
 _POLL_S = 0.2
-_EVERYTHING = 1 << 62
 _LAST_SAMPLES_BYTES = 1 << 16
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
@@ -112,10 +110,8 @@ class LiveDisplay(Display):
             self._last.append(text)
 
     def refresh(self, facts: Facts) -> None:
-        for lines in self._samples.read():
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    self._usage.take(json.loads(line))
+        for sample in filter(None, map(object_of, self._samples.lines())):
+            self._usage.take(sample)
         self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
@@ -231,12 +227,11 @@ class Output:
 
     def __init__(self, path: Path) -> None:
         self._files = Folder(path.parent, f"{path.stem}*{path.suffix}")
-        for _ in self._files.read(_EVERYTHING):
-            pass
+        self.lines()
 
     def lines(self) -> list[str]:
         """What is new."""
-        said = b"".join(line + b"\n" for lines in self._files.read() for line in lines)
+        said = b"".join(line + b"\n" for line in self._files.lines())
         return said.decode(errors="replace").splitlines()
 
 
