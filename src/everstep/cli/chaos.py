@@ -5,6 +5,7 @@ Scenarios run one after the other, each a real `everstep run`, and are judged by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -98,12 +99,8 @@ def suite(
         print_title()
     results = []
     for scenario in chosen:
-        result = runs.run(scenario)
-        results.append(result)
-        if as_json:
-            print(json.dumps(result.to_dict()), flush=True)
-        else:
-            print_result(result)
+        results.append(runs.run(scenario))
+        print_result(results[-1], as_json)
     return _conclude(results, base, time.monotonic() - began, as_json)
 
 
@@ -147,12 +144,10 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
         print(flush=True)
     runs.make_undisturbed()
     result = runs.run(Scenario("disturbed", "", chaos, {}, {}, never=()), bare=True)
-    if as_json:
-        print(json.dumps(result.to_dict()))
-    else:
+    if not as_json:
         print_faults(base / "disturbed")
         print_title()
-        print_result(result)
+    print_result(result, as_json)
     return 0 if result.passed else 1
 
 
@@ -179,23 +174,15 @@ def report(directory: Path, as_json: bool) -> int:
     )
     if not folders:
         raise ConfigError(f"{directory} holds no run: there is no {EVENTS_FILE}")
-    results = [
-        judge(folder, reference if several else None, _known(folder.name) if several else None) for folder in folders
-    ]
-    if as_json:
-        for result in results:
-            print(json.dumps(result.to_dict()))
-    else:
+    known = {scenario.name: scenario for scenario in SCENARIOS} if several else {}
+    results = [judge(folder, reference if several else None, known.get(folder.name)) for folder in folders]
+    if not as_json:
         for folder in folders:
             print_faults(folder)
         print_title()
-        for result in results:
-            print_result(result)
+    for result in results:
+        print_result(result, as_json)
     return 0 if all(result.passed for result in results) else 1
-
-
-def _known(name: str) -> Scenario | None:
-    return next((scenario for scenario in SCENARIOS if scenario.name == name), None)
 
 
 def print_faults(folder: Path) -> None:
@@ -293,10 +280,7 @@ class Suite:
             path = run_dir.with_suffix(".yaml")
             path.write_text(json.dumps(structured) + "\n")
             argv += ["--config", str(path)]
-        for key, value in config.items():
-            if key not in structured:
-                argv += ["--set", f"{key}={value}"]
-        return argv
+        return argv + [word for key in config if key not in structured for word in ("--set", f"{key}={config[key]}")]
 
 
 def undisturbed_options(options: Sequence[str]) -> list[str]:
@@ -333,13 +317,10 @@ def run_everstep(argv: list[str], run_dir: Path) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    for patience_s in (5.0, 5.0):
-        process.terminate()
-        try:
-            return process.wait(patience_s) or 1
-        except subprocess.TimeoutExpired:
-            continue
-    process.kill()
+    for end in (process.terminate, process.terminate, process.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(5.0) or 1
     return process.wait() or 1
 
 
@@ -393,11 +374,11 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def _last_line(run_dir: Path) -> str:
-    try:
-        lines = [line for line in run_dir.with_suffix(".log").read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return "no output"
-    return lines[-1].strip() if lines else "no output"
+    with contextlib.suppress(OSError):
+        return (
+            run_dir.with_suffix(".log").read_text(errors="replace").strip().rpartition("\n")[2].strip() or "no output"
+        )
+    return "no output"
 
 
 def print_title() -> None:
@@ -405,15 +386,15 @@ def print_title() -> None:
     print(_TITLE, flush=True)
 
 
-def print_result(result: Result) -> None:
-    """One row; below it what is wrong and how to see it again."""
+def print_result(result: Result, as_json: bool = False) -> None:
+    """One row; below it what is wrong and how to see it again. as_json: one object."""
+    if as_json:
+        print(json.dumps(result.to_dict()), flush=True)
+        return
     found = result.account
-    ends = "bits equal" if result.equal else "NOT EQUAL" if result.equal is False else found.state
     stated = result.passed and found.state == "failed"
-    ends = "says why" if stated else ends
-    took = "-"
-    if found.recoveries_s:
-        took = f"{found.median_s:.2f} (max {max(found.recoveries_s):.2f})"
+    ends = "says why" if stated else "bits equal" if result.equal else found.state
+    took = f"{found.median_s:.2f} (max {max(found.recoveries_s):.2f})" if found.recoveries_s else "-"
     counts = found.counts
     print(
         f"{result.name:22} {ends if result.passed else 'FAILED':12} {len(found.struck):6} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from everstep.cli.checkpoints_exchange import StorePlace
 
 _EXCHANGE = "everstep.cli.checkpoints_exchange"
+_ELSEWHERE = ("export", "import", "copy")
 _NAMED = 10
 _HEADER = ("step", "taken", "state", "written", "base", "marks", "reason")
 
@@ -28,13 +30,13 @@ class _Group(click.Group):
     """Knows the commands of the other module too, and imports it when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, "export", "import", "copy"]
+        return [*self.commands, *_ELSEWHERE]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in ("export", "import", "copy"):
-            found = import_module(_EXCHANGE).COMMANDS[cmd_name]
-            return found if isinstance(found, click.Command) else None
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        found: click.Command = import_module(_EXCHANGE).COMMANDS[cmd_name]
+        return found
 
 
 @click.group("checkpoints", cls=_Group)
@@ -57,11 +59,8 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
     rows = [row for text in places for row in _rows(_place(text))]
     if as_json:
         print(json.dumps(rows))
-        return 0
-    if not rows:
-        print("no checkpoints")
-        return 0
-    print("\n".join(aligned([_HEADER, *(_line(row) for row in rows)])))
+    else:
+        print("\n".join(aligned([_HEADER, *map(_line, rows)])) if rows else "no checkpoints")
     return 0
 
 
@@ -255,20 +254,21 @@ def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
     mine, theirs = _tensors(a.manifest), _tensors(b.manifest)
     both = [name for name in mine if name in theirs]
     other_kind = [name for name in both if mine[name][:2] != theirs[name][:2]]
-    values_a, values_b = a.manifest.state["values"], b.manifest.state["values"]
     job_a, job_b = a.manifest.identity, b.manifest.identity
-    numerics = (job_a["numerics"], job_b["numerics"])
+    task = ["task"] if job_a["task"] != job_b["task"] else []
     return {
         "only_a": [name for name in mine if name not in theirs],
         "only_b": [name for name in theirs if name not in mine],
         "other_kind": other_kind,
         "differ": [name for name in both if name not in other_kind and mine[name] != theirs[name]],
-        "values": [k for k in sorted({*values_a, *values_b}) if values_a.get(k) != values_b.get(k)],
-        "identity": [
-            *(["task"] if job_a["task"] != job_b["task"] else []),
-            *(k for k in sorted({*numerics[0], *numerics[1]}) if numerics[0].get(k) != numerics[1].get(k)),
-        ],
+        "values": _other(a.manifest.state["values"], b.manifest.state["values"]),
+        "identity": task + _other(job_a["numerics"], job_b["numerics"]),
     }
+
+
+def _other(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ."""
+    return [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
 def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -304,11 +304,8 @@ def prune_command(
     if keep_best and metric is None:
         raise ConfigError("--keep-best needs --metric: name the metric that checkpoints are compared by")
     rule = TierConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    told = []
-    for text in places:
-        place = _place(text)
-        gone = (would_go if dry_run else apply)(place.store, rule, metric, mode)
-        told.append({"place": place.store.url, "deleted": gone})
+    stores, prune = [_place(text).store for text in places], would_go if dry_run else apply
+    told = [{"place": store.url, "deleted": prune(store, rule, metric, mode)} for store in stores]
     if as_json:
         print(json.dumps({"dry_run": dry_run, "places": told}))
         return 0

@@ -71,16 +71,8 @@ def export_command(
         weights = read_weights(found, optimizer=optimizer, progress=progress)
     files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes)
     size = sum(file.stat().st_size for file in files)
-    told = {
-        "from": found.name,
-        "step": found.step,
-        "to": str(target),
-        "format": kind,
-        "tensors": len(weights.model),
-        "bytes": size,
-        "files": [str(file) for file in files],
-        "optimizer": weights.optimizer is not None,
-    }
+    told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
+    told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
     _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}, {size_text(size)}")
     return 0
 

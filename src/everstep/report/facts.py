@@ -245,6 +245,11 @@ class Facts:
         return (total_steps - self.step) / steps_per_s if steps_per_s > 0 else None
 
     @property
+    def began_ns(self) -> int:
+        """When the job was first started, 0 if it was not."""
+        return self.account.begin_ns or 0
+
+    @property
     def faults(self) -> int:
         """Those that were injected, or noticed without having been injected."""
         noticed = self.counts.get("worker_evicted", 0) + self.counts.get("coordinator_restarted", 0)

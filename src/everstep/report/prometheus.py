@@ -34,7 +34,7 @@ class _Given(Collector):
     """Metrics that were made already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
         return self._families
@@ -103,10 +103,8 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
 
 
 def _workers(history: History, status: Mapping[str, Any] | None) -> Iterator[Metric]:
-    counts = dict.fromkeys(STATES, 0)
-    for worker in history.facts.workers.values():
-        if worker.state in counts:
-            counts[worker.state] += 1
+    states = [worker.state for worker in history.facts.workers.values()]
+    counts = {state: states.count(state) for state in STATES}
     yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
     wanted = whole_number((status or {}).get("target")) or history.facts.wanted
     yield _gauge("wanted_workers", "Workers that the job was told to have.", wanted or None)
@@ -142,12 +140,9 @@ def _checkpoints(history: History) -> Iterator[Metric]:
 
 def _spent(history: History) -> Iterator[Metric]:
     usage = history.usage
-    text = (
-        f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a "
-        "step."
-    )
+    text = f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a"
     spent = {TOTAL: history.tally.step_seconds, **usage.step_seconds}
-    yield _histograms("step_seconds", text, "phase", spent)
+    yield _histograms("step_seconds", f"{text} step.", "phase", spent)
     sent = dict.fromkeys(OPERATIONS, 0.0) | usage.total_bytes
     yield _by_label(CounterMetricFamily, "communication_bytes", "Bytes that workers sent.", "operation", sent)
     yield _counter("cpu_seconds", "Processor time of all workers and their former lives.", usage.cpu_us / 1e6)
