@@ -127,13 +127,10 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
             yield address, said.strip().rpartition("\n")[2].removeprefix("error: ") or "it said nothing"
         finally:
             process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.kill()
+            process.communicate()
 
 
 @contextlib.contextmanager

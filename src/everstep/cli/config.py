@@ -24,16 +24,13 @@ def command(key: str | None, as_json: bool) -> int:
 
     KEY `causes` lists what the `cause` of an event can be: `metrics`, alerts and programs go by it.
     """
-    rows = _causes() if key == CAUSES else _keys(key)
+    causes = [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
+    rows = causes if key == CAUSES else _keys(key)
     if as_json:
         print(json.dumps(rows))
     else:
         print("\n".join(aligned([list(row.values()) for row in rows])))
     return 0
-
-
-def _causes() -> list[dict[str, str]]:
-    return [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
 
 
 def _keys(key: str | None) -> list[dict[str, str]]:

@@ -45,6 +45,7 @@ from everstep.cli.job import (
     write_job,
 )
 from everstep.cli.ledger import missing_rows
+from everstep.cli.main import complain
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
 from everstep.cli.run_dir import (
@@ -165,7 +166,10 @@ def command(
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
     options["network.address"], port = _listen(listen, no_local_workers)
-    request = _request(config_file, settings, options, batch_size, simulate_failure)
+    layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
+    layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
+    layers.append(("options", {key: value for key, value in options.items() if value is not None}))
+    request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
     token = given_token() if listen is not None else None
     if dashboard:
@@ -193,28 +197,11 @@ def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int
 
 def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
     if dry_run:
-        config, probe = _prepare(invocation, units=True)
-        print_placement(config, probe, as_json=invocation.as_json)
+        print_placement(*_prepare(invocation, units=True), as_json=invocation.as_json)
         return 0
-    if not invocation.run_dir.exists():  # what cannot work leaves nothing behind
-        prepared = _prepare(invocation)
-        with run_lock(invocation.run_dir):
-            return _run(invocation, *prepared)
+    prepared = None if invocation.run_dir.exists() else _prepare(invocation)  # what cannot work leaves nothing behind
     with run_lock(invocation.run_dir):
-        return _run(invocation, *_prepare(invocation))
-
-
-def _request(
-    config_file: Path | None,
-    settings: tuple[str, ...],
-    options: dict[str, Any],
-    batch_size: int | None,
-    simulate_failure: bool,
-) -> Request:
-    layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
-    layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
-    layers.append(("options", {key: value for key, value in options.items() if value is not None}))
-    return Request(tuple(layers), batch_size, simulate_failure)
+        return _run(invocation, *(prepared or _prepare(invocation)))
 
 
 def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
@@ -279,17 +266,13 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
 
 
 def _already_finished(invocation: Invocation, found: Found) -> int:
-    from everstep.cli.main import complain
-
     run_dir = invocation.run_dir
     lacking = _missing_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
-    if not invocation.as_json:
-        print(text)
-    else:
-        facts = facts_of(read_events(run_dir / EVENTS_FILE))
-        why = Why(Cause.COMPLETED, text)
-        print(json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking)))
+    if invocation.as_json:
+        facts, why = facts_of(read_events(run_dir / EVENTS_FILE)), Why(Cause.COMPLETED, text)
+        text = json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking))
+    print(text)
     if lacking:
         complain(lacking)
     return int(bool(lacking))
@@ -335,10 +318,9 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
                 dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
                 metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
             ):
-                if page:
-                    display.note(f"dashboard {page}")
-                if metrics:
-                    display.note(f"metrics {metrics}")
+                for name, address in (("dashboard", page), ("metrics", metrics)):
+                    if address:
+                        display.note(f"{name} {address}")
                 exit_code = process.run()
             _say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
@@ -370,8 +352,6 @@ def _missing_rows(run_dir: Path, reached: int = 0) -> str:
 
 def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str) -> int:
     """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
-    from everstep.cli.main import complain
-
     run_dir = invocation.run_dir
     digest = read_digest(run_dir) if exit_code == 0 else None
     why = outcome.why if outcome is not None and exit_code else None
@@ -380,12 +360,10 @@ def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exi
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
+    wrong = [lacking] if lacking else []
     if exit_code:
-        reached = max(facts.step, facts.checkpoint_step)
-        complain(
-            f"{why.reason if why else 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
-            + (f"; {lacking}" if lacking else "")
-        )
-    elif lacking:
-        complain(lacking)
+        said, reached = why.reason if why else "the job failed", max(facts.step, facts.checkpoint_step)
+        wrong.insert(0, f"{said} (after step {reached}; logs in {run_dir / 'logs'})")
+    if wrong:
+        complain("; ".join(wrong))
     return int(result["exit_code"])

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
@@ -64,7 +64,11 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         cursor.__dict__.update(fresh.__dict__)
         found["reset"] = True
     rows = worker_rows(feed)
-    _changed_rows(found, cursor, rows)
+    changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
+    gone = [i for i in cursor.rows if i not in rows]
+    if changed or gone:
+        found["workers"] = {"fields": WorkerRow._fields, "rows": changed, "gone": gone}
+    cursor.rows = rows
     parts: dict[str, Any] = {
         "head": head(feed, rows),
         "generations": _generations(facts),
@@ -186,14 +190,6 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None) -> tuple[str, int]:
     return ("healing" if role == "joining" else role), life
 
 
-def _changed_rows(found: dict[str, Any], cursor: PageCursor, rows: dict[int, WorkerRow]) -> None:
-    changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
-    gone = [i for i in cursor.rows if i not in rows]
-    if changed or gone:
-        found["workers"] = {"fields": WorkerRow._fields, "rows": changed, "gone": gone}
-    cursor.rows = rows
-
-
 def _incident(facts: Facts) -> dict[str, Any] | None:
     """The newest fault, and how long it took to recover from it."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
@@ -250,13 +246,8 @@ def _marks(facts: Facts) -> list[list[Any]]:
 
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
-    fresh: list[list[Any]] = []
-    for line in reversed(lines):
-        if line.number <= after or len(fresh) >= _FIRST_LINES:
-            break
-        text = [line.number, line.time_ns // 1_000_000, line.level, line.kind, line.worker_id, line.step, line.text]
-        fresh.append(text)
-    return fresh[::-1]
+    fresh = takewhile(lambda line: line.number > after, islice(reversed(lines), _FIRST_LINES))
+    return [[m.number, m.time_ns // 1_000_000, m.level, m.kind, m.worker_id, m.step, m.text] for m in fresh][::-1]
 
 
 def now_ms() -> int:
