@@ -96,7 +96,7 @@ def suite(
         print(f"the undisturbed run, on one worker: {runs.undisturbed}", flush=True)
     runs.make_undisturbed()
     if not as_json:
-        print_title()
+        print(_TITLE, flush=True)
     results = []
     for scenario in chosen:
         results.append(runs.run(scenario))
@@ -146,7 +146,7 @@ def run(task: str, options: tuple[str, ...], chaos: str, run_dir: Path | None, a
     result = runs.run(Scenario("disturbed", "", chaos, {}, {}, never=()), bare=True)
     if not as_json:
         print_faults(base / "disturbed")
-        print_title()
+        print(_TITLE, flush=True)
     print_result(result, as_json)
     return 0 if result.passed else 1
 
@@ -179,7 +179,7 @@ def report(directory: Path, as_json: bool) -> int:
     if not as_json:
         for folder in folders:
             print_faults(folder)
-        print_title()
+        print(_TITLE, flush=True)
     for result in results:
         print_result(result, as_json)
     return 0 if all(result.passed for result in results) else 1
@@ -375,15 +375,9 @@ def command_line(argv: Sequence[str]) -> str:
 
 def _last_line(run_dir: Path) -> str:
     with contextlib.suppress(OSError):
-        return (
-            run_dir.with_suffix(".log").read_text(errors="replace").strip().rpartition("\n")[2].strip() or "no output"
-        )
+        said = run_dir.with_suffix(".log").read_text(errors="replace").strip()
+        return said.rpartition("\n")[2].strip() or "no output"
     return "no output"
-
-
-def print_title() -> None:
-    """Names of the columns of `print_result`."""
-    print(_TITLE, flush=True)
 
 
 def print_result(result: Result, as_json: bool = False) -> None:

@@ -18,7 +18,8 @@ from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
 from everstep.checkpoint.whole import write_whole
-from everstep.cli.job import Request, effective_config, read_config_file
+from everstep.cli.config_file import read_config_file
+from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.assembly import prepare_torch, sample_order

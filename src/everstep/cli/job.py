@@ -254,27 +254,3 @@ def _joined(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """A YAML file of config keys.
-
-    Raises: ConfigError if it cannot be read or holds something else.
-    """
-    import yaml
-
-    from everstep.cli.config_file import load_yaml
-
-    try:
-        data = load_yaml(path.read_text())
-    except ConfigError as error:
-        raise ConfigError(f"the config file {path}, {error}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
-    return data

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.cli.job import read_job
-from everstep.cli.ledger import audit_run, to_dict
+from everstep.cli.ledger import audit_run
 from everstep.cli.verify import compare
 from everstep.report.figures import figures
 from everstep.report.history import History
@@ -57,7 +58,7 @@ def prove(run_dir: Path, reference: Path | None) -> Proof:
     """
     ledger, note = None, ""
     try:
-        ledger = to_dict(audit_run(run_dir))
+        ledger = asdict(audit_run(run_dir))
     except EverstepError as error:
         note = str(error)
     if reference is None:

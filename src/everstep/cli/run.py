@@ -28,6 +28,7 @@ from everstep.cli.beside import (
     parse_listen,
     sinks_beside,
 )
+from everstep.cli.config_file import read_config_file
 from everstep.cli.display import Watcher, choose_display, print_summary, summary
 from everstep.cli.job import (
     JobFile,
@@ -38,7 +39,6 @@ from everstep.cli.job import (
     effective_config,
     free_port,
     make_job,
-    read_config_file,
     total_steps,
     with_chaos,
     with_cut,

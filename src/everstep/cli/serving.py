@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_listen
-from everstep.cli.ledger import audit_run, to_dict
+from everstep.cli.ledger import audit_run
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
 
 TOKEN_HELP = "The token (made up on loopback; the variable, unlike this, is not in the list of processes)."
@@ -31,7 +32,7 @@ def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | Non
     for path in run_dirs:
         if not path.is_dir():
             raise ConfigError(f"there is no run directory {path}")
-    serve(run_dirs, host, port, token, lambda path: to_dict(audit_run(path)), public)
+    serve(run_dirs, host, port, token, lambda path: asdict(audit_run(path)), public)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -119,10 +120,9 @@ def recoveries_chart(facts: Facts) -> str:
 def goodput_chart(seconds: dict[str, float], title: str = "Where the time went") -> str:
     """The account of the wall time as one bar; the phases of recoveries are one part of it."""
     whole = sum(seconds.values()) or 1.0
-    together: dict[str, float] = {}
+    together: defaultdict[str, float] = defaultdict(float)
     for use, value in seconds.items():
-        name = use.partition(":")[0]
-        together[name] = together.get(name, 0.0) + value
+        together[use.partition(":")[0]] += value
     parts = [(use, value / whole, _USE_STYLES.get(use, "s-dead"), time_text(value)) for use, value in together.items()]
     return stacked_bar(title, parts)
 

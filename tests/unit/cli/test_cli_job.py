@@ -10,6 +10,7 @@ import pytest
 
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
+from everstep.cli.config_file import read_config_file
 from everstep.cli.job import (
     Request,
     check_dataset,
@@ -17,7 +18,6 @@ from everstep.cli.job import (
     differences,
     effective_config,
     make_job,
-    read_config_file,
     read_job,
     total_steps,
     with_chaos,
