@@ -92,25 +92,23 @@ def lay(egg: Egg) -> None:
     fork_server_client.start_fork_server = start
 
 
-def probe_in_fork(task: str, request: Any, *, units: bool = False, server: Any = None) -> Any:
+def probe_in_fork(task: str, request: Any, server: Any, *, units: bool = False) -> Any:
     """What `cli.probe.probe_task` does, in a fork."""
     from dataclasses import asdict
 
-    from everstep.base.errors import ConfigError
     from everstep.cli import probe
 
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write_end, json.dumps(asdict(probe.look(task, request, units))).encode())
+        question = {"task": task, "request": json.loads(json.dumps(asdict(request))), "units": units}
+        os.write(write_end, json.dumps(probe.answer(question)).encode())
         os._exit(0)
     os.close(write_end)
     with open(read_end, "rb") as answers:
         data = json.loads(answers.read())
     os.waitpid(pid, 0)
-    if data["error"]:
-        raise ConfigError(data["error"])
-    return probe.Probe(data["defaults"], data["dataset_size"])
+    return probe.read_answer(data)
 
 
 def run_job(request: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario
-from everstep.cli.chaos_suite import Suite
+from everstep.cli.chaos import Suite
 from job_harness import Jobs
 
 

@@ -28,9 +28,8 @@ pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
 from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.cli.beside import ANY_PORT, metrics_beside
-from everstep.report.devices import Device
 from everstep.report.history import History
-from everstep.report.prometheus import device_families, expose, families
+from everstep.report.prometheus import Device, device_families, expose, families
 from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE
 
 ROOT = Path(__file__).resolve().parents[2]

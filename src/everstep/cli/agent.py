@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.cli.main import complain
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.runtime import wire
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
@@ -38,7 +39,6 @@ def command(
 
     The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
     """
-    from everstep.cli.main import complain
     from everstep.runtime.host_agent import take_part
 
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():

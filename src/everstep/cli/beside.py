@@ -1,6 +1,7 @@
-"""Servers beside a run: `everstep run --dashboard` and `--metrics` start them as processes that end with the job.
+"""What runs beside a job, in processes of their own: the servers of `run --dashboard` and `--metrics`, and its sinks.
 
-Processes of their own, so that nothing that a browser or a scraper asks can hold up the job.
+Nothing that a browser, a scraper, a library or a network does can so hold up the job. They end with it; a sink after it
+has told the job's last event.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +25,7 @@ from everstep.runtime.process import die_with_parent, own_command
 ANY_PORT = "127.0.0.1:0"
 _PUBLIC = {True: ["--public"], False: []}
 PUBLIC_HELP = "Whoever reaches the port may read, without the token."
+_SINK_WORDS_S = 15.0
 
 
 def check_installed(what: str) -> None:
@@ -124,10 +127,44 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
             yield address, said.strip().rpartition("\n")[2].removeprefix("error: ") or "it said nothing"
         finally:
             process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def sinks_beside(run_dir: Path, names: Sequence[str], tell: Callable[[str], None]) -> Iterator[None]:
+    """Publish the job to these sinks for as long as the block lasts, and what it left to tell after it.
+
+    tell: a line for the user, for a sink that not everything has reached.
+    """
+    processes: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+    try:
+        for name in names:
+            log = run_dir / "logs" / f"sink-{name}.log"
+            try:
+                processes.append((name, log, _start_sink(run_dir, name, log)))
+            except OSError as error:
+                tell(f"{name} could not be started: {error.strerror or error}; everstep publish {run_dir} --to {name}")
+        yield
+    finally:
+        for _, _, process in processes:
+            if process.stdin is not None:
+                process.stdin.close()  # it ends when it has told the rest
+        end_s = time.monotonic() + _SINK_WORDS_S
+        for name, log, process in processes:
+            try:
+                code = process.wait(max(0.1, end_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+                code = process.wait()
+            if code:
+                tell(f"not everything has reached {name}: everstep publish {run_dir} --to {name} does the rest ({log})")
+
+
+def _start_sink(run_dir: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(exist_ok=True)
+    command = own_command("everstep", "publish", str(run_dir), "--to", name, "--beside")
+    with open(log, "ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)

@@ -17,8 +17,8 @@ from everstep.checkpoint.manifest_writer import write_whole
 from everstep.checkpoint.reader import steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
-from everstep.cli.job import Request, effective_config, read_config_file
-from everstep.cli.run import canonical
+from everstep.cli.config_file import read_config_file
+from everstep.cli.job import Request, effective_config
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.train.elastic import ElasticOrder, sample_order
@@ -57,7 +57,7 @@ def import_weights(
     replica = initial_replica(task, config)
     parts = replica.parts
     taken = take_weights(weights, parts.model, parts.optimizer)
-    identity = JobIdentity(canonical(spec), numerics(config))
+    identity = JobIdentity(spec.canonical, numerics(config))
     target = store if isinstance(store, DirectoryStore) else DirectoryStore(scratch)
     application = {NAMES: names_record(parts.model)}
     manifest = write_whole(target, replica.state, identity, reason=f"imported from {path}", application=application)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +13,30 @@ import click
 
 from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
-from everstep.report.words import size_text
+from everstep.report.words import aligned, size_text
 
 if TYPE_CHECKING:
     from everstep.checkpoint.manifest import Manifest
     from everstep.checkpoint.reader import Checkpoint
-    from everstep.cli.checkpoint_place import StorePlace
+    from everstep.cli.checkpoints_exchange import StorePlace
 
 _EXCHANGE = "everstep.cli.checkpoints_exchange"
+_ELSEWHERE = ("export", "import", "copy")
 _NAMED = 10
+_HEADER = ("step", "taken", "state", "written", "base", "marks", "reason")
 
 
 class _Group(click.Group):
     """Knows the commands of the other module too, and imports it when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, "export", "import", "copy"]
+        return [*self.commands, *_ELSEWHERE]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in ("export", "import", "copy"):
-            found = import_module(_EXCHANGE).COMMANDS[cmd_name]
-            return found if isinstance(found, click.Command) else None
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        found: click.Command = import_module(_EXCHANGE).COMMANDS[cmd_name]
+        return found
 
 
 @click.group("checkpoints", cls=_Group)
@@ -56,15 +59,8 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
     rows = [row for text in places for row in _rows(_place(text))]
     if as_json:
         print(json.dumps(rows))
-        return 0
-    if not rows:
-        print("no checkpoints")
-        return 0
-    header = ("step", "taken", "state", "written", "base", "marks", "reason")
-    lines = [header, *(_line(row) for row in rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    else:
+        print("\n".join(aligned([_HEADER, *map(_line, rows)])) if rows else "no checkpoints")
     return 0
 
 
@@ -74,7 +70,7 @@ def ls_command(places: tuple[str, ...], as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def show_command(place: str, which: str | None, as_json: bool) -> int:
     """What one checkpoint is of, and where its parts lie."""
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     found = choose(_place(place), which)
     manifest = found.manifest
@@ -188,7 +184,7 @@ def verify_command(places: tuple[str, ...], which: str | None, as_json: bool) ->
 def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, list[dict[str, Any]]]:
     """(how many checkpoints were looked at, what is wrong with them)."""
     from everstep.checkpoint.reader import bytes_of_files, steps_in, verify_store
-    from everstep.cli.checkpoint_place import choose, progress_bar
+    from everstep.cli.checkpoints_exchange import choose, progress_bar
 
     named = which is not None or place.step is not None
     steps = [_step_of(place, which)] if named else steps_in(place.store)
@@ -209,7 +205,7 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 def _step_of(place: StorePlace, which: str | None) -> int:
     """The step that is meant, even if its manifest is damaged. Raises: ConfigError if there is none."""
     from everstep.checkpoint.reader import steps_in
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     step = int(which) if which is not None and which.isdecimal() else None
     if step is None and which is None:
@@ -227,7 +223,7 @@ def _step_of(place: StorePlace, which: str | None) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def diff_command(place_a: str, place_b: str, as_json: bool) -> int:
     """Say which tensors and values differ between two checkpoints, by their hashes. Exit code 1: they differ."""
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     a, b = choose(_place(place_a)), choose(_place(place_b))
     told = _differences(a, b)
@@ -257,20 +253,21 @@ def _differences(a: Checkpoint, b: Checkpoint) -> dict[str, list[str]]:
     mine, theirs = _tensors(a.manifest), _tensors(b.manifest)
     both = [name for name in mine if name in theirs]
     other_kind = [name for name in both if mine[name][:2] != theirs[name][:2]]
-    values_a, values_b = a.manifest.state["values"], b.manifest.state["values"]
     job_a, job_b = a.manifest.identity, b.manifest.identity
-    numerics = (job_a["numerics"], job_b["numerics"])
+    task = ["task"] if job_a["task"] != job_b["task"] else []
     return {
         "only_a": [name for name in mine if name not in theirs],
         "only_b": [name for name in theirs if name not in mine],
         "other_kind": other_kind,
         "differ": [name for name in both if name not in other_kind and mine[name] != theirs[name]],
-        "values": [k for k in sorted({*values_a, *values_b}) if values_a.get(k) != values_b.get(k)],
-        "identity": [
-            *(["task"] if job_a["task"] != job_b["task"] else []),
-            *(k for k in sorted({*numerics[0], *numerics[1]}) if numerics[0].get(k) != numerics[1].get(k)),
-        ],
+        "values": _other(a.manifest.state["values"], b.manifest.state["values"]),
+        "identity": task + _other(job_a["numerics"], job_b["numerics"]),
     }
+
+
+def _other(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ."""
+    return [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
 def _tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -306,11 +303,8 @@ def prune_command(
     if keep_best and metric is None:
         raise ConfigError("--keep-best needs --metric: name the metric that checkpoints are compared by")
     rule = TierConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    told = []
-    for text in places:
-        place = _place(text)
-        gone = (would_go if dry_run else apply)(place.store, rule, metric, mode)
-        told.append({"place": place.store.url, "deleted": gone})
+    stores, prune = [_place(text).store for text in places], would_go if dry_run else apply
+    told = [{"place": store.url, "deleted": prune(store, rule, metric, mode)} for store in stores]
     if as_json:
         print(json.dumps({"dry_run": dry_run, "places": told}))
         return 0
@@ -328,7 +322,7 @@ def prune_command(
 def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
     """Keep a checkpoint for ever, under a name."""
     from everstep.checkpoint.pointers import read_pins, write_pins
-    from everstep.cli.checkpoint_place import choose
+    from everstep.cli.checkpoints_exchange import choose
 
     where = _place(place)
     pins = read_pins(where.store)
@@ -351,7 +345,7 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
 def _place(text: str) -> StorePlace:
     """Raises: ConfigError if it does not exist."""
     from everstep.checkpoint.store import DirectoryStore
-    from everstep.cli.checkpoint_place import find_place
+    from everstep.cli.checkpoints_exchange import find_place
 
     place = find_place(text)
     if isinstance(place.store, DirectoryStore) and not place.store.path.is_dir():

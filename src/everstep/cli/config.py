@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
 
 import click
 
 from everstep.base.cause import Cause
 from everstep.base.config import describe
 from everstep.base.errors import ConfigError
+from everstep.report.words import aligned
 
 CAUSES = "causes"
 _FIELDS = ("key", "type", "default", "meaning")
@@ -24,16 +24,13 @@ def command(key: str | None, as_json: bool) -> int:
 
     KEY `causes` lists what the `cause` of an event can be: `metrics`, alerts and programs go by it.
     """
-    rows = _causes() if key == CAUSES else _keys(key)
+    causes = [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
+    rows = causes if key == CAUSES else _keys(key)
     if as_json:
         print(json.dumps(rows))
     else:
-        _print(rows)
+        print("\n".join(aligned([list(row.values()) for row in rows])))
     return 0
-
-
-def _causes() -> list[dict[str, str]]:
-    return [{"cause": str(cause), "meaning": cause.meaning} for cause in Cause]
 
 
 def _keys(key: str | None) -> list[dict[str, str]]:
@@ -46,10 +43,3 @@ def _keys(key: str | None) -> list[dict[str, str]]:
         close = difflib.get_close_matches(key, [*known, CAUSES], n=1, cutoff=0)
         raise ConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? `everstep config` lists all")
     return found
-
-
-def _print(rows: Sequence[Mapping[str, str]]) -> None:
-    *names, last = rows[0]
-    widths = {name: max(len(row[name]) for row in rows) for name in names}
-    for row in rows:
-        print("  ".join([*(row[name].ljust(widths[name]) for name in names), row[last]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,9 +27,21 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(text: str) -> Any:
-    """What a YAML document holds.
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A YAML file of config keys.
 
-    Raises: ConfigError, naming key and line, if a mapping has a key twice; yaml.YAMLError if it is no YAML.
+    Raises: ConfigError if it cannot be read or holds something else.
     """
-    return yaml.load(text, Loader=_OnceLoader)
+    try:
+        data = yaml.load(path.read_text(), Loader=_OnceLoader)
+    except ConfigError as error:
+        raise ConfigError(f"the config file {path}, {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
+    return data

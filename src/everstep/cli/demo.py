@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -16,7 +16,6 @@ from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.report.facts import facts_of
-from everstep.report.words import Event
 from everstep.runtime.address import EVENTS_FILE
 from everstep.runtime.process import own_command
 
@@ -54,13 +53,9 @@ def command(steps: int, workers: int, run_dir: Path | None) -> int:
 
 def faults(steps: int) -> str:
     """A worker, the leader, the coordinator, and a worker once more, spread over the run."""
-    return "; ".join(
-        (
-            f"kill:target=worker:2,at={steps // 5},phase=backward",
-            f"kill:target=leader:0,at={2 * steps // 5},phase=agree",
-            f"kill:target=coordinator,at={3 * steps // 5}",
-            f"kill:target=worker:1,at={4 * steps // 5},phase=reduce",
-        )
+    return (
+        f"kill:target=worker:2,at={steps // 5},phase=backward; kill:target=leader:0,at={2 * steps // 5},phase=agree; "
+        f"kill:target=coordinator,at={3 * steps // 5}; kill:target=worker:1,at={4 * steps // 5},phase=reduce"
     )
 
 
@@ -78,10 +73,9 @@ def _beside(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
         process.kill()
         process.wait()
 
@@ -90,7 +84,9 @@ def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
     events = read_events(disturbed / EVENTS_FILE)
     facts = facts_of(events)
     print("\nWhat happened:")
-    _print_events(events)
+    for event in events:
+        if event["kind"] in _TOLD:
+            print(f"  {(int(event['time_unix_ns']) - int(events[0]['time_unix_ns'])) / 1e9:6.2f} s  {sentence(event)}")
     different = compare(undisturbed, disturbed)
     digest = read_digest(disturbed)
     if digest is None:
@@ -98,18 +94,7 @@ def _verdict(undisturbed: Path, disturbed: Path, wall_s: float) -> int:
     print(f"\nundisturbed  {(read_digest(undisturbed) or {}).get('state')}")
     print(f"with faults  {digest.get('state')}")
     print(f"{facts.faults} faults survived, {facts.steps_lost} steps lost, {duration(wall_s)} in all")
-    if different:
-        for line in different:
-            print(line)
-        print("NOT bitwise equal")
-        return 1
-    print("bitwise equal")
-    return 0
-
-
-def _print_events(events: Sequence[Event]) -> None:
-    began_ns = int(events[0]["time_unix_ns"]) if events else 0
-    for event in events:
-        if event["kind"] in _TOLD:
-            seconds = (int(event["time_unix_ns"]) - began_ns) / 1e9
-            print(f"  {seconds:6.2f} s  {sentence(event)}")
+    for line in different:
+        print(line)
+    print("NOT bitwise equal" if different else "bitwise equal")
+    return int(bool(different))

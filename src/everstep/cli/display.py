@@ -6,23 +6,24 @@ is shown can hold up the job.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import statistics
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from everstep.base.cause import Cause, Why
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts
-from everstep.report.tail import Folder
+from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event
 from everstep.report.words import sentence as words_of
 from everstep.runtime.address import METRICS_FOLDER
-from everstep.train.console import OUTPUT_FILE, older
+from everstep.train.console import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -42,43 +43,33 @@ _PROCESS_WORDS = {
 }
 
 
-class Display(Protocol):
-    """Shows a job. All methods but `process_event` are called from one thread."""
+class Display:
+    """Shows a job. All methods are called from one thread."""
 
     def event(self, event: Event, facts: Facts) -> None:
         """An event was written; `facts` include it."""
-        ...
 
     def refresh(self, facts: Facts) -> None:
         """A moment has passed."""
-        ...
 
     def note(self, text: str) -> None:
         """Something to say that is no event."""
-        ...
 
     def close(self) -> None:
         """Nothing more will come."""
-        ...
 
 
-class JsonDisplay:
+class JsonDisplay(Display):
     """The lines of events.jsonl on stdout; notes on stderr."""
 
     def event(self, event: Event, facts: Facts) -> None:
         print(json.dumps(event, separators=(",", ":")), flush=True)
 
-    def refresh(self, facts: Facts) -> None:
-        pass
-
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per `log_every` steps, and one per event worth telling; no escape codes."""
 
     def __init__(self, log_every: int, total_steps: int | None = None, out: TextIO | None = None) -> None:
@@ -96,17 +87,11 @@ class PlainDisplay:
         if text:
             self.note(text)
 
-    def refresh(self, facts: Facts) -> None:
-        pass
-
     def note(self, text: str) -> None:
         print(text, file=self._out or sys.stdout, flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class LiveDisplay:
+class LiveDisplay(Display):
     """Progress bar, a line per worker and the last events, redrawn in place. samples: what the workers spend."""
 
     def __init__(self, console: Console, samples: Folder, total_steps: int | None = None) -> None:
@@ -125,10 +110,8 @@ class LiveDisplay:
             self._last.append(text)
 
     def refresh(self, facts: Facts) -> None:
-        for lines in self._samples.read():
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    self._usage.take(json.loads(line))
+        for sample in filter(None, map(object_of, self._samples.lines())):
+            self._usage.take(sample)
         self._live.update(self._render(facts), refresh=True)
 
     def note(self, text: str) -> None:
@@ -211,15 +194,12 @@ class Watcher:
     def _stopped(self) -> bool:
         """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
         ended = self._ended.is_set()
-        self._tell_output()
+        for line in self._output.lines():
+            self._display.note(line)
         self._tell_notes()
         if not ended:
             self._display.refresh(self.facts)
         return ended
-
-    def _tell_output(self) -> None:
-        for line in self._output.lines():
-            self._display.note(line)
 
     def _tell_notes(self) -> None:
         """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
@@ -246,30 +226,13 @@ class Output:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
-        self._inode = path.stat().st_ino if path.exists() else 0
+        self._files = Folder(path.parent, f"{path.stem}*{path.suffix}")
+        self.lines()
 
     def lines(self) -> list[str]:
         """What is new."""
-        found: list[str] = []
-        with contextlib.suppress(OSError):
-            now = os.stat(self._path)
-            if (now.st_ino, now.st_size) == (self._inode, self._position):
-                return found
-        for path in (older(self._path), self._path):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if path != self._path and inode != self._inode:
-                    continue
-                if inode != self._inode:
-                    self._inode, self._position = inode, 0
-                file.seek(self._position)
-                data = file.read()
-                whole = data[: data.rfind(b"\n") + 1]
-                self._position += len(whole)
-                found += whole.decode(errors="replace").splitlines()
-        return found
+        said = b"".join(line + b"\n" for line in self._files.lines())
+        return said.decode(errors="replace").splitlines()
 
 
 def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps: int | None) -> Display:
@@ -313,17 +276,12 @@ def duration(seconds: float) -> str:
 
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as names and values for people."""
-    digest = summary["digest"] or {}
-    recovery = summary["recovery_s"]
+    digest, recovery, metrics = summary["digest"] or {}, summary["recovery_s"], summary["metrics"] or {}
     rows = [
         ("state", summary["state"]),
         ("steps", str(summary["steps"])),
         ("loss", f"{summary['loss']:.4f}" if summary["loss"] is not None else "unknown"),
-    ]
-    rows += [
-        (f"test {name}", f"{value:.4f}") for name, value in (summary["metrics"] or {}).items() if value is not None
-    ]
-    rows += [
+        *((f"test {name}", f"{value:.4f}") for name, value in metrics.items() if value is not None),
         ("faults survived", str(summary["faults_survived"])),
         ("steps lost", str(summary["steps_lost"])),
         ("generations", str(summary["generations"])),
@@ -359,3 +317,44 @@ def print_summary(summary: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console().print(table)
+
+
+def summary(
+    facts: Facts,
+    exit_code: int,
+    run_dir: str,
+    digest: Mapping[str, Any] | None,
+    why: Why | None = None,
+    missing_rows: str = "",
+) -> dict[str, Any]:
+    """The object that `run --json` ends with. why: it ended badly. Of many recoveries the newest give the times.
+
+    missing_rows: what the ledger lacks. A job that was done in order is completed, but without the proof not in order.
+    """
+    states = {0: "completed", 130: "interrupted", 143: "interrupted"}
+    times = sorted(recovery.duration_s for recovery in facts.recoveries)
+    begin_ns = facts.account.begin_ns or 0
+    return {
+        "kind": "summary",
+        "state": states.get(exit_code, "failed"),
+        "exit_code": exit_code or int(bool(missing_rows)),
+        "cause": why.cause if why is not None else Cause.DISK if missing_rows else None,
+        "reason": "; ".join(text for text in (why.reason if why is not None else "", missing_rows) if text) or None,
+        "steps": int(digest["step"]) if digest is not None else facts.step,
+        "faults_survived": facts.faults,
+        "steps_lost": facts.steps_lost,
+        "recoveries": facts.counts.get("recovery_completed", 0),
+        "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
+        "generations": facts.generation,
+        "checkpoints": {
+            "completed": facts.counts.get("checkpoint_completed", 0),
+            "failed": facts.counts.get("checkpoint_failed", 0),
+            "newest": facts.checkpoint_step or None,
+        },
+        "ledger_complete": not missing_rows,
+        "digest": dict(digest) if digest is not None else None,
+        "loss": facts.loss,
+        "metrics": facts.metrics or None,
+        "wall_s": round((facts.account.end_ns - begin_ns) / 1e9, 3),
+        "run_dir": run_dir,
+    }

@@ -13,7 +13,7 @@ from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, TaskError
 from everstep.cli.job import Request, effective_config, read_job
 from everstep.cli.task_loading import make_task, parse_task
-from everstep.cli.weights import find_weights, read_weights
+from everstep.cli.verify import find_weights, read_weights
 from everstep.runtime.address import JOB_FILE
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     """
     import torch
 
+    from everstep.data.batch import to_device
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
     from everstep.train.task import calling
@@ -82,7 +83,7 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     try:
         with torch.no_grad():
             metrics = evaluate(
-                lambda batch: calling(task, "metrics", model, _to(batch, device)),
+                lambda batch: calling(task, "metrics", model, to_device(batch, device)),
                 -(-size // _BATCH),
                 load,
                 gather=lambda data: {0: data},
@@ -111,9 +112,3 @@ def _load(model: nn.Module, weights: Path) -> None:
         model.load_state_dict(load_file(weights))
     except RuntimeError as error:
         raise ConfigError(f"{weights} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
-
-
-def _to(batch: Any, device: Any) -> Any:
-    from everstep.data.batch import to_device
-
-    return to_device(batch, device)

@@ -66,19 +66,9 @@ class JobFile:
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
-        return {
-            "task": self.task,
-            "argv": list(self.argv),
-            "config": to_dict(self.config),
-            "seed": self.config.seed,
-            "dataset_size": self.dataset_size,
-            "explicit": list(self.explicit),
-            "versions": dict(self.versions),
-            "created_unix_ns": self.created_unix_ns,
-            "begins_after": self.begins_after,
-            "unit_ms": list(self.unit_ms),
-            "split_checked": self.split_checked,
-        }
+        said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}
+        del said["unknown"]
+        return said
 
 
 def effective_config(defaults: Mapping[str, Any], request: Request, *, script: bool = False) -> Config:
@@ -264,27 +254,3 @@ def _joined(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """A YAML file of config keys.
-
-    Raises: ConfigError if it cannot be read or holds something else.
-    """
-    import yaml
-
-    from everstep.cli.config_file import load_yaml
-
-    try:
-        data = load_yaml(path.read_text())
-    except ConfigError as error:
-        raise ConfigError(f"the config file {path}, {error}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"the config file {path} must hold keys and values, got {type(data).__name__}")
-    return data

@@ -7,10 +7,9 @@ last that is known to have been committed, and rows that still wait for a full d
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -34,7 +33,7 @@ def command(run_dir: Path, as_json: bool) -> int:
     """Check the ledger of the job in DIR. Exit code 0: clean, and complete; 1: not."""
     report = audit_run(run_dir)
     if as_json:
-        print(json.dumps(to_dict(report)))
+        print(json.dumps(asdict(report)))
     else:
         _print(report)
     return 0 if report.clean else 1
@@ -126,14 +125,8 @@ def _absent(folder: Path, after: int, last: int) -> list[int]:
     return [step for step in range(after + 1, last + 1) if not seen[step]] if left > 0 else []
 
 
-def to_dict(report: LedgerReport) -> dict[str, Any]:
-    """The report as JSON-able data."""
-    return dataclasses.asdict(report)
-
-
 def _print(report: LedgerReport) -> None:
-    data = to_dict(report)
-    for epoch in data["epochs"]:
+    for epoch in asdict(report)["epochs"]:
         print("  ".join(f"{name} {value}" for name, value in epoch.items()))
     for problem in report.problems[:_SHOWN]:
         print(f"problem: {problem}")

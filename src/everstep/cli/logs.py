@@ -13,6 +13,7 @@ from everstep.base.errors import ConfigError
 from everstep.observe.logs import LEVELS
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles, LogLine
+from everstep.report.words import as_dict, whole_number
 from everstep.runtime import commands
 
 _POLL_S = 0.2
@@ -68,9 +69,8 @@ def command(
 def _check_worker(run_dir: Path, files: LogFiles, worker: int) -> None:
     """Raises: ConfigError if the job has never had such a worker."""
     history = History(run_dir)
-    config = history.job.get("config")
-    counts = [config.get(name) for name in ("workers", "spares")] if isinstance(config, dict) else []
-    known = files.worker_ids | set(range(sum(n for n in counts if isinstance(n, int))))
+    config = as_dict(history.job.get("config"))
+    known = files.worker_ids | set(range(sum(whole_number(config.get(name)) for name in ("workers", "spares"))))
     if worker not in known:
         known |= history.load().facts.workers.keys()
     if worker not in known:

@@ -35,19 +35,19 @@ COMMANDS = {
     "status": ("everstep.cli.status", "What a job is doing, or how it ended."),
     "verify": ("everstep.cli.verify", "Compare the final weights of two runs, byte by byte."),
     "ledger": ("everstep.cli.ledger", "Check that every sample was used exactly once."),
-    "checkpoint": ("everstep.cli.checkpoint", "Take a checkpoint of a running job, now."),
+    "checkpoint": ("everstep.cli.running:checkpoint", "Take a checkpoint of a running job, now."),
     "checkpoints": ("everstep.cli.checkpoints", "List, verify, compare, prune, export and import checkpoints."),
     "chaos": ("everstep.cli.chaos", "Break jobs on purpose: the failure suite, one's own faults, reports."),
-    "scale": ("everstep.cli.scale", "Change the number of workers of a running job."),
-    "drain": ("everstep.cli.drain", "Let one worker of a running job leave in order."),
-    "dashboard": ("everstep.cli.dashboard", "Show jobs, running or over, on a live page in the browser."),
-    "metrics": ("everstep.cli.metrics", "Serve or print the numbers of a job for Prometheus."),
+    "scale": ("everstep.cli.running:scale", "Change the number of workers of a running job."),
+    "drain": ("everstep.cli.running:drain", "Let one worker of a running job leave in order."),
+    "dashboard": ("everstep.cli.serving:dashboard", "Show jobs, running or over, on a live page in the browser."),
+    "metrics": ("everstep.cli.serving:metrics", "Serve or print the numbers of a job for Prometheus."),
     "top": ("everstep.cli.top", "Show a job and its workers in the terminal, live."),
     "logs": ("everstep.cli.logs", "Print all logs of a job as one stream, filtered."),
     "publish": ("everstep.cli.publish", "Tell a job to TensorBoard, Weights & Biases, MLflow or OpenTelemetry."),
     "profile": ("everstep.cli.profile", "Record the next steps of a running job's workers as one trace."),
-    "report": ("everstep.cli.report", "Write what happened in a job as one HTML file and pictures."),
-    "compare": ("everstep.cli.compare", "Overlay several runs in one HTML file."),
+    "report": ("everstep.cli.report:report_command", "Write what happened in a job as one HTML file and pictures."),
+    "compare": ("everstep.cli.report:compare_command", "Overlay several runs in one HTML file."),
     "sim": ("everstep.cli.simulate", "Train under simulated faults, seed by seed, and check the promises."),
     "schedule": ("everstep.cli.schedule", "Show a pipeline schedule as a table of stages by time steps."),
 }
@@ -62,8 +62,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
-        return command if isinstance(command, click.Command) else None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute or "command")
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from typing import Any
 
 from everstep.base.config import Config, device_of, pool_wish
 from everstep.cli.probe import Probe
+from everstep.order.ledger import ranges
 from everstep.placement.lanes import leaders, place
+from everstep.report.words import aligned
 
 _HEADER = ("stage", "units", "layers", "parameters", "leader", "backups", "device", "lanes")
 
@@ -23,12 +26,11 @@ def placement_rows(config: Config, probe: Probe) -> list[dict[str, Any]]:
         wanted = named[stage] if named else None
         leader = pool[0].worker_id if wanted is None else wanted
         own = probe.cut[stage :: config.stages]
-        units = [probe.units[i] for first, last in own for i in range(first, last)]
         rows.append(
             {
                 "stage": stage,
                 "parts": own,
-                "units": [unit.name for unit in units],
+                "units": [probe.units[i] for first, last in own for i in range(first, last)],
                 "parameters": probe.stage_parameters[stage] if probe.stage_parameters else None,
                 "leader": leader,
                 "backups": [s.worker_id for s in pool if s.worker_id != leader],
@@ -64,7 +66,7 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         print(json.dumps({"kind": "placement", "stages": rows}))
         return
     timed = any(row["ms_per_lane"] is not None for row in rows)
-    lines: list[tuple[str, ...]] = [(*_HEADER, "ms per lane") if timed else _HEADER]
+    lines: list[tuple[str, ...]] = [_HEADER + ("ms per lane",) * timed]
     for row in rows:
         parts = ",".join(f"{first}-{last - 1}" if last - first > 1 else f"{first}" for first, last in row["parts"])
         parameters = f"{row['parameters']:,}" if row["parameters"] is not None else "?"
@@ -72,21 +74,10 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
         backups = ", ".join(f"{i} {roles[str(i)]}" for i in row["backups"]) or "-"
         lanes = "  ".join(f"{i}:{span(taken)}" for i, taken in row["lanes"].items())
         leader = str(row["leader"]) + (" standby" if roles[str(row["leader"])] == "standby" else "")
-        layers = _layers(row["units"])
-        line: tuple[str, ...] = (
-            str(row["stage"]),
-            parts or "?",
-            layers,
-            parameters,
-            leader,
-            backups,
-            row["device"],
-            lanes,
-        )
-        lines.append((*line, f"{row['ms_per_lane']:.1f}") if timed else line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+        time = (f"{row['ms_per_lane']:.1f}",) if timed else ()
+        names = (str(row["stage"]), parts or "?", _layers(row["units"]), parameters)
+        lines.append((*names, leader, backups, row["device"], lanes, *time))
+    print("\n".join(aligned(lines)))
     batch = config.lanes * config.micro_batch
     print(f"global batch {batch} = {config.lanes} lanes x {config.micro_batch}")
     if config.stages > 1:
@@ -97,21 +88,10 @@ def print_placement(config: Config, probe: Probe, *, as_json: bool) -> None:
 
 def _layers(names: list[str]) -> str:
     """["Stem", "Block", "Block"] -> Stem, 2 x Block."""
-    runs: list[tuple[str, int]] = []
-    for name in names:
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
+    runs = [(name, sum(1 for _ in same)) for name, same in groupby(names)]
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs) or "?"
 
 
 def span(lanes: list[int]) -> str:
     """[0, 1, 2, 5] -> 0-2,5."""
-    parts: list[list[int]] = []
-    for lane in lanes:
-        if parts and parts[-1][1] == lane - 1:
-            parts[-1][1] = lane
-        else:
-            parts.append([lane, lane])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in parts) or "-"
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges(lanes)) or "-"

@@ -7,9 +7,13 @@ raises is not reported from here: the workers meet it too, and their logs keep t
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError
@@ -23,16 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UnitSize:
-    """One unit of the model: class name, number of parameter elements."""
-
-    name: str
-    parameters: int
-
-
-@dataclass(frozen=True)
 class Probe:
-    """What was found. `error`: a ConfigError's line, "" if none. `dataset_size` None: it could not be built.
+    """What was found. `dataset_size` None: it could not be built. units: class names of the model's units.
 
     cut: [first unit, unit after the last] of each part; stage_parameters: elements by stage, shared ones counted once.
     unit_ms: what each unit takes for one lane, if that was asked for. split_checked: that the task can be split was
@@ -41,78 +37,86 @@ class Probe:
 
     defaults: dict[str, Any] = field(default_factory=dict)
     dataset_size: int | None = None
-    units: list[UnitSize] = field(default_factory=list)
-    error: str = ""
+    units: list[str] = field(default_factory=list)
     cut: list[list[int]] = field(default_factory=list)
     stage_parameters: list[int] = field(default_factory=list)
     unit_ms: list[float] = field(default_factory=list)
     split_checked: bool = False
 
 
-def probe_task(task: str, request: Request, *, units: bool = False, server: EarlyForkServer | None = None) -> Probe:
-    """Run `look` in a fork of `server`, or of one that is started for it. units: build the model too.
+def probe_task(task: str, request: Request, server: EarlyForkServer, *, units: bool = False) -> Probe:
+    """Run `look` in a fork of `server`. units: build the model too.
 
     Raises: ConfigError with the line that the task's import, its defaults or the config deserve.
     """
     question = {"task": task, "request": asdict(request), "units": units}
-    own = None if server is not None else EarlyForkServer(1, ("torch",))
     try:
-        data = (server or cast(EarlyForkServer, own)).call(f"{__name__}:answer", question)
+        return read_answer(server.call(f"{__name__}:answer", question))
     except ForkEnded as error:
         raise ConfigError(
             f"task {task!r}: the process that imported it and built its dataset ended ({error})"
         ) from None
-    finally:
-        if own is not None:
-            own.close()
-    data["units"] = [UnitSize(**unit) for unit in data["units"]]
-    probe = Probe(**data)
-    if probe.error:
-        raise ConfigError(probe.error)
-    return probe
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """In the fork: the question and the answer as JSON has them."""
+    request = msgspec.convert(question["request"], Request)
+    try:
+        return {"probe": asdict(look(question["task"], request, question["units"]))}
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
+def read_answer(said: dict[str, Any]) -> Probe:
+    """Raises: ConfigError, where the fork did."""
+    if "error" in said:
+        raise ConfigError(said["error"])
+    return Probe(**said["probe"])
 
 
 def look(task_text: str, request: Request, units: bool) -> Probe:
-    """Import the task, and build its dataset (and model) under the effective config, in this process."""
+    """Import the task, and build its dataset (and model) under the effective config, in this process.
+
+    Raises: ConfigError.
+    """
     try:
         task = make_task(parse_task(task_text))
         defaults = json.loads(json.dumps(dict(task.defaults)))
         task.config = effective_config(defaults, request)
-    except (ConfigError, TypeError, ValueError) as error:
-        return Probe(
-            error=f"{error}" if isinstance(error, ConfigError) else f"task {task_text!r}: its defaults: {error}"
-        )
-    missing = _missing_device(task.config)
-    if missing:
-        return Probe(error=missing)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task {task_text!r}: its defaults: {error}") from None
+    _check_devices(task.config)
     size: int | None = None
-    try:
+    with _left_to_workers():
         size = len(task.build_dataset("train"))  # type: ignore[arg-type]
         check_metric(task)
         _check_parts(task)
-    except ConfigError as error:
-        return Probe(error=str(error))
-    except Exception:
-        pass  # the workers meet it too, and say so
     probe = Probe(defaults, size)
     if task.config.stages > 1:
-        probe = _look_at_split(task, probe)
-    return look_at_model(task_text, task, probe) if units and not probe.error else probe
+        with _left_to_workers():
+            probe = _look_at_split(task, probe)
+    return look_at_model(task_text, task, probe) if units else probe
 
 
-def _missing_device(config: Config) -> str:
-    """Which device of the job is not there, as one line; "" if all are."""
-    named = {config.device, *devices_of(parse_map(config.map, config.stages)).values()} - {"cpu"}
-    if not named:
-        return ""
-    from everstep.train.precision import resolve_device
-
+@contextlib.contextmanager
+def _left_to_workers() -> Iterator[None]:
+    """Only refusals are told from here: what else the task raises, the workers meet too, and say so."""
     try:
+        yield
+    except ConfigError:
+        raise
+    except Exception:
+        pass
+
+
+def _check_devices(config: Config) -> None:
+    """Raises: ConfigError naming a device of the job that is not there."""
+    named = {config.device, *devices_of(parse_map(config.map, config.stages)).values()} - {"cpu"}
+    if named:
+        from everstep.train.precision import resolve_device
+
         for name in sorted(named):
             resolve_device(name)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _look_at_split(task: Task, probe: Probe) -> Probe:
@@ -120,15 +124,10 @@ def _look_at_split(task: Task, probe: Probe) -> Probe:
     from everstep.train.composition import look_at_split
     from everstep.train.stage import chosen_cut
 
-    try:
-        if task.config.meta_init:
-            chosen_cut(task.config, task, _build(task))
-            return probe
-        found = look_at_split(task)
-    except ConfigError as error:
-        return Probe(error=str(error))
-    except Exception:
-        return probe  # the workers meet it too, and say so
+    if task.config.meta_init:
+        chosen_cut(task.config, task, _build(task))
+        return probe
+    found = look_at_split(task)
     if found is None:
         return probe
     cut = [list(part) for part in found.cut]
@@ -136,24 +135,24 @@ def _look_at_split(task: Task, probe: Probe) -> Probe:
 
 
 def look_at_model(task_text: str, task: Task, probe: Probe) -> Probe:
-    """The probe, with the model's units and where it is cut."""
-    from everstep.train.stage import chosen_cut, parameter_counts
+    """The probe, with the model's units and where it is cut. Raises: ConfigError if it cannot be built."""
+    from everstep.train.stage import chosen_cut
 
     try:
         model = _build(task)
         units = task.units(model)
         cut = chosen_cut(task.config, task, model, probe.unit_ms)
-    except ConfigError as error:
-        return Probe(error=str(error))
+    except ConfigError:
+        raise
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
-        return Probe(error=f"task {task_text!r}: its model cannot be built: {why}")
-    sizes = [UnitSize(type(u).__name__, n) for u, n in zip(units, parameter_counts(units), strict=True)]
+        raise ConfigError(f"task {task_text!r}: its model cannot be built: {why}") from error
     by_stage = []
     for stage in range(task.config.stages):
         own = [units[i] for first, last in cut[stage :: task.config.stages] for i in range(first, last)]
         by_stage.append(sum(p.numel() for p in {id(p): p for unit in own for p in unit.parameters()}.values()))
-    return replace(probe, units=sizes, cut=[list(part) for part in cut], stage_parameters=by_stage)
+    names = [type(unit).__name__ for unit in units]
+    return replace(probe, units=names, cut=[list(part) for part in cut], stage_parameters=by_stage)
 
 
 def _build(task: Task) -> Any:
@@ -192,12 +191,3 @@ def check_metric(task: Task) -> None:
     if wanted not in found:
         known = ", ".join(found) or "it has none"
         raise ConfigError(f"early_stop.metric: expected one of the task's metrics ({known}), got {wanted!r}")
-
-
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """In the fork: the question and the answer as JSON has them."""
-    asked = question["request"]
-    request = Request(
-        tuple((name, layer) for name, layer in asked["layers"]), asked["batch_size"], asked["simulate_failure"]
-    )
-    return asdict(look(question["task"], request, question["units"]))

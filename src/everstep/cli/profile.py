@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from everstep.base.errors import ConfigError, EverstepError
-from everstep.cli.scale import ask_running
+from everstep.cli.running import ask_running
 from everstep.report.history import History
 from everstep.report.traces import merge
 from everstep.report.words import size_text
@@ -78,60 +78,50 @@ def _ids(listed: str) -> list[int]:
         raise ConfigError(f"--workers: expected worker ids such as 0,2, got {listed!r}") from None
 
 
-@dataclass
 class _Watch:
-    """What has become of the recordings. missing: by worker, why it has none."""
+    """What has become of the recordings. lives: who records, worker_id -> incarnation; missing: why one has none."""
 
-    run_dir: Path
-    folder: Path
-    told: dict[str, Any]
-    progress: Any
-    written: set[int] = field(default_factory=set)
-    missing: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def lives(self) -> dict[int, int]:
-        """Who records: worker_id -> incarnation."""
-        return {w["worker_id"]: w["incarnation"] for w in self.told["workers"]}
+    def __init__(self, run_dir: Path, folder: Path, told: dict[str, Any], progress: TextIO) -> None:
+        self.lives: dict[int, int] = {w["worker_id"]: w["incarnation"] for w in told["workers"]}
+        self.written: set[int] = set()
+        self.missing: dict[int, str] = {}
+        self._run_dir = run_dir
+        self._folder = folder
+        self._told = told
+        self._progress = progress
 
     def path(self, worker_id: int) -> Path:
         """Where this worker's trace appears once it is whole."""
-        return self.folder / f"worker-{worker_id}.json.gz"
+        return self._folder / f"worker-{worker_id}.json.gz"
+
+    def _open(self) -> list[int]:
+        return sorted(self.lives.keys() - self.written - self.missing.keys())
 
     def wait(self, timeout_s: float) -> None:
         """Until each worker has a trace or will have none, and say so as it happens."""
-        first, last = self.told["first_step"], self.told["first_step"] + self.told["steps"] - 1
+        first, last = self._told["first_step"], self._told["first_step"] + self._told["steps"] - 1
         who = f"worker{'s' * (len(self.lives) > 1)} {', '.join(map(str, sorted(self.lives)))}"
         self._say(f"recording step{f's {first} to {last}' if last > first else f' {first}'} of {who}")
         end_s = time.monotonic() + timeout_s
         while True:
-            status, running = self._status()
-            self._look()
-            if len(self.written) + len(self.missing) == len(self.lives):
+            running = commands.is_locked(self._run_dir)  # whoever is gone by now has written what he ever will
+            status: dict[str, Any] | None = None
+            with contextlib.suppress(EverstepError):
+                status = commands.ask(self._run_dir, "status", timeout_s=_PATIENCE_S)
+            for worker_id in self._open():
+                path = self.path(worker_id)
+                if path.exists():
+                    self.written.add(worker_id)
+                    self._say(f"worker {worker_id}: {size_text(path.stat().st_size)}")
+            if not self._open():
                 return
             late = time.monotonic() > end_s
-            for worker_id in sorted(self.lives.keys() - self.written - self.missing.keys()):
+            for worker_id in self._open():
                 why = f"not done after {timeout_s:g} s" if late else self._why_missing(worker_id, status, running)
                 if why:
                     self.missing[worker_id] = why
                     self._say(f"worker {worker_id} is missing: {why}")
             time.sleep(_POLL_S)
-
-    def _look(self) -> None:
-        for worker_id in sorted(self.lives.keys() - self.written - self.missing.keys()):
-            path = self.path(worker_id)
-            if path.exists():
-                self.written.add(worker_id)
-                self._say(f"worker {worker_id}: {size_text(path.stat().st_size)}")
-
-    def _status(self) -> tuple[dict[str, Any] | None, bool]:
-        """The coordinator's status, None while it is silent; and whether the job runs. Asked before files are looked
-        for, so that whoever is gone by then has written what he ever will."""
-        running = commands.is_locked(self.run_dir)
-        try:
-            return commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S), running
-        except EverstepError:
-            return None, running
 
     def _why_missing(self, worker_id: int, status: dict[str, Any] | None, running: bool) -> str:
         if not running:
@@ -139,16 +129,16 @@ class _Watch:
         if status is None:
             return ""
         profile = status.get("profile") or {}
-        known = profile.get("name") == self.folder.name
+        known = profile.get("name") == self._folder.name
         lives = {(w["worker_id"], w["incarnation"]) for w in status["workers"]}
         if (worker_id, self.lives[worker_id]) not in lives:
             return self._how_it_ended(worker_id)
         return str(profile["failed"].get(str(worker_id), "")) if known else ""
 
     def _how_it_ended(self, worker_id: int) -> str:
-        marks = History(self.run_dir).load().facts.marks
+        marks = History(self._run_dir).load().facts.marks
         why = next((m.text for m in reversed(marks) if (m.kind, m.worker_id) == ("evicted", worker_id)), "it left")
         return f"{why}, while it recorded"
 
     def _say(self, text: str) -> None:
-        print(text, file=self.progress, flush=True)
+        print(text, file=self._progress, flush=True)

@@ -16,6 +16,7 @@ import click
 from everstep.base.cause import Cause
 from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
+from everstep.cli.main import complain
 from everstep.observe.events import EventLog
 from everstep.report.history import History
 from everstep.runtime import commands
@@ -62,8 +63,6 @@ def _sinks(names: tuple[str, ...]) -> list[str]:
 
 
 def _publish(run_dir: Path, name: str, following: bool, beside: bool) -> int:
-    from everstep.cli.main import complain
-
     def make() -> Publication:
         return Publication(run_dir, name, make_sink(name))
 

@@ -1,19 +1,20 @@
-"""`everstep report`: what happened in a job, as one HTML file and pictures."""
+"""`everstep report` and `everstep compare`: one job, or several over each other, as one HTML file; and pictures."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.cli.job import read_job
-from everstep.cli.ledger import audit_run, to_dict
+from everstep.cli.ledger import audit_run
 from everstep.cli.verify import compare
 from everstep.report.figures import figures
 from everstep.report.history import History
-from everstep.report.page import Proof, report_page
-from everstep.report.pictures import can_draw, write_pictures
+from everstep.report.page import Proof, compare_page, report_page
+from everstep.report.style import can_draw, write_pictures
 
 REPORT_FILE = "report.html"
 
@@ -24,7 +25,7 @@ REPORT_FILE = "report.html"
 @click.option(
     "--reference", type=click.Path(path_type=Path), help="An undisturbed run, to compare the final bits with."
 )
-def command(run_dir: Path, out: Path | None, reference: Path | None) -> int:
+def report_command(run_dir: Path, out: Path | None, reference: Path | None) -> int:
     """Write what happened in the job in DIR as one HTML file, and its figures as PNGs beside it."""
     history = open_run(run_dir)
     page = report_page(history, prove(run_dir, reference), history.running())
@@ -57,7 +58,7 @@ def prove(run_dir: Path, reference: Path | None) -> Proof:
     """
     ledger, note = None, ""
     try:
-        ledger = to_dict(audit_run(run_dir))
+        ledger = asdict(audit_run(run_dir))
     except EverstepError as error:
         note = str(error)
     if reference is None:
@@ -72,3 +73,15 @@ def write_page(path: Path, page: str) -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+@click.command()
+@click.argument("run_dirs", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=Path("compare.html"), help="The file (compare.html).")
+def compare_command(run_dirs: tuple[Path, ...], out: Path) -> int:
+    """Overlay the runs in DIR... in one HTML file."""
+    if len(run_dirs) < 2:
+        raise click.UsageError("expected two runs or more to compare, got one; everstep report DIR shows a single one")
+    write_page(out, compare_page([open_run(path) for path in run_dirs]))
+    print(out)
+    return 0

@@ -26,8 +26,10 @@ from everstep.cli.beside import (
     dashboard_beside,
     metrics_beside,
     parse_listen,
+    sinks_beside,
 )
-from everstep.cli.display import Watcher, choose_display, print_summary
+from everstep.cli.config_file import read_config_file
+from everstep.cli.display import Watcher, choose_display, print_summary, summary
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -37,19 +39,26 @@ from everstep.cli.job import (
     effective_config,
     free_port,
     make_job,
-    read_config_file,
     total_steps,
     with_chaos,
     with_cut,
     write_job,
 )
 from everstep.cli.ledger import missing_rows
+from everstep.cli.main import complain
 from everstep.cli.placement_table import print_placement
 from everstep.cli.probe import Probe, probe_task
-from everstep.cli.run_dir import Found, close_to_others, default_run_dir, inspect, read_digest, set_aside
-from everstep.cli.sinks_beside import sinks_beside
-from everstep.cli.start import StartPoint, ask_object_store, find_start
-from everstep.cli.summary import summary
+from everstep.cli.run_dir import (
+    Found,
+    StartPoint,
+    ask_object_store,
+    close_to_others,
+    default_run_dir,
+    find_start,
+    inspect,
+    read_digest,
+    set_aside,
+)
 from everstep.cli.task_loading import TaskSpec, parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
@@ -62,21 +71,6 @@ from everstep.sinks.sink import check_installed as check_sinks
 if TYPE_CHECKING:
     from everstep.runtime.job import Outcome
 
-_OPTIONS = (
-    "workers",
-    "spares",
-    "min_workers",
-    "stages",
-    "pool",
-    "redundancy",
-    "steps",
-    "epochs",
-    "chaos",
-    "resume_from",
-    "metrics.listen",
-    "network.address",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
@@ -87,14 +81,18 @@ class Invocation:
     argv: tuple[str, ...]
     request: Request
     run_dir: Path
-    fresh: bool = False
-    as_json: bool = False
-    server: EarlyForkServer | None = None
-    dashboard: bool = False
-    public: bool = False
-    port: int | None = None
-    token: bytes | None = None
-    local: bool = True
+    server: EarlyForkServer
+    fresh: bool
+    as_json: bool
+    dashboard: bool
+    public: bool
+    port: int | None
+    token: bytes | None
+    local: bool
+
+    @property
+    def is_script(self) -> bool:
+        return self.spec.kind == "script"
 
 
 class _Run(click.Command):
@@ -168,29 +166,24 @@ def command(
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
     options["network.address"], port = _listen(listen, no_local_workers)
-    request = _request(config_file, settings, options, batch_size, simulate_failure)
-    invocation = Invocation(
-        spec,
-        argv,
-        request,
-        run_dir or default_run_dir(spec),
-        fresh,
-        as_json,
-        dashboard=dashboard,
-        public=public,
-        port=port,
-        token=given_token() if listen is not None else None,
-        local=not no_local_workers,
-    )
+    layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
+    layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
+    layers.append(("options", {key: value for key, value in options.items() if value is not None}))
+    request = Request(tuple(layers), batch_size, simulate_failure)
+    run_dir = run_dir or default_run_dir(spec)
+    token = given_token() if listen is not None else None
     if dashboard:
         check_installed("--dashboard")
     given = read_layers(request.layers)
     check_metrics(given.get("metrics.listen"), public)
     threads = given.get("threads")
-    preload = ("torch",) if dry_run else PRELOAD
-    server = EarlyForkServer(threads if isinstance(threads, int) else 1, preload)
+    server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
     with contextlib.closing(server):
-        return _run_or_show(dataclasses.replace(invocation, server=server), dry_run)
+        local = not no_local_workers
+        invocation = Invocation(
+            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local
+        )
+        return _run_or_show(invocation, dry_run)
 
 
 def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int | None]:
@@ -204,44 +197,20 @@ def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int
 
 def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
     if dry_run:
-        config, probe = _prepare(invocation, units=True)
-        print_placement(config, probe, as_json=invocation.as_json)
+        print_placement(*_prepare(invocation, units=True), as_json=invocation.as_json)
         return 0
-    if not invocation.run_dir.exists():  # what cannot work leaves nothing behind
-        prepared = _prepare(invocation)
-        with run_lock(invocation.run_dir):
-            return _run(invocation, *prepared)
+    prepared = None if invocation.run_dir.exists() else _prepare(invocation)  # what cannot work leaves nothing behind
     with run_lock(invocation.run_dir):
-        return _run(invocation, *_prepare(invocation))
-
-
-def _request(
-    config_file: Path | None,
-    settings: tuple[str, ...],
-    options: dict[str, Any],
-    batch_size: int | None,
-    simulate_failure: bool,
-) -> Request:
-    layers: list[tuple[str, dict[str, Any]]] = []
-    if config_file is not None:
-        layers.append((str(config_file), read_config_file(config_file)))
-    for text in settings:
-        key, value = parse_set(text)
-        layers.append((f"--set {text}", {key: value}))
-    given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
-    layers.append(("options", given))
-    return Request(tuple(layers), batch_size, simulate_failure)
+        return _run(invocation, *(prepared or _prepare(invocation)))
 
 
 def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Probe]:
     """The effective config, checked against everything that can be known before the start."""
-    spec, request = invocation.spec, invocation.request
-    if spec.kind == "script":
-        probe = Probe()
-    else:
+    request, probe = invocation.request, Probe()
+    if not invocation.is_script:
         parse(str(read_layers(request.layers).get("chaos", "")))  # found before anything is imported
-        probe = probe_task(canonical(spec), request, units=units, server=invocation.server)
-    config = effective_config(probe.defaults, request, script=spec.kind == "script")
+        probe = probe_task(invocation.spec.canonical, request, invocation.server, units=units)
+    config = effective_config(probe.defaults, request, script=invocation.is_script)
     check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
     check_hosts(config)
@@ -251,18 +220,10 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     return with_chaos(config, request, probe.dataset_size), probe
 
 
-def canonical(spec: TaskSpec) -> str:
-    """The task's name in job.json: the same from wherever the job is started."""
-    if spec.kind == "zoo" and spec.what:
-        path = Path(spec.what)
-        return f"{spec.where}:{path.resolve() if path.exists() else spec.what}"
-    return f"{spec.where}:{spec.what}" if spec.what else spec.where
-
-
 def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
     """With the directory locked."""
     run_dir = invocation.run_dir
-    job = make_job(canonical(invocation.spec), invocation.argv, config, probe.dataset_size, invocation.request)
+    job = make_job(invocation.spec.canonical, invocation.argv, config, probe.dataset_size, invocation.request)
     open_still = close_to_others(run_dir, config)
     aside = set_aside(run_dir) if invocation.fresh else None
     found = inspect(run_dir, job)
@@ -272,11 +233,11 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
-    start = find_start(run_dir, job, script=invocation.spec.kind == "script")
+    start = find_start(run_dir, job, script=invocation.is_script)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
-    opening = _opening(run_dir, found, start, aside, invocation.spec.kind == "script")
+    opening = _opening(run_dir, found, start, aside, invocation.is_script)
     opening += [text for text in (warning, open_still) if text]
     return _launch(invocation, job, opening, start.step)
 
@@ -305,17 +266,13 @@ def _opening(run_dir: Path, found: Found, start: StartPoint, aside: Path | None,
 
 
 def _already_finished(invocation: Invocation, found: Found) -> int:
-    from everstep.cli.main import complain
-
     run_dir = invocation.run_dir
     lacking = _missing_rows(run_dir)
     text = f"this job has finished: step {found.step}, in {run_dir}; --fresh runs it anew"
-    if not invocation.as_json:
-        print(text)
-    else:
-        facts = facts_of(read_events(run_dir / EVENTS_FILE))
-        why = Why(Cause.COMPLETED, text)
-        print(json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking)))
+    if invocation.as_json:
+        facts, why = facts_of(read_events(run_dir / EVENTS_FILE)), Why(Cause.COMPLETED, text)
+        text = json.dumps(summary(facts, 0, str(run_dir), found.digest, why, lacking))
+    print(text)
     if lacking:
         complain(lacking)
     return int(bool(lacking))
@@ -332,7 +289,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         port = invocation.port or free_port(config.network.address)
         where = f"{config.network.address}:{port}"
         opening.append(f"hosts join with: everstep agent --join {where} --token-file {run_dir.resolve() / TOKEN_FILE}")
-    if not invocation.local and invocation.server is not None:
+    if not invocation.local:
         invocation.server.close()
     process = runtime_job.Job(
         run_dir,
@@ -361,10 +318,9 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
                 dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
                 metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,
             ):
-                if page:
-                    display.note(f"dashboard {page}")
-                if metrics:
-                    display.note(f"metrics {metrics}")
+                for name, address in (("dashboard", page), ("metrics", metrics)):
+                    if address:
+                        display.note(f"{name} {address}")
                 exit_code = process.run()
             _say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
@@ -380,13 +336,10 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:
     """The coordinator reports the end; if it could not, the job's own word stands in."""
     ends = ("job_completed", "job_failed")
-    if outcome is None or any(
-        e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE)
-    ):
-        return
-    kind = ends[0] if exit_code == 0 else ends[1]
-    why = outcome.why
-    events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
+    told = (e["kind"] in ends and e["time_unix_ns"] >= begin_ns for e in read_events(run_dir / EVENTS_FILE))
+    if outcome is not None and not any(told):
+        why, kind = outcome.why, ends[bool(exit_code)]
+        events.write(kind, cause=why.cause, reason=why.reason, state=outcome.state, exit_code=exit_code)
 
 
 def _missing_rows(run_dir: Path, reached: int = 0) -> str:
@@ -399,8 +352,6 @@ def _missing_rows(run_dir: Path, reached: int = 0) -> str:
 
 def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exit_code: int, lacking: str) -> int:
     """Say how it ended. lacking: what the ledger lacks; a job that is completed without it exits with 1."""
-    from everstep.cli.main import complain
-
     run_dir = invocation.run_dir
     digest = read_digest(run_dir) if exit_code == 0 else None
     why = outcome.why if outcome is not None and exit_code else None
@@ -409,12 +360,10 @@ def _conclude(invocation: Invocation, facts: Facts, outcome: Outcome | None, exi
         print(json.dumps(result, separators=(",", ":")), flush=True)
     elif exit_code == 0:
         print_summary(result)
+    wrong = [lacking] if lacking else []
     if exit_code:
-        reached = max(facts.step, facts.checkpoint_step)
-        complain(
-            f"{why.reason if why else 'the job failed'} (after step {reached}; logs in {run_dir / 'logs'})"
-            + (f"; {lacking}" if lacking else "")
-        )
-    elif lacking:
-        complain(lacking)
+        said, reached = why.reason if why else "the job failed", max(facts.step, facts.checkpoint_step)
+        wrong.insert(0, f"{said} (after step {reached}; logs in {run_dir / 'logs'})")
+    if wrong:
+        complain("; ".join(wrong))
     return int(result["exit_code"])

@@ -23,6 +23,7 @@ from everstep.placement.schedules import (
     schedule,
     timeline,
 )
+from everstep.report.words import aligned
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = {"F": "blue", "B": "green", "R": "yellow"}
@@ -142,8 +143,7 @@ def totals(plan: Schedule, played: Timeline, chunks: int) -> list[str]:
     lines = [("stage", "idle", "peak in flight", "peak activations")]
     for stage, (flying, held) in enumerate(zip(peak_in_flight(plan), peak_activations(plan), strict=True)):
         lines.append((str(stage), str(played.idle(stage)), str(flying), str(held)))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    shown = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    shown = aligned(lines)
     if chunks > 1:
         shown.append(f"in flight and activations count chunks: 1/{chunks} of a stage each")
     return shown

@@ -10,10 +10,10 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
-from everstep.cli.run_dir import read_digest
-from everstep.cli.start import checkpoint_dir, newest_step
+from everstep.cli.run_dir import checkpoint_dir, newest_step, read_digest
 from everstep.observe.events import read_events
 from everstep.report.facts import MEMBERS, Facts, facts_of
+from everstep.report.words import aligned
 from everstep.runtime import commands
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
 
@@ -105,14 +105,11 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
     if not status["workers"]:
         return
-    header = ("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")
-    lines = [header]
+    lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
     for w in status["workers"]:
         lanes = ",".join(str(lane) for lane in w["lanes"]) or "-"
         stage = ",".join(map(str, w["stages"])) or "-"
         name = f"{w['worker_id']}.{w['incarnation']}"
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(aligned(lines)))

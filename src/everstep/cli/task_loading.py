@@ -37,6 +37,13 @@ class TaskSpec:
         name = self.where if self.kind == "zoo" else Path(self.where).stem if self.kind == "script" else self.what
         return "".join(c if c.isalnum() or c in "-_." else "-" for c in name) or "task"
 
+    @property
+    def canonical(self) -> str:
+        """The task's name in job.json: the same from wherever the job is started."""
+        path = Path(self.what)
+        what = path.resolve() if self.kind == "zoo" and path.exists() else self.what
+        return f"{self.where}:{what}" if self.what else self.where
+
 
 def parse_task(text: str) -> TaskSpec:
     """Take a TASK apart: zoo name (`name` or `name:PATH`), `module:Class`, `path/file.py:Class` or `script.py`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import click
 
 from everstep.base.errors import ConfigError
 from everstep.dashboard.feed import RunFeed
-from everstep.dashboard.view import FIELDS, head, worker_rows
+from everstep.dashboard.view import WorkerRow, head, worker_rows
 from everstep.report.words import size_text, time_text
 
 if TYPE_CHECKING:
@@ -21,52 +22,46 @@ _STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspe
 _STATES = {"running": "bold green", "completed": "bold green", "failed": "bold red"}
 _ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "left")
 _WIDE = 100
-_SORTS = ("worker", "state", "speed", "memory")
+_SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
+    "worker": lambda item: item[0],
+    "state": lambda item: (_ORDER.index(item[1].state) if item[1].state in _ORDER else 9, item[0]),
+    "speed": lambda item: -(item[1].rate or 0),
+    "memory": lambda item: -(item[1].rss or 0),
+}
 
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print one picture and end.")
 @click.option("--interval", type=click.FloatRange(0.1, 60), default=1.0, help="Seconds between two pictures (1).")
-@click.option("--sort", type=click.Choice(_SORTS), default="worker", help="Order of the workers (worker).")
+@click.option("--sort", type=click.Choice(tuple(_SORTS)), default="worker", help="Order of the workers (worker).")
 def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""
     from rich.console import Console
+    from rich.live import Live
 
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     feed = RunFeed(run_dir, logs=False)
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
-    _read(feed)
     if once or not sys.stdout.isatty():
         console.print(picture(feed, sort, 10_000, console.width))
         return 0
-    _watch(feed, sort, interval, console)
-    return 0
-
-
-def _watch(feed: RunFeed, sort: str, interval: float, console: Any) -> None:
-    from rich.live import Live
-
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(picture(feed, sort, max(3, console.height - 12), console.width), refresh=True)
             time.sleep(interval)
-            _read(feed)
-
-
-def _read(feed: RunFeed) -> None:
-    feed.load()
-    feed.ask()
 
 
 def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
-    """The state of the job, its workers (`most` of them), its last events. width: in characters."""
+    """The state of the job as it is now, its workers (`most` of them), its last events. width: in characters."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
+    feed.load()
+    feed.ask()
     rows = worker_rows(feed)
     facts = head(feed, rows)
     title = Table.grid(padding=(0, 2))
@@ -110,7 +105,7 @@ def _numbers(facts: dict[str, Any]) -> str:
     return "  ".join(found)
 
 
-def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int, wide: bool) -> RenderableType:
+def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -118,30 +113,21 @@ def _table(rows: dict[int, tuple[Any, ...]], sort: str, most: int, wide: bool) -
     names = ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host")
     for name in names if wide else names[:-2]:
         table.add_column(name, justify="left" if name in ("state", "phase", "host") else "right", no_wrap=True)
-    named = {i: dict(zip(FIELDS, row, strict=True)) for i, row in rows.items()}
-    keys = {
-        "worker": lambda i: i,
-        "state": lambda i: (_ORDER.index(named[i]["state"]) if named[i]["state"] in _ORDER else 9, i),
-        "speed": lambda i: -(named[i]["rate"] or 0),
-        "memory": lambda i: -(named[i]["rss"] or 0),
-    }
-    ordered = sorted(named, key=keys[sort])
-    for i in ordered[:most]:
-        row = named[i]
+    for i, row in sorted(rows.items(), key=_SORTS[sort])[:most]:
         cells: list[RenderableType] = [
-            f"{i}.{row['life']}",
-            row["state"],
-            row["phase"] or "-",
-            ",".join(map(str, row["stages"])) or "-",
-            str(row["step"]),
-            str(len(row["lanes"])),
-            f"{row['rate']:.1f}" if row["rate"] else "-",
-            size_text(row["rss"]) if row["rss"] else "-",
-            f"{100 * row['cpu']:.0f} %" if row["cpu"] is not None else "-",
-            str(row["pid"] or "-"),
-            Text(row["host"] or "-"),
+            f"{i}.{row.life}",
+            row.state,
+            row.phase or "-",
+            ",".join(map(str, row.stages)) or "-",
+            str(row.step),
+            str(len(row.lanes)),
+            f"{row.rate:.1f}" if row.rate else "-",
+            size_text(row.rss) if row.rss else "-",
+            f"{100 * row.cpu:.0f} %" if row.cpu is not None else "-",
+            str(row.pid or "-"),
+            Text(row.host or "-"),
         ]
-        table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row["state"], ""))
-    if len(ordered) > most:
-        table.caption = f"and {len(ordered) - most} more; --sort state shows those in trouble first"
+        table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row.state, ""))
+    if len(rows) > most:
+        table.caption = f"and {len(rows) - most} more; --sort state shows those in trouble first"
     return table

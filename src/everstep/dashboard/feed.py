@@ -5,6 +5,7 @@ Apart from the web server, so that a slow disk or a silent coordinator never hol
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -79,24 +80,21 @@ class RunFeed:
             level = {"debug": "info", "critical": "error"}.get(line.level, line.level)
             text = one_line(f"{line.source}: {line.text}{' | ' if line.more else ''}{line.more}")
             kind = str(line.fields.get("source", "log"))
-            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, line.generation, text))
+            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, text))
         return list(found)
 
     def _take_lines(self, said: list[Line]) -> None:
         """Add what is new, by time; the workers' lines once all events are there that may come before."""
         self._waiting = (self._waiting + said)[-_MOST_LINES:]
-        said = []
-        if self.history.loaded:
-            said, self._waiting = self._waiting, []
         resets, known = self._events
         if resets != self.history.resets:
             self.lines.clear()
             known = 0
         fresh = list(takewhile(lambda line: line.number > known, reversed(self.history.facts.log)))[::-1]
-        if fresh:
-            known = fresh[-1].number
-        self._events = (self.history.resets, known)
-        for line in sorted(fresh + said, key=lambda line: line.time_ns) if said else fresh:
+        self._events = (self.history.resets, fresh[-1].number if fresh else known)
+        if self.history.loaded and self._waiting:
+            fresh, self._waiting = sorted(fresh + self._waiting, key=lambda line: line.time_ns), []
+        for line in fresh:
             self._numbers += 1
             self.lines.append(replace(line, number=self._numbers))
 
@@ -105,10 +103,8 @@ class RunFeed:
         running = self.history.running()
         status: dict[str, Any] | None = None
         if running:
-            try:
+            with contextlib.suppress(EverstepError):
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
-            except EverstepError:
-                status = None
         with self.lock:
             self.running = running
             if status is not None:
@@ -123,14 +119,14 @@ class RunFeed:
         """
         with self._auditing:
             step = self.history.facts.step
-            known = self.ledger.get("checked_step") == step and bool(self.ledger)
+            known = self.ledger.get("checked_step") == step
             if self._audit is None or (automatic and (known or self._ledger_bytes() > _AUTOMATIC_LEDGER_BYTES)):
                 return self.ledger
             result: dict[str, Any] = {"checked_step": step, "clean": None, "steps": 0, "problems": [], "note": ""}
             try:
                 found = self._audit(self.run_dir)
-                result |= {"clean": bool(found.get("clean")), "steps": int(found.get("steps") or 0)}
-                result["problems"] = [str(problem)[:300] for problem in (found.get("problems") or [])[:20]]
+                problems = [str(problem)[:300] for problem in found["problems"][:20]]
+                result |= {"clean": found["clean"], "steps": found["steps"], "problems": problems}
             except EverstepError as error:
                 result["note"] = str(error)
             with self.lock:

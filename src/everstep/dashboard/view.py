@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
+from everstep.base.cause import Cause
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
@@ -20,23 +21,26 @@ from everstep.report.words import number, one_line
 _LISTED = 200
 _FIRST_LINES = 600
 _MOST_COLUMNS = 512
-FIELDS = (
-    "state",
-    "stage",
-    "stages",
-    "lanes",
-    "step",
-    "rate",
-    "rss",
-    "cpu",
-    "pid",
-    "host",
-    "life",
-    "phase",
-    "cause",
-    "reason",
-    "since",
-)
+
+
+class WorkerRow(NamedTuple):
+    """What a page is told of a worker, in this order. rate: samples per second; rss: bytes; cpu: cores; since: ms."""
+
+    state: str
+    stage: int | None
+    stages: list[int]
+    lanes: list[int]
+    step: int
+    rate: float | None
+    rss: int | None
+    cpu: float | None
+    pid: int | None
+    host: str
+    life: int
+    phase: str
+    cause: Cause | None
+    reason: str
+    since: int
 
 
 @dataclass
@@ -44,7 +48,7 @@ class PageCursor:
     """What one page has of one run."""
 
     resets: int = -1
-    rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    rows: dict[int, WorkerRow] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, tuple[int, int]] = field(default_factory=dict)
     line: int = 0
@@ -60,7 +64,11 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         cursor.__dict__.update(fresh.__dict__)
         found["reset"] = True
     rows = worker_rows(feed)
-    _changed_rows(found, cursor, rows)
+    changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
+    gone = [i for i in cursor.rows if i not in rows]
+    if changed or gone:
+        found["workers"] = {"fields": WorkerRow._fields, "rows": changed, "gone": gone}
+    cursor.rows = rows
     parts: dict[str, Any] = {
         "head": head(feed, rows),
         "generations": _generations(facts),
@@ -93,10 +101,10 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
     return found
 
 
-def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
+def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     """The first five seconds: how it is, how far it is, what went wrong last."""
     history, facts, status = feed.history, feed.history.facts, feed.status
-    states = [row[0] for row in rows.values()]
+    states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
     state = str(live["state"]) if live else history.state(feed.running)
     rate = facts.samples_per_s() if state in ("running", "recovering") else None
@@ -132,13 +140,13 @@ def head(feed: RunFeed, rows: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
     }
 
 
-def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
-    """worker_id -> values of FIELDS, from the events and, while it answers, from the coordinator."""
+def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
+    """By worker_id, from the events and, while it answers, from the coordinator."""
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
     if feed.running and feed.status is not None:
         live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
-    rows: dict[int, tuple[Any, ...]] = {}
+    rows: dict[int, WorkerRow] = {}
     for worker_id in sorted(facts.workers.keys() | live.keys()):
         worker = facts.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
@@ -151,7 +159,7 @@ def worker_rows(feed: RunFeed) -> dict[int, tuple[Any, ...]]:
         if not rate and measured is not None and feed.running:
             rate = measured.samples_per_s
         stages = list((now or {}).get("stages") or worker.stages)
-        rows[worker_id] = (
+        rows[worker_id] = WorkerRow(
             state,
             stages[0] if stages else worker.stage,
             stages,
@@ -182,14 +190,6 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None) -> tuple[str, int]:
     return ("healing" if role == "joining" else role), life
 
 
-def _changed_rows(found: dict[str, Any], cursor: PageCursor, rows: dict[int, tuple[Any, ...]]) -> None:
-    changed = {str(i): row for i, row in rows.items() if cursor.rows.get(i) != row}
-    gone = [i for i in cursor.rows if i not in rows]
-    if changed or gone:
-        found["workers"] = {"fields": FIELDS, "rows": changed, "gone": gone}
-    cursor.rows = rows
-
-
 def _incident(facts: Facts) -> dict[str, Any] | None:
     """The newest fault, and how long it took to recover from it."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
@@ -211,17 +211,7 @@ def _newest(items: Any, most: int = _LISTED) -> list[Any]:
 
 def _generations(facts: Facts) -> list[list[Any]]:
     return [
-        [
-            g.number,
-            g.time_ns // 1_000_000,
-            g.step,
-            g.members,
-            list(g.joined),
-            list(g.left),
-            list(g.leaders),
-            g.reason,
-            g.cause,
-        ]
+        [g.number, g.time_ns // 1_000_000, g.step, g.members, list(g.leaders), g.reason, g.cause]
         for g in _newest(facts.generations)
     ]
 
@@ -256,13 +246,8 @@ def _marks(facts: Facts) -> list[list[Any]]:
 
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
-    fresh: list[list[Any]] = []
-    for line in reversed(lines):
-        if line.number <= after or len(fresh) >= _FIRST_LINES:
-            break
-        text = [line.number, line.time_ns // 1_000_000, line.level, line.kind, line.worker_id, line.step, line.text]
-        fresh.append(text)
-    return fresh[::-1]
+    fresh = takewhile(lambda line: line.number > after, islice(reversed(lines), _FIRST_LINES))
+    return [[m.number, m.time_ns // 1_000_000, m.level, m.kind, m.worker_id, m.step, m.text] for m in fresh][::-1]
 
 
 def now_ms() -> int:

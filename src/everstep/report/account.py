@@ -72,46 +72,41 @@ class TimeAccount:
         if len(self.intervals) > _MOST_INTERVALS:
             self._fold()
 
-    def paint_recovery(self, end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
-        """A recovery that ended at `end_ns`: its phases one after another; what they do not explain is "other".
-
-        Returns the intervals. Phases that add up to more than the whole are taken in proportion.
-        """
-        begin_ns = end_ns - round(max(0.0, duration_s) * 1e9)
-        shares = [(phase, max(0.0, float(phases_s.get(phase) or 0.0))) for phase in PHASES]
-        total = sum(share for _, share in shares)
-        scale = min(1.0, duration_s / total) if total > 0 else 0.0
-        found: list[Stretch] = []
-        at = begin_ns
-        for phase, share in shares:
-            until = min(end_ns, at + round(share * scale * 1e9))
-            if until > at:
-                found.append(Stretch(at, until, f"recovery: {phase}"))
-            at = until
-        if end_ns - at > 1000:
-            found.append(Stretch(at, end_ns, "recovery: other"))
-        for interval in found:
-            self.paint(interval.begin_ns, interval.end_ns, interval.use)
-        return found
-
     def seconds(self, extra: Iterable[Stretch] = ()) -> dict[str, float]:
         """Seconds by use, in the order of USES; the sum is the wall time. extra: what is still under way."""
         if self.begin_ns is None:
             return {}
         total = dict(self._folded)
-        recent = _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns)
-        for use, nanoseconds in recent.items():
-            total[use] = total.get(use, 0) + nanoseconds
+        _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns, total)
         return {use: total[use] / 1e9 for use in USES if total.get(use)}
 
     def _fold(self) -> None:
         self.intervals.sort(key=lambda i: i.end_ns)
         half = len(self.intervals) // 2
         through_ns = max(self._folded_through_ns, self.intervals[half].end_ns)
-        for use, nanoseconds in _sweep(self.intervals, self._folded_through_ns, through_ns).items():
-            self._folded[use] = self._folded.get(use, 0) + nanoseconds
+        _sweep(self.intervals, self._folded_through_ns, through_ns, self._folded)
         self._folded_through_ns = through_ns
         self.intervals = [i for i in self.intervals[half:] if i.end_ns > through_ns]
+
+
+def recovery_phases(end_ns: int, duration_s: float, phases_s: dict[str, float]) -> list[Stretch]:
+    """A recovery that ended at `end_ns`: its phases one after another; what they do not explain is "other".
+
+    Phases that add up to more than the whole are taken in proportion.
+    """
+    shares = [(phase, max(0.0, float(phases_s.get(phase) or 0.0))) for phase in PHASES]
+    total = sum(share for _, share in shares)
+    scale = min(1.0, duration_s / total) if total > 0 else 0.0
+    found: list[Stretch] = []
+    at = end_ns - round(max(0.0, duration_s) * 1e9)
+    for phase, share in shares:
+        until = min(end_ns, at + round(share * scale * 1e9))
+        if until > at:
+            found.append(Stretch(at, until, f"recovery: {phase}"))
+        at = until
+    if end_ns - at > 1000:
+        found.append(Stretch(at, end_ns, "recovery: other"))
+    return found
 
 
 def goodput(seconds: dict[str, float]) -> float | None:
@@ -120,15 +115,14 @@ def goodput(seconds: dict[str, float]) -> float | None:
     return seconds.get("training", 0.0) / running if running > 0 else None
 
 
-def _sweep(intervals: list[Stretch], begin_ns: int, end_ns: int) -> dict[str, int]:
-    """Nanoseconds by use between two moments."""
+def _sweep(intervals: list[Stretch], begin_ns: int, end_ns: int, total: dict[str, int]) -> None:
+    """Add the nanoseconds by use between two moments."""
     edges: list[tuple[int, int, Stretch]] = []
     for interval in intervals:
         first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)
         if last > first:
             edges += [(first, 1, interval), (last, -1, interval)]
     edges.sort(key=lambda edge: edge[0])
-    total: dict[str, int] = {}
     active: dict[tuple[int, str], int] = {}
     at = begin_ns
     for time_ns, sign, interval in edges:
@@ -142,4 +136,3 @@ def _sweep(intervals: list[Stretch], begin_ns: int, end_ns: int) -> dict[str, in
             del active[key]
     if end_ns > at:
         total["training"] = total.get("training", 0) + end_ns - at
-    return total

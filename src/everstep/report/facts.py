@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.base.cause import Cause
-from everstep.report.account import Stretch, TimeAccount
+from everstep.report.account import Stretch, TimeAccount, recovery_phases
 from everstep.report.series import POINTS, Series
-from everstep.report.words import Event, cause, level, number, one_line, sentence, whole_number
+from everstep.report.words import Event, as_dict, cause, known, level, number, one_line, sentence, whole_number
 
 MEMBERS = ("leader", "active", "standby")
 # time_s, loss, loss_min, loss_max, lr, samples, workers
@@ -62,8 +63,6 @@ class Generation:
     cause: Cause
     reason: str
     members: int
-    joined: tuple[int, ...]
-    left: tuple[int, ...]
     leaders: tuple[int, ...]
 
 
@@ -131,7 +130,6 @@ class Line:
     kind: str
     worker_id: int | None
     step: int | None
-    generation: int | None
     text: str
 
 
@@ -146,8 +144,6 @@ class Facts:
     loss: float | None = None
     generation: int = 0
     wanted: int = 0
-    attempts: int = 0
-    samples: int = 0
     steps_lost: int = 0
     exit_code: int | None = None
     workers: dict[int, WorkerFact] = field(default_factory=dict)
@@ -187,33 +183,29 @@ class Facts:
             self._not_running(time_ns)
         self.account.reach(time_ns)
         self.generation = max(self.generation, _integer(event, "generation"))
-        if kind == "step_committed":
-            self._step_safely(event, time_ns)
-            return
         act = _ACTS.get(kind)
         try:
             if act is not None:
                 act(self, event, time_ns)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError):
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
+        if kind == "step_committed":
+            return
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark = _MARKED.get(kind, "checkpoint")
             step = self._struck_at(event, time_ns) if mark == "evicted" else _integer(event, "step") or self.step
-            self.marks.append(Mark(time_ns, step, mark, _id(event), cause(event), sentence(event)))
-        self._note(event, kind, time_ns)
+            self.marks.append(Mark(time_ns, step, mark, known(event.get("worker_id")), cause(event), sentence(event)))
+        self._lines += 1
+        where = known(event.get("worker_id")), known(event.get("step"))
+        self.log.append(Line(self._lines, time_ns, level(event), one_line(kind, 40), *where, sentence(event)))
 
     def _struck_at(self, event: Event, time_ns: int) -> int:
         """The step that an eviction fell into: that of the fault which was injected, if one was."""
         for mark in reversed(self.marks):
-            if mark.kind == "fault" and mark.worker_id == _id(event) and time_ns - mark.time_ns < _LATELY_NS:
+            lately = time_ns - mark.time_ns < _LATELY_NS
+            if lately and (mark.kind, mark.worker_id) == ("fault", known(event.get("worker_id"))):
                 return mark.step
         return self.step + 1
-
-    def _step_safely(self, event: Event, time_ns: int) -> None:
-        try:
-            self._step_committed(event, time_ns)
-        except (TypeError, ValueError, KeyError):
-            self.counts["not understood"] = self.counts.get("not understood", 0) + 1
 
     def under_way(self, now_ns: int) -> list[Stretch]:
         """What lasts at the moment and no event has ended yet: for the account."""
@@ -253,6 +245,11 @@ class Facts:
         return (total_steps - self.step) / steps_per_s if steps_per_s > 0 else None
 
     @property
+    def began_ns(self) -> int:
+        """When the job was first started, 0 if it was not."""
+        return self.account.begin_ns or 0
+
+    @property
     def faults(self) -> int:
         """Those that were injected, or noticed without having been injected."""
         noticed = self.counts.get("worker_evicted", 0) + self.counts.get("coordinator_restarted", 0)
@@ -270,33 +267,14 @@ class Facts:
 
     # ---- events
 
-    def _note(self, event: Event, kind: str, time_ns: int) -> None:
-        self._lines += 1
-        step, generation = event.get("step"), event.get("generation")
-        self.log.append(
-            Line(
-                self._lines,
-                time_ns,
-                level(event),
-                one_line(kind, 40),
-                _id(event),
-                step if isinstance(step, int) else None,
-                generation if isinstance(generation, int) else None,
-                sentence(event),
-            )
-        )
-
     def _not_running(self, time_ns: int) -> None:
         begin_ns = self.ended_ns or self.account.end_ns
         self.account.paint(begin_ns, time_ns, "not running")
-        for span in self._open.values():
-            span.end_ns = begin_ns
-        self._open.clear()
+        self._end_spans(begin_ns)
         self.workers.clear()
         self._seated = frozenset()
 
     def _job_started(self, event: Event, time_ns: int) -> None:
-        self.attempts += 1
         self._is("starting")
         self.exit_code, self.ended_ns = None, None
         self.wanted = _integer(event, "workers")
@@ -306,18 +284,13 @@ class Facts:
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step = int(event["step"])
-        if self.steps.x and step <= self.steps.x[-1]:
-            self.samples -= self._samples_from(step)
         self.step = step
-        loss = event.get("loss")
-        shown = float(loss) if isinstance(loss, int | float) else None
-        self.loss = self.loss if shown is None else shown
+        loss = _float(event.get("loss"))
+        self.loss = self.loss if loss is None else loss
         rate = event.get("lr")
-        first = rate[0] if isinstance(rate, list) and rate else rate
-        lr = float(first) if isinstance(first, int | float) else None
+        lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
-        self.samples += samples
-        self.steps.add(step, (time_ns / 1e9, shown, shown, shown, lr, samples, self._members))
+        self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, self._members))
         if self._clean and time_ns > self.last_step_ns > 0:
             entry = self.rates.setdefault(self._members, [0.0, 0.0, 0.0])
             entry[0] += samples
@@ -345,10 +318,6 @@ class Facts:
         if self._waiting_ns is not None:
             self.account.paint(self._waiting_ns, time_ns, "waiting for workers")
             self._waiting_ns = None
-
-    def _samples_from(self, step: int) -> int:
-        start = self.steps.at(step)
-        return int(sum(self.steps.columns[5][start:])) if start is not None else 0
 
     def _generation_started(self, event: Event, time_ns: int) -> None:
         seats = _seats(event)
@@ -379,20 +348,9 @@ class Facts:
             self.account.paint(self._started_ns, time_ns, "start-up")
             self._started_ns = None
             self._is("running")
-        joined, left = tuple(sorted(seats.keys() - before)), tuple(sorted(before - seats.keys()))
-        self.generations.append(
-            Generation(
-                _integer(event, "generation"),
-                time_ns,
-                _integer(event, "step"),
-                cause(event),
-                one_line(event.get("reason")),
-                len(seats),
-                joined[:50],
-                left[:50],
-                tuple(i for i in leaders if isinstance(i, int))[:64],
-            )
-        )
+        name, step = _integer(event, "generation"), _integer(event, "step")
+        leading = tuple(i for i in leaders if isinstance(i, int))[:64]
+        self.generations.append(Generation(name, time_ns, step, *_why(event), len(seats), leading))
 
     def _outside(self, members: int) -> str:
         """What a worker in no plan is doing: it is on its way in if somebody is missing."""
@@ -401,17 +359,17 @@ class Facts:
     def _worker_joined(self, event: Event, time_ns: int) -> None:
         i = int(event["worker_id"])
         incarnation = _integer(event, "incarnation")
-        known = self.workers.get(i)
-        if known is None or known.incarnation != incarnation or known.state in ("dead", "left"):
+        before = self.workers.get(i)
+        if before is None or before.incarnation != incarnation or before.state in ("dead", "left"):
             members = sum(w.role in MEMBERS and w.state not in ("dead", "left") for w in self.workers.values())
-            worker = WorkerFact(i, incarnation, role=self._outside(members), stage=known.stage if known else None)
+            worker = WorkerFact(i, incarnation, role=self._outside(members), stage=before.stage if before else None)
             self.workers[i] = worker
             self._be(worker, worker.role, time_ns)
-        pid, pids = event.get("pid"), event.get("pids")
-        self.workers[i].pid = pid if isinstance(pid, int) else None
-        listed = pids if isinstance(pids, list) else [pid]
-        self.workers[i].pids = tuple(one for one in listed[:_MOST_LISTED] if isinstance(one, int))
-        self.workers[i].host = one_line(event.get("host"), 80)
+        worker, pids = self.workers[i], event.get("pids")
+        worker.pid = known(event.get("pid"))
+        listed = pids if isinstance(pids, list) else [worker.pid]
+        worker.pids = tuple(one for one in listed[:_MOST_LISTED] if isinstance(one, int))
+        worker.host = one_line(event.get("host"), 80)
 
     def _worker_suspected(self, event: Event, time_ns: int) -> None:
         worker = self.workers.get(int(event["worker_id"]))
@@ -431,31 +389,15 @@ class Facts:
         self._fault_ns = min(self._fault_ns or died_ns, died_ns)
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
-        phases = event.get("phases_s")
-        known = {k: number(v) for k, v in phases.items()} if isinstance(phases, dict) else {}
-        duration_s = max(0.0, number(event.get("duration_s")))
-        parts = self.account.paint_recovery(time_ns, duration_s, known)
+        recovery = recovery_of(event, time_ns)
+        for part in recovery.phases:
+            self.account.paint(part.begin_ns, part.end_ns, part.use)
         self._fault_ns = None
-        self.recoveries.append(
-            RecoveryFact(
-                time_ns - round(duration_s * 1e9),
-                time_ns,
-                _integer(event, "generation"),
-                _integer(event, "step"),
-                _id(event),
-                cause(event),
-                one_line(event.get("reason")),
-                duration_s,
-                known,
-                tuple(parts),
-            )
-        )
+        self.recoveries.append(recovery)
 
     def _fallback(self, event: Event, time_ns: int) -> None:
-        back_to = event.get("step")
-        if (
-            not isinstance(back_to, int) or event.get("what") == "checkpoint"
-        ):  # that one is not used, which tells no more
+        back_to = known(event.get("step"))
+        if back_to is None or event.get("what") == "checkpoint":  # that one is not used, which tells no more
             return
         if event.get("steps_redone") is None and back_to >= self.step:
             return
@@ -494,22 +436,23 @@ class Facts:
         stall_s = number(event.get("stall_s"))
         size = int(number(event.get("size_bytes") or event.get("bytes")))
         duration_s = number(event.get("duration_s"))
-        why = (cause(event), one_line(event.get("reason")))
         tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
-        self.checkpoints.append(CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *why))
+        self.checkpoints.append(CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *_why(event)))
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
     def _ended(self, event: Event, time_ns: int) -> None:
         default = "completed" if event["kind"] == "job_completed" else "failed"
         self._is(one_line(event.get("state"), 20) or default, event)
-        code = event.get("exit_code")
-        self.exit_code = code if isinstance(code, int) else None
+        self.exit_code = known(event.get("exit_code"))
         self.account.intervals.extend(self.under_way(time_ns))
         self._started_ns = self._waiting_ns = self._fault_ns = None
         if self.last_step_ns:
             self.account.paint(self.last_step_ns, time_ns, "finishing")
         self.ended_ns = time_ns
+        self._end_spans(time_ns)
+
+    def _end_spans(self, time_ns: int) -> None:
         for span in self._open.values():
             span.end_ns = time_ns
         self._open.clear()
@@ -517,11 +460,11 @@ class Facts:
     def _is(self, state: str, why: Event | None = None) -> None:
         """From now on the job is in this state; why: the event that says so, where there is something to say."""
         self.state = state
-        self.cause, self.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
+        self.cause, self.reason = (None, "") if why is None else _why(why)
 
     def _be(self, worker: WorkerFact, state: str, time_ns: int, why: Event | None = None) -> None:
         """From now on the worker is in this state; why: likewise."""
-        worker.cause, worker.reason = (None, "") if why is None else (cause(why), one_line(why.get("reason")))
+        worker.cause, worker.reason = (None, "") if why is None else _why(why)
         if worker.state == state and worker.worker_id in self._open:
             return
         worker.state, worker.since_ns = state, time_ns
@@ -546,6 +489,7 @@ def facts_of(events: Iterable[Event]) -> Facts:
 
 _ACTS = {
     "job_started": Facts._job_started,
+    "step_committed": Facts._step_committed,
     "generation_started": Facts._generation_started,
     "worker_joined": Facts._worker_joined,
     "worker_suspected": Facts._worker_suspected,
@@ -561,13 +505,26 @@ _ACTS = {
 }
 
 
+def recovery_of(event: Event, time_ns: int) -> RecoveryFact:
+    """What a `recovery_completed` of that time says."""
+    spent = as_dict(event.get("phases_s"))
+    phases_s, duration_s = {k: number(v) for k, v in spent.items()}, max(0.0, number(event.get("duration_s")))
+    whose = (_integer(event, "generation"), _integer(event, "step"), known(event.get("worker_id")))
+    phases = recovery_phases(time_ns, duration_s, phases_s)
+    begin_ns = time_ns - round(duration_s * 1e9)
+    return RecoveryFact(begin_ns, time_ns, *whose, *_why(event), duration_s, phases_s, tuple(phases))
+
+
+def _why(event: Event) -> tuple[Cause, str]:
+    return cause(event), one_line(event.get("reason"))
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
 def _integer(event: Event, name: str) -> int:
     return whole_number(event.get(name))
-
-
-def _id(event: Event) -> int | None:
-    worker_id = event.get("worker_id")
-    return worker_id if isinstance(worker_id, int) else None
 
 
 def _seats(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
@@ -578,7 +535,6 @@ def _seats(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
         for worker_id, stage, role, lanes in seats:
             found.setdefault(int(worker_id), []).append((int(stage), str(role), [int(x) for x in lanes]))
         return found
-    lanes_of = event.get("lanes")
-    for text, taken in (lanes_of if isinstance(lanes_of, dict) else {}).items():
+    for text, taken in as_dict(event.get("lanes")).items():
         found.setdefault(int(text), []).append((0, "", [int(x) for x in taken]))
     return found

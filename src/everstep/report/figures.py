@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from everstep.report.account import PHASES
@@ -20,13 +21,10 @@ _MOST_RECOVERIES = 40
 _MOST_COLUMNS = 240
 _PHASE_STYLES = {"load": "f6", "forward": "f0", "backward": "f4", "transfer": "f3", "reduce": "f1", "agree": "f5"}
 _PHASE_STYLES |= {"update": "f2", "stall": "s-suspect", "recover": "s-dead"}
+_USE_STYLES = {"training": "f2", "start-up": "f0", "waiting for workers": "s-suspect", "steps done again": "f5"}
+_USE_STYLES |= {"evaluation": "f4", "checkpoints": "f3", "finishing": "f7", "not running": "s-left"}
 FigurePart = tuple[str, str, Sequence[float | None]]
 _HARD = ("fault", "evicted", "coordinator", "fallback")
-
-
-def begin_ns(facts: Facts) -> int:
-    """When the job was first started."""
-    return facts.account.begin_ns or 0
 
 
 def figures(history: History) -> dict[str, str]:
@@ -65,10 +63,7 @@ def loss_chart(history: History, others: Sequence[History] = ()) -> str:
 
 def throughput_chart(history: History, others: Sequence[History] = ()) -> str:
     """Samples per second over the time since the start."""
-    curves = []
-    for i, one in enumerate([history, *others]):
-        x, y = rates(one.facts)
-        curves.append(Curve(one.name, x, y, i % COLOURS))
+    curves = [Curve(one.name, *rates(one.facts), i % COLOURS) for i, one in enumerate([history, *others])]
     marks = [] if others else _by_time(history.facts)
     return line_chart("Samples per second", curves, "seconds since the start", marks)
 
@@ -76,13 +71,9 @@ def throughput_chart(history: History, others: Sequence[History] = ()) -> str:
 def rates(facts: Facts) -> tuple[list[float], list[float | None]]:
     """Seconds since the start, samples per second between the points of the curve."""
     times, samples = facts.steps.columns[0], facts.steps.columns[5]
-    start = begin_ns(facts) / 1e9
-    x = [t - start for t in times[1:]]
-    y: list[float | None] = []
-    for i in range(1, len(times)):
-        passed = times[i] - times[i - 1]
-        y.append(samples[i] / passed if passed > 0 else None)
-    return x, y
+    passed = [after - before for before, after in pairwise(times)]
+    x = [t - facts.began_ns / 1e9 for t in times[1:]]
+    return x, [n / s if s > 0 else None for n, s in zip(samples[1:], passed, strict=True)]
 
 
 def evaluation_chart(facts: Facts, name: str) -> str:
@@ -93,16 +84,15 @@ def evaluation_chart(facts: Facts, name: str) -> str:
 
 def workers_chart(facts: Facts) -> str:
     """Lives of the workers: who was what, when; faults as lines."""
-    start = begin_ns(facts)
+    start = facts.began_ns
     end = facts.ended_ns or facts.account.end_ns
     ids = sorted({span.worker_id for span in facts.spans})
     if len(ids) > _MOST_ROWS:
         troubled = {s.worker_id for s in facts.spans if s.state in ("dead", "suspect", "healing")}
-        ids = sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_ROWS]
-        ids.sort()
+        ids = sorted(sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_ROWS])
     row_of = {worker_id: row for row, worker_id in enumerate(ids)}
-    bars = [_life(span, row_of[span.worker_id], start, end) for span in facts.spans if span.worker_id in row_of]
-    bars = [bar for bar in bars if bar.x1 > bar.x0]
+    lives = (_life(span, row_of[span.worker_id], start, end) for span in facts.spans if span.worker_id in row_of)
+    bars = [bar for bar in lives if bar.x1 > bar.x0]
     used = {bar.style for bar in bars}
     legend = [(state, f"s-{state}") for state in STATES if f"s-{state}" in used]
     names = [f"worker {i}" for i in ids]
@@ -115,7 +105,7 @@ def recoveries_chart(facts: Facts) -> str:
     newest = list(facts.recoveries)[-_MOST_RECOVERIES:]
     bars, names, values = [], [], []
     for row, recovery in enumerate(newest):
-        at_s = (recovery.begin_ns - begin_ns(facts)) / 1e9
+        at_s = (recovery.begin_ns - facts.began_ns) / 1e9
         whose = "" if recovery.worker_id is None else f", worker {recovery.worker_id}"
         names.append(f"at {time_text(max(0.0, at_s))}{whose}, {recovery.cause}")
         values.append(time_text(recovery.duration_s))
@@ -130,26 +120,20 @@ def recoveries_chart(facts: Facts) -> str:
 def goodput_chart(seconds: dict[str, float], title: str = "Where the time went") -> str:
     """The account of the wall time as one bar; the phases of recoveries are one part of it."""
     whole = sum(seconds.values()) or 1.0
-    together: dict[str, float] = {}
+    together: defaultdict[str, float] = defaultdict(float)
     for use, value in seconds.items():
-        name = use.partition(":")[0]
-        together[name] = together.get(name, 0.0) + value
-    parts = [(use, value / whole, use_style(use), time_text(value)) for use, value in together.items()]
+        together[use.partition(":")[0]] += value
+    parts = [(use, value / whole, _USE_STYLES.get(use, "s-dead"), time_text(value)) for use, value in together.items()]
     return stacked_bar(title, parts)
-
-
-def use_style(use: str) -> str:
-    """The class of a use of time in bars."""
-    styles = {"training": "f2", "start-up": "f0", "waiting for workers": "s-suspect", "steps done again": "f5"}
-    styles |= {"evaluation": "f4", "checkpoints": "f3", "finishing": "f7", "not running": "s-left"}
-    return styles.get(use, "s-dead")
 
 
 def step_time_chart(history: History) -> str:
     """What a worker spends per step, by phase, over time."""
     columns = history.usage.columns(_MOST_COLUMNS)
-    milliseconds = {name: [None if y is None else 1e3 * y for y in ys] for name, ys in columns["seconds"].items()}
-    parts = [(name, phase_style(name), ys) for name, ys in milliseconds.items()]
+    parts = [
+        (name, phase_style(name), [None if y is None else 1e3 * y for y in ys])
+        for name, ys in columns["seconds"].items()
+    ]
     return _over_time(history, "Milliseconds per step and worker, by phase", columns, parts)
 
 
@@ -163,7 +147,7 @@ def communication_chart(history: History) -> str:
 
 
 def _over_time(history: History, title: str, columns: dict[str, Any], parts: Sequence[FigurePart]) -> str:
-    start = begin_ns(history.facts) / 1e9
+    start = history.facts.began_ns / 1e9
     ends = [t - start for t in columns["x"]]
     return columns_chart(title, ends, parts, columns["width_s"], "seconds since the start", _by_time(history.facts))
 
@@ -206,12 +190,12 @@ def _life(span: Span, row: int, start: int, end: int) -> Bar:
 
 
 def _by_time(facts: Facts) -> list[Upright]:
-    return [Upright((m.time_ns - begin_ns(facts)) / 1e9, m.text, m.kind not in _HARD) for m in _shown(facts)]
+    return [Upright((m.time_ns - facts.began_ns) / 1e9, m.text, m.kind not in _HARD) for m in _shown(facts)]
 
 
 def _by_step(facts: Facts) -> list[Upright]:
-    return [Upright(float(m.step), m.text, m.kind not in _HARD) for m in _shown(facts) if math.isfinite(m.step)]
+    return [Upright(float(m.step), m.text, m.kind not in _HARD) for m in _shown(facts)]
 
 
 def _shown(facts: Facts) -> list[Mark]:
-    return [m for m in facts.marks if m.kind in ("evicted", "coordinator", "fallback", "leader", "fault")][-200:]
+    return [m for m in facts.marks if m.kind in (*_HARD, "leader")][-200:]

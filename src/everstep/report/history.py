@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from everstep.observe.events import KINDS, begun_last
+from everstep.observe.events import KINDS
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
-from everstep.report.tail import Folder, Tail
+from everstep.report.tail import Folder, Tail, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
-from everstep.report.words import Event
+from everstep.report.words import Event, as_dict, known
 from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
-_decode = msgspec.json.Decoder().decode
 
 
 class History:
@@ -40,11 +37,8 @@ class History:
     def __init__(self, run_dir: Path, heard: Callable[[Event], None] | None = None) -> None:
         self.run_dir = run_dir
         self._heard = heard
-        self.facts = Facts()
-        self.tally = Tally()
-        self.usage = Usage()
-        self.foreign = 0
-        self.resets = 0
+        self.facts, self.tally, self.usage = Facts(), Tally(), Usage()
+        self.foreign = self.resets = 0
         self.loaded = False
         self._events = Tail(run_dir / EVENTS_FILE)
         self._metrics = Folder(run_dir / METRICS_FOLDER, "*.jsonl")
@@ -56,12 +50,12 @@ class History:
         for lines in self._events.read(most_bytes):
             if self._events.replaced > self.resets:
                 self._reset()
-            for line in lines:
-                self._event(line)
+            for event in self._objects(lines):
+                self._event(event)
             changed = True
         for lines in self._metrics.read(most_bytes):
-            for line in lines:
-                self._sample(line)
+            for sample in self._objects(lines):
+                self.usage.take(sample)
             changed = True
         if not changed or not (self._events.unread_bytes() or self._metrics.unread_bytes()):
             self.loaded = True
@@ -69,8 +63,6 @@ class History:
 
     def load(self) -> History:
         """Read everything there is."""
-        while self.poll() and not self.loaded:
-            pass
         while self.poll():
             pass
         return self
@@ -93,9 +85,7 @@ class History:
     @property
     def total_steps(self) -> int | None:
         """How many steps the config asks for, where it says so."""
-        config = self.job.get("config")
-        steps = config.get("steps") if isinstance(config, dict) else None
-        return steps if isinstance(steps, int) else None
+        return known(as_dict(self.job.get("config")).get("steps"))
 
     def running(self) -> bool:
         """Whether a job holds the directory."""
@@ -103,22 +93,16 @@ class History:
 
     def state(self, running: bool) -> str:
         """INTERFACE's state of the job, as far as files tell."""
-        facts = self.facts
-        over = facts.ended_ns is not None
-        if running and not over:
-            return facts.state
-        if over:
-            return facts.state
-        return "completed" if self.digest else "interrupted" if facts.counts else "starting"
+        if running or self.facts.ended_ns is not None:
+            return self.facts.state
+        return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
 
-    def seconds(self, running: bool, now_ns: int | None = None) -> dict[str, float]:
+    def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; of a running job up to now."""
-        facts = self.facts
-        if running and facts.ended_ns is None and facts.account.begin_ns is not None:
-            now_ns = time.time_ns() if now_ns is None else now_ns
-            facts.account.reach(now_ns)
-            return facts.account.seconds(facts.under_way(now_ns))
-        return facts.account.seconds(facts.under_way(facts.account.end_ns))
+        facts, account = self.facts, self.facts.account
+        if running and facts.ended_ns is None and account.begin_ns is not None:
+            account.reach(time.time_ns())
+        return account.seconds(facts.under_way(account.end_ns))
 
     def goodput(self, running: bool) -> float | None:
         """Share of the running time that was training."""
@@ -126,15 +110,18 @@ class History:
 
     def _reset(self) -> None:
         self.resets = self._events.replaced
-        self.facts = Facts()
-        self.tally = Tally()
-        self.usage = Usage()
+        self.facts, self.tally, self.usage = Facts(), Tally(), Usage()
         self._metrics = Folder(self.run_dir / METRICS_FOLDER, "*.jsonl")
 
-    def _event(self, line: bytes) -> None:
-        event = self._object(line)
-        if event is None:
-            return
+    def _objects(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            found = object_of(line)
+            if found is not None:
+                yield found
+            else:
+                self.foreign += bool(line.strip())
+
+    def _event(self, event: Event) -> None:
         kind = event.get("kind")
         if not isinstance(kind, str):
             self.foreign += 1
@@ -146,36 +133,14 @@ class History:
         if self._heard is not None:
             self._heard(event)
 
-    def _sample(self, line: bytes) -> None:
-        sample = self._object(line)
-        if sample is not None:
-            self.usage.take(sample)
-
-    def _object(self, line: bytes) -> dict[str, Any] | None:
-        if not line.strip():
-            return None
-        try:
-            found = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            try:
-                found = json.loads(begun_last(line))  # after half a line, or NaN, which strict readers refuse
-            except (ValueError, RecursionError):
-                self.foreign += 1
-                return None
-        if not isinstance(found, dict):
-            self.foreign += 1
-            return None
-        return found
-
     def _json(self, name: str) -> dict[str, Any]:
         path = self.run_dir / name
         try:
             found = path.stat()
             stamp = (found.st_mtime_ns, found.st_ino)
-            known = self._stored.get(name)
-            if known is None or known[0] != stamp:
-                data = json.loads(path.read_bytes())
-                known = self._stored[name] = (stamp, data if isinstance(data, dict) else {})
-            return known[1]
+            stored = self._stored.get(name)
+            if stored is None or stored[0] != stamp:
+                stored = self._stored[name] = (stamp, as_dict(json.loads(path.read_bytes())))
+            return stored[1]
         except (OSError, ValueError):
             return {}

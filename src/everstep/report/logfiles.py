@@ -15,18 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from everstep.observe.logs import LEVELS
-from everstep.report.tail import Folder, Tail
+from everstep.report.tail import Folder, Tail, object_of
+from everstep.report.words import known, sentence, whole_number
 from everstep.report.words import level as level_of
-from everstep.report.words import sentence, whole_number
 from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
 from everstep.train.console import OUTPUT_FILE
 
 _WORKER_FILE = re.compile(r"worker-(\d+)\.")
-_EVERYTHING = 1 << 62
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,6 @@ class LogLine:
     worker_id: int | None
     level: str
     text: str
-    generation: int | None = None
     step: int | None = None
     more: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -104,65 +99,29 @@ class LogFiles:
 
 
 def _records(worker_id: int, folder: Folder) -> Iterator[LogLine]:
-    for lines in folder.read(_EVERYTHING):
-        for line in lines:
-            said = _object(line)
-            if said is None:
-                continue
-            level, logger = said.get("level"), said.get("logger")
-            message = str(said.get("message", ""))
-            yield LogLine(
-                whole_number(said.get("time_unix_ns")),
-                f"worker {worker_id}",
-                worker_id,
-                level if level in LEVELS else "info",
-                message if said.get("source") in ("stdout", "stderr") else f"{logger}: {message}",
-                _known(said.get("generation")),
-                _known(said.get("step")),
-                str(said.get("exception") or ""),
-                said,
-            )
+    for said in filter(None, map(object_of, folder.lines())):
+        level, message, step = said.get("level"), str(said.get("message", "")), known(said.get("step"))
+        text = message if said.get("source") in ("stdout", "stderr") else f"{said.get('logger')}: {message}"
+        time_ns, level = whole_number(said.get("time_unix_ns")), level if level in LEVELS else "info"
+        more = str(said.get("exception") or "")
+        yield LogLine(time_ns, f"worker {worker_id}", worker_id, level, text, step, more, said)
 
 
 def _texts(path: Path, tail: Tail) -> Iterator[LogLine]:
     found = _WORKER_FILE.match(path.name)
-    for lines in tail.read(_EVERYTHING):
+    worker_id = int(found[1]) if found else None
+    for line in filter(bytes.strip, tail.lines()):
         written_ns = path.stat().st_mtime_ns if path.exists() else 0
-        for line in lines:
-            if line.strip():
-                text = line.decode(errors="replace")
-                yield LogLine(written_ns, path.stem, int(found[1]) if found else None, "warning", text)
+        yield LogLine(written_ns, path.stem, worker_id, "warning", line.decode(errors="replace"))
 
 
 def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
-    for lines in tail.read(_EVERYTHING):
-        for line in lines:
-            event = _object(line)
-            if event is None or not isinstance(event.get("kind"), str):
-                continue
-            if event["kind"] == "step_committed" and not steps:
-                continue
-            yield LogLine(
-                whole_number(event.get("time_unix_ns")),
-                "event",
-                _known(event.get("worker_id")),
-                level_of(event),
-                sentence(event),
-                _known(event.get("generation")),
-                _known(event.get("step")),
-                fields=event,
-            )
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        return _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _known(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    for event in filter(None, map(object_of, tail.lines())):
+        if not isinstance(event.get("kind"), str) or (event["kind"] == "step_committed" and not steps):
+            continue
+        time_ns, where = whole_number(event.get("time_unix_ns")), known(event.get("worker_id"))
+        step = known(event.get("step"))
+        yield LogLine(time_ns, "event", where, level_of(event), sentence(event), step, fields=event)
 
 
 def _plain(text: str) -> str:

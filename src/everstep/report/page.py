@@ -17,10 +17,10 @@ from everstep.report import figures
 from everstep.report.account import goodput
 from everstep.report.facts import CheckpointFact
 from everstep.report.history import History
-from everstep.report.logfiles import LogFiles, LogLine
-from everstep.report.style import page_css
+from everstep.report.logfiles import LogFiles
+from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
-from everstep.report.words import number, one_line, size_text, time_text, whole_number
+from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
 
 _MOST_ROWS = 60
 
@@ -45,9 +45,10 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
     seconds = history.seconds(running)
     drawn = figures.figures(history)
     state = history.state(running)
+    tone = {"completed": "good", "running": "good", "failed": "bad"}.get(state, "warn")
     body = [
         f"<h1>{escape(history.name)}</h1>",
-        f'<p><span class="state {_tone(state)}">{escape(state)}</span> <span class="soft">'
+        f'<p><span class="state {tone}">{escape(state)}</span> <span class="soft">'
         f"{escape(_headline(history, facts.reason))}</span></p>",
         _tiles(history, seconds),
         _section("What happened", *_story(history), *_said(history)),
@@ -70,43 +71,44 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
 def compare_page(histories: Sequence[History]) -> str:
     """Several runs over each other."""
     first, others = histories[0], list(histories[1:])
-    header = ["", *(h.name for h in histories)]
+    names = [h.name for h in histories]
     accounts = [h.seconds(False) for h in histories]
-    rows: list[list[str]] = [
-        ["task", *(one_line(h.job.get("task")) for h in histories)],
-        ["state", *(h.state(False) for h in histories)],
-        ["steps", *(str(h.facts.step) for h in histories)],
-        ["last loss", *(_loss(h) for h in histories)],
-        ["samples per second", *(_rate(h) for h in histories)],
-        ["wall time", *(time_text(sum(a.values())) for a in accounts)],
-        ["goodput", *(_percent(goodput(a)) for a in accounts)],
-        ["generations", *(str(h.facts.generation) for h in histories)],
-        ["recoveries", *(str(h.facts.counts.get("recovery_completed", 0)) for h in histories)],
-        ["digest of model", *(str(h.digest.get("model", "none")) for h in histories)],
-        ["digest of state", *(str(h.digest.get("state", "none")) for h in histories)],
+    columns = [
+        {
+            "task": one_line(h.job.get("task")),
+            "state": h.state(False),
+            "steps": str(h.facts.step),
+            "last loss": _loss(h),
+            "samples per second": _rate(h),
+            "wall time": time_text(sum(account.values())),
+            "goodput": _percent(goodput(account)),
+            "generations": str(h.facts.generation),
+            "recoveries": str(h.facts.counts.get("recovery_completed", 0)),
+            "digest of model": str(h.digest.get("model", "none")),
+            "digest of state": str(h.digest.get("state", "none")),
+        }
+        for h, account in zip(histories, accounts, strict=True)
     ]
+    rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
     digests = [h.digest.get("state") or h.digest.get("model") for h in histories]
     verdict = "The final states are bitwise equal." if len(set(digests)) == 1 else "The final states are not all equal."
     if len({str(version_of(h.digest)) for h in histories}) > 1:
         verdict = "Their digests are of different versions, which say nothing of each other: see everstep verify."
     if None in digests:
-        missing = ", ".join(h.name for h, digest in zip(histories, digests, strict=True) if digest is None)
+        missing = ", ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
         verdict = f"Of {missing} there is no final state to compare: not finished."
     body = [
-        f"<h1>{escape(' · '.join(h.name for h in histories))}</h1>",
+        f"<h1>{escape(' · '.join(names))}</h1>",
         f'<p class="soft">{len(histories)} runs over each other</p>',
-        _section("Side by side", _table(header, rows)),
+        _section("Side by side", _table(["", *names], rows)),
         _section("Exactness", f"<p>{escape(verdict)}</p>"),
         _section("Loss", _panel(figures.loss_chart(first, others))),
         _section("Throughput", _panel(figures.throughput_chart(first, others))),
-        _section(
-            "Where the time went",
-            *(_panel(figures.goodput_chart(a, h.name)) for h, a in zip(histories, accounts, strict=True)),
-        ),
+        _section("Where the time went", *map(_panel, map(figures.goodput_chart, accounts, names))),
         _section("Workers", *(f"<h3>{escape(h.name)}</h3>{_panel(figures.workers_chart(h.facts))}" for h in histories)),
         _section("Settings that differ", _differences(histories)),
     ]
-    return _page(" · ".join(h.name for h in histories), body)
+    return _page(" · ".join(names), body)
 
 
 def _page(title: str, body: Iterable[str]) -> str:
@@ -115,7 +117,7 @@ def _page(title: str, body: Iterable[str]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{csp}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_css()}</style></head><body><main>{''.join(body)}"
+        f"<title>{escape(title)}</title><style>{PAGE_CSS}</style></head><body><main>{''.join(body)}"
         f'<p class="soft">Written {escape(time.strftime("%Y-%m-%d %H:%M:%S %Z"))} by everstep.</p>'
         "</main></body></html>\n"
     )
@@ -145,13 +147,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     return _panel(f"<table>{head}<tbody>{lines}</tbody></table>")
 
 
-def _tone(state: str) -> str:
-    return {"completed": "good", "running": "good", "failed": "bad"}.get(state, "warn")
-
-
 def _headline(history: History, reason: str) -> str:
     task = one_line(history.job.get("task"))
-    begin = figures.begin_ns(history.facts)
+    begin = history.facts.began_ns
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin / 1e9)) if begin else "never started"
     return ", ".join(part for part in (task, f"started {when}", reason) if part)
 
@@ -178,9 +176,8 @@ def _tiles(history: History, seconds: dict[str, float]) -> str:
 
 
 def _story(history: History) -> list[str]:
-    lines = list(history.facts.log)
-    start = figures.begin_ns(history.facts)
-    rows = [[f"{(line.time_ns - start) / 1e9:.2f} s", line.level, line.text] for line in lines]
+    lines = history.facts.log
+    rows = [[_at(history, line.time_ns), line.level, line.text] for line in lines]
     worth = [row for row, line in zip(rows, lines, strict=True) if line.kind != "worker_joined"][-_MOST_ROWS:]
     found = [_table(["time", "level", "what"], worth, (0,))]
     if len(rows) > len(worth):
@@ -191,12 +188,11 @@ def _story(history: History) -> list[str]:
 
 def _said(history: History) -> list[str]:
     """The newest warnings and errors of the workers."""
-    found: deque[LogLine] = deque(maxlen=_MOST_ROWS)
-    found.extend(line for line in LogFiles(history.run_dir, events=False).read() if line.at_least("warning"))
-    if not found:
+    found = (line for line in LogFiles(history.run_dir, events=False).read() if line.at_least("warning"))
+    newest = deque(found, maxlen=_MOST_ROWS)
+    if not newest:
         return []
-    start = figures.begin_ns(history.facts)
-    lines = [f"{(line.time_ns - start) / 1e9:.2f} s  {line.source}  {line.level}  {line.whole()}" for line in found]
+    lines = [f"{_at(history, line.time_ns)}  {line.source}  {line.level}  {line.whole()}" for line in newest]
     title = f"The last {len(lines)} warnings in the workers' logs"
     return [f"<details><summary>{title}</summary><pre>{escape(chr(10).join(lines))}</pre></details>"]
 
@@ -224,38 +220,22 @@ def _workers(history: History) -> str:
     rows = []
     for i, newest in sorted(history.usage.workers.items())[:_MOST_ROWS]:
         row = newest.row
-        spent = row.get("seconds")
-        seconds = {one_line(k): number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
+        seconds = {one_line(k): number(v) for k, v in as_dict(row.get("seconds")).items()}
         most = sorted(seconds, key=lambda k: -seconds[k])[:3]
         whole = sum(seconds.values()) or 1.0
-        rows.append(
-            [
-                f"{i}.{whole_number(row.get('incarnation'))}",
-                str(whole_number(row.get("step"))),
-                str(whole_number(row.get("passes"))),
-                time_text(number(row.get("cpu_s"))),
-                size_text(number(row.get("rss_bytes"))),
-                ", ".join(f"{k} {100 * seconds[k] / whole:.0f} %" for k in most),
-            ]
-        )
+        life, step, passes = (str(whole_number(row.get(key))) for key in ("incarnation", "step", "passes"))
+        used = (time_text(number(row.get("cpu_s"))), size_text(number(row.get("rss_bytes"))))
+        shares = ", ".join(f"{k} {100 * seconds[k] / whole:.0f} %" for k in most)
+        rows.append([f"{i}.{life}", step, passes, *used, shares])
     header = ["worker", "step", "passes", "processor", "memory", "most of its time"]
     return _table(header, rows, (1, 2, 3, 4)) if rows else ""
 
 
 def _generations(history: History) -> str:
-    start = figures.begin_ns(history.facts)
-    rows = [
-        [
-            str(g.number),
-            f"{(g.time_ns - start) / 1e9:.2f} s",
-            str(g.step),
-            str(g.members),
-            ", ".join(map(str, g.leaders)),
-            g.cause,
-            g.reason,
-        ]
-        for g in list(history.facts.generations)[-_MOST_ROWS:]
-    ]
+    rows = []
+    for g in list(history.facts.generations)[-_MOST_ROWS:]:
+        numbers = (str(g.number), _at(history, g.time_ns), str(g.step), str(g.members))
+        rows.append([*numbers, ", ".join(map(str, g.leaders)), g.cause, g.reason])
     return _table(["generation", "time", "step", "members", "leaders", "cause", "why"], rows, (0, 1, 2, 3))
 
 
@@ -270,11 +250,10 @@ def _checkpoints(history: History) -> str:
     found = list(history.facts.checkpoints)
     if not found:
         return "<p>None were written.</p>"
-    start = figures.begin_ns(history.facts)
     tiers = [_tier(name, [c for c in found if c.tier == name]) for name in dict.fromkeys(c.tier for c in found)]
     rows = [
         [
-            f"{(c.time_ns - start) / 1e9:.2f} s",
+            _at(history, c.time_ns),
             c.tier,
             str(c.step),
             "complete" if c.ok else f"failed ({c.cause}): {c.reason}",
@@ -324,8 +303,7 @@ def _exactness(history: History, proof: Proof) -> str:
 
 def _environment(history: History) -> str:
     job = history.job
-    versions = job.get("versions")
-    rows = [[one_line(k), one_line(v)] for k, v in (versions if isinstance(versions, dict) else {}).items()]
+    rows = [[one_line(k), one_line(v)] for k, v in as_dict(job.get("versions")).items()]
     hosts = sorted({w.host for w in history.facts.workers.values() if w.host})
     rows += [["run directory", str(history.run_dir.resolve())], ["hosts", ", ".join(hosts[:20]) or "unknown"]]
     config = escape(json.dumps(job.get("config", {}), indent=2, default=str))
@@ -347,6 +325,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     for key, inner in value.items():
         found |= _flat(inner, f"{prefix}{key}.")
     return found
+
+
+def _at(history: History, time_ns: int) -> str:
+    return f"{(time_ns - history.facts.began_ns) / 1e9:.2f} s"
 
 
 def _loss(history: History) -> str:

@@ -6,7 +6,9 @@ alone: an exporter that is started anew goes on with the same numbers. What nobo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -15,11 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from everstep.report.devices import Device, devices
 from everstep.report.facts import WorkerFact
-from everstep.report.histogram import Histogram
 from everstep.report.history import History
-from everstep.report.tally import TOTAL
+from everstep.report.tally import TOTAL, Histogram
 from everstep.report.usage import Newest
 from everstep.report.words import number, one_line, whole_number
 from everstep.runtime.board import OPERATIONS
@@ -34,7 +34,7 @@ class _Given(Collector):
     """Metrics that were made already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
         return self._families
@@ -103,10 +103,8 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
 
 
 def _workers(history: History, status: Mapping[str, Any] | None) -> Iterator[Metric]:
-    counts = dict.fromkeys(STATES, 0)
-    for worker in history.facts.workers.values():
-        if worker.state in counts:
-            counts[worker.state] += 1
+    states = [worker.state for worker in history.facts.workers.values()]
+    counts = {state: states.count(state) for state in STATES}
     yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
     wanted = whole_number((status or {}).get("target")) or history.facts.wanted
     yield _gauge("wanted_workers", "Workers that the job was told to have.", wanted or None)
@@ -142,12 +140,9 @@ def _checkpoints(history: History) -> Iterator[Metric]:
 
 def _spent(history: History) -> Iterator[Metric]:
     usage = history.usage
-    text = (
-        f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a "
-        "step."
-    )
+    text = f"Seconds per step: of the job from commit to commit (phase {TOTAL}), and of each worker in each phase of a"
     spent = {TOTAL: history.tally.step_seconds, **usage.step_seconds}
-    yield _histograms("step_seconds", text, "phase", spent)
+    yield _histograms("step_seconds", f"{text} step.", "phase", spent)
     sent = dict.fromkeys(OPERATIONS, 0.0) | usage.total_bytes
     yield _by_label(CounterMetricFamily, "communication_bytes", "Bytes that workers sent.", "operation", sent)
     yield _counter("cpu_seconds", "Processor time of all workers and their former lives.", usage.cpu_us / 1e6)
@@ -212,3 +207,51 @@ def _histograms(name: str, text: str, label: str, found: Mapping[str, Histogram]
 
 def _seconds(time_ns: int) -> float | None:
     return time_ns / 1e9 if time_ns else None
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. `index` as in nvidia-smi; used_share: 0 to 1, of the time in which a kernel ran, None where unknown."""
+
+    index: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+    used_share: float | None
+
+
+def devices() -> list[Device]:
+    """All GPUs as they are now; a few ms."""
+    nvml = _library()
+    if nvml is None:
+        return []
+    found = []
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            found.append(_device(nvml, index))
+    except nvml.NVMLError:  # a driver that is being replaced, a GPU that fell off the bus
+        return found
+    return found
+
+
+def _device(nvml: Any, index: int) -> Device:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        used_share = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except nvml.NVMLError:  # not told of a GPU that is cut into instances
+        used_share = None
+    return Device(index, int(memory.used), int(memory.total), used_share)
+
+
+@functools.cache
+def _library() -> Any:
+    """pynvml with an open connection to the driver, None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml

@@ -34,13 +34,14 @@ class Series:
         """Append a point. One whose x is not beyond the last takes the place of all from there on: done again."""
         if self.x and x <= self.x[-1]:
             self.cut(x)
+        said = [math.nan if value is None else value for value in values]
         if self._counts and self._counts[-1] < self._stride:
-            self._grow(x, values)
+            self._merge_into(-1, x, said, 1)
             return
         self.x.append(x)
         self._counts.append(1)
-        for column, value in zip(self.columns, values, strict=True):
-            column.append(math.nan if value is None else value)
+        for column, value in zip(self.columns, said, strict=True):
+            column.append(value)
         if len(self.x) > self._points:
             self._halve()
 
@@ -73,27 +74,6 @@ class Series:
             "columns": [[None if math.isnan(v) else v for v in column[start:]] for column in self.columns],
         }
 
-    def _grow(self, x: float, values: Sequence[float | None]) -> None:
-        """Add a point to the newest bucket: the one thing that is done for each line of a long file."""
-        count = self._counts[-1]
-        for rule, column, value in zip(self.rules, self.columns, values, strict=True):
-            if value is None or value != value:
-                continue
-            if rule == "last":
-                column[-1] = value
-                continue
-            old = column[-1]
-            if old != old:
-                column[-1] = value
-            elif rule == "sum":
-                column[-1] = old + value
-            elif rule == "mean":
-                column[-1] = (old * count + value) / (count + 1)
-            elif (value < old) == (rule == "min"):
-                column[-1] = value
-        self.x[-1] = x
-        self._counts[-1] = count + 1
-
     def _merge_into(self, i: int, x: float, values: Sequence[float], count: int) -> None:
         before = self._counts[i]
         for rule, column, value in zip(self.rules, self.columns, values, strict=True):
@@ -102,15 +82,9 @@ class Series:
         self._counts[i] = before + count
 
     def _halve(self) -> None:
-        x, counts, columns = self.x, self._counts, self.columns
-        self.x, self._counts, self.columns = [], [], [[] for _ in self.rules]
-        for i in range(0, len(x), 2):
-            self.x.append(x[i])
-            self._counts.append(counts[i])
-            for column, old in zip(self.columns, columns, strict=True):
-                column.append(old[i])
-            if i + 1 < len(x):
-                self._merge_into(len(self.x) - 1, x[i + 1], [old[i + 1] for old in columns], counts[i + 1])
+        for i in range(0, len(self.x) - 1, 2):
+            self._merge_into(i, self.x[i + 1], [column[i + 1] for column in self.columns], self._counts[i + 1])
+        self.x, self._counts, self.columns = self.x[::2], self._counts[::2], [column[::2] for column in self.columns]
         self._stride *= 2
         self.version += 1
 

@@ -7,12 +7,32 @@ begins at its first line.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.observe.events import begun_last
 
 CHUNK_BYTES = 1 << 20
+EVERYTHING = 1 << 62
 MOST_LINE_BYTES = 8 << 20  # a longer line is no line of ours: it is passed over
+_decode = msgspec.json.Decoder().decode
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line holds, after half a line too; None if there is none."""
+    try:
+        found = _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            found = json.loads(begun_last(line))  # or it has NaN, which strict readers refuse
+        except (ValueError, RecursionError):
+            return None
+    return found if isinstance(found, dict) else None
 
 
 class Tail:
@@ -55,6 +75,10 @@ class Tail:
                 lines = self._split(data)
                 if lines:
                     yield lines
+
+    def lines(self) -> Iterator[bytes]:
+        """All that has been appended since, line by line."""
+        return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def unread_bytes(self) -> int:
         """How much is left to be read."""
@@ -115,6 +139,10 @@ class Folder:
                 yield lines
             if most_bytes <= 0:
                 return
+
+    def lines(self) -> Iterator[bytes]:
+        """All new lines, likewise."""
+        return (line for lines in self.read(EVERYTHING) for line in lines)
 
     def unread_bytes(self) -> int:
         """How much is left to be read of the files that were there at the last look."""

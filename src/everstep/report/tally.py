@@ -6,12 +6,12 @@ the beginning arrives at the same numbers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from everstep.base.cause import Cause
 from everstep.report.account import PHASES
-from everstep.report.histogram import Histogram
 from everstep.report.words import Event, cause, number, whole_number
 
 TOTAL = "total"
@@ -34,6 +34,7 @@ NO_CHECKPOINT = (
 _RECENT_STEPS = 32
 _SLOW = 3
 _MOST_SAMPLES = 1 << 40
+_MOST = 1e12
 
 
 class Tally:
@@ -127,3 +128,35 @@ _ACTS: dict[str, Callable[[Tally, Event, int], None]] = {
 def _tier(event: Event) -> str:
     tier = event.get("tier")
     return tier if isinstance(tier, str) and tier in TIERS else "other"
+
+
+class Histogram:
+    """How many values were at most each of `bounds` (rising), how many there were in all, and their sum.
+
+    The sum is kept in billionths, as a whole number: so it does not depend on the order in which values come, and a
+    reader that starts anew arrives at the very same one.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0
+
+    @property
+    def sum(self) -> float:
+        """What they add up to."""
+        return self._sum / 1e9
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, `times` over; one above 10^12 counts as that."""
+        if value:
+            value = min(value, _MOST)
+            self._sum += round(value * 1e9) * times
+        self._counts[bisect_left(self.bounds, value)] += times
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """(bound, how many values are not above it), rising; the last bound is infinity."""
+        below = 0
+        for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
+            below += count
+            yield bound, below

@@ -7,13 +7,13 @@ width once there are many.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.report.histogram import Histogram
-from everstep.report.tally import STEP_BOUNDS_S
-from everstep.report.words import number, one_line, whole_number
+from everstep.report.tally import STEP_BOUNDS_S, Histogram
+from everstep.report.words import as_dict, number, one_line, whole_number
 
 STEP_PHASES = ("load", "forward", "backward", "transfer", "reduce", "agree", "update", "stall")
 PHASES = (*STEP_PHASES, "recover", "other")
@@ -25,26 +25,27 @@ _MOST_WORKERS = 8192
 _NOT_STEPPING = ("idle", "starting", "heal")
 
 
+Amounts = defaultdict[str, float]
+
+
+def _amounts() -> Amounts:
+    return defaultdict(float)
+
+
 @dataclass
 class Bucket:
-    """One stretch of time: sums over all workers; `rss_bytes` is the highest sum of a sample."""
+    """One stretch of time: sums over all workers."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    sent_bytes: dict[str, float] = field(default_factory=dict)
+    seconds: Amounts = field(default_factory=_amounts)
+    sent_bytes: Amounts = field(default_factory=_amounts)
     steps: float = 0.0
-    samples: float = 0.0
-    cpu_s: float = 0.0
-    rss_bytes: float = 0.0
 
     def merge(self, other: Bucket) -> None:
         """Add a neighbouring stretch."""
         for mine, theirs in ((self.seconds, other.seconds), (self.sent_bytes, other.sent_bytes)):
             for name, value in theirs.items():
-                mine[name] = mine.get(name, 0.0) + value
+                mine[name] += value
         self.steps += other.steps
-        self.samples += other.samples
-        self.cpu_s += other.cpu_s
-        self.rss_bytes = max(self.rss_bytes, other.rss_bytes)
 
 
 @dataclass
@@ -69,8 +70,8 @@ class Usage:
         self.version = 0
         self.workers: dict[int, Newest] = {}
         self.buckets: dict[int, Bucket] = {}
-        self.total_s: dict[str, float] = {}
-        self.total_bytes: dict[str, float] = {}
+        self.total_s: Amounts = _amounts()
+        self.total_bytes: Amounts = _amounts()
         self.step_seconds = {phase: Histogram(STEP_BOUNDS_S) for phase in STEP_PHASES}
         self.cpu_us = 0
         self.lines = 0
@@ -85,15 +86,10 @@ class Usage:
         self.lines += 1
         host = str(line.get("host"))
         key = int(time_ns / 1e9 / self.width_s)
-        bucket = self.buckets.get(key)
-        if bucket is None:
-            bucket = self.buckets[key] = Bucket()
-        rss = 0.0
+        bucket = self.buckets.setdefault(key, Bucket())
         for row in rows:
             if isinstance(row, dict) and isinstance(row.get("worker_id"), int):
                 self._worker(row, host, time_ns, bucket)
-                rss += number(row.get("rss_bytes"))
-        bucket.rss_bytes = max(bucket.rss_bytes, rss)
         if len(self.buckets) > _BUCKETS:
             self._widen()
 
@@ -117,23 +113,19 @@ class Usage:
             "bytes_per_s": {
                 op: [b.sent_bytes.get(op, 0.0) / width_s for b in found] for op in sorted(self.total_bytes)
             },
-            "cpu": [b.cpu_s / width_s for b in found],
-            "rss_bytes": [b.rss_bytes for b in found],
         }
 
     def _worker(self, row: dict[str, Any], host: str, time_ns: int, bucket: Bucket) -> None:
         worker_id = row["worker_id"]
         before = self._rows.get((host, worker_id))
-        if before is None and len(self._rows) >= _MOST_WORKERS:
+        if before.time_ns >= time_ns if before is not None else len(self._rows) >= _MOST_WORKERS:
             return
         newest = Newest(time_ns, row)
-        if before is not None and before.time_ns >= time_ns:
-            return
-        same_life = before is not None and before.row.get("incarnation") == row.get("incarnation")
-        old: Mapping[str, Any] = before.row if before is not None and same_life else {}
+        same = before if before is not None and before.row.get("incarnation") == row.get("incarnation") else None
+        old: Mapping[str, Any] = same.row if same is not None else {}
         cpu_s = max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
-        if before is not None and same_life:
-            passed_s = (time_ns - before.time_ns) / 1e9
+        if same is not None:
+            passed_s = (time_ns - same.time_ns) / 1e9
             samples = max(0.0, number(row.get("samples")) - number(old.get("samples")))
             newest.samples_per_s = samples / passed_s
             newest.cpu_share = cpu_s / passed_s
@@ -141,15 +133,12 @@ class Usage:
                 bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
             if not row.get("rss_bytes"):  # it is just leaving
                 newest.row = {**row, "rss_bytes": old.get("rss_bytes")}
-            bucket.samples += samples
-            bucket.cpu_s += cpu_s
         self.cpu_us += round(1e6 * cpu_s)
-        recent = (bucket.seconds, bucket.sent_bytes) if before is not None else ({}, {})  # else: since who knows when
-        if old.get("phase") in _NOT_STEPPING:  # what a spare has waited for is no part of a step
-            recent = ({}, recent[1])
-        _add(row.get("seconds"), old.get("seconds"), recent[0], self.total_s)
-        _add(row.get("bytes"), old.get("bytes"), recent[1], self.total_bytes)
-        self._steps(newest, before.step_row if before is not None and same_life else None)
+        recent = bucket if before is not None else Bucket()  # else: since who knows when
+        stepping = old.get("phase") not in _NOT_STEPPING  # what a spare has waited for is no part of a step
+        _add(row.get("seconds"), old.get("seconds"), recent.seconds if stepping else _amounts(), self.total_s)
+        _add(row.get("bytes"), old.get("bytes"), recent.sent_bytes, self.total_bytes)
+        self._steps(newest, same.step_row if same is not None else None)
         self._rows[host, worker_id] = newest
         shown = self.workers.get(worker_id)
         if shown is None or shown.time_ns < time_ns:
@@ -188,16 +177,12 @@ def _halved(buckets: Mapping[int, Bucket]) -> dict[int, Bucket]:
     return found
 
 
-def _add(new: Any, old: Any, *sums: dict[str, float]) -> None:
+def _add(new: Any, old: Any, *sums: Amounts) -> None:
     """What the counters grew by, into each of the sums."""
-    if not isinstance(new, dict):
-        return
-    before = old if isinstance(old, dict) else {}
-    for name, value in new.items():
+    before = as_dict(old)
+    for name, value in as_dict(new).items():
         grown = number(value) - number(before.get(name))
         key = one_line(name, 40)
-        if grown <= 0:
-            continue
         for total in sums:
-            if key in total or len(total) < _MOST_OPERATIONS:
-                total[key] = total.get(key, 0.0) + grown
+            if grown > 0 and (key in total or len(total) < _MOST_OPERATIONS):
+                total[key] += grown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -54,6 +54,16 @@ def whole_number(value: Any) -> int:
     return value if type(value) is int else int(number(value))
 
 
+def known(value: Any) -> int | None:
+    """An integer from what a file says, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """A dictionary from what a file says, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def cause(event: Event) -> Cause:
     """Why it happened, for programs; unknown in events of older versions."""
     return Cause.read(event.get("cause"))
@@ -85,6 +95,12 @@ def sentence(event: Event) -> str:
     return words.get(kind, f"{kind.replace('_', ' ')}{why}")
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+
+
 def size_text(size_bytes: float) -> str:
     """12 B, 3.4 kB, 5.6 MB, 7.8 GB."""
     size = float(size_bytes)
@@ -113,16 +129,14 @@ def _step(event: Event, why: str) -> str:
 
 
 def _recovered(event: Event, why: str) -> str:
-    phases = event.get("phases_s")
-    redo_s = number(phases.get("redo")) if isinstance(phases, dict) else 0.0
+    redo_s = number(as_dict(event.get("phases_s")).get("redo"))
     whole_s = number(event.get("duration_s"))
     step = f", the next step is done after {time_text(whole_s)}" if redo_s else ""
     return f"recovered in {time_text(max(0.0, whole_s - redo_s))}{step}{why}"
 
 
 def _evaluated(event: Event, why: str) -> str:
-    metrics = event.get("metrics")
-    found = metrics.items() if isinstance(metrics, dict) else ()
+    found = as_dict(event.get("metrics")).items()
     values = ", ".join(f"{one_line(k)} {number(v):.4f}" for k, v in found if v is not None)
     return f"evaluated after step {event.get('step')}: {values}"
 
@@ -154,9 +168,8 @@ def _no_checkpoint(event: Event, why: str) -> str:
 
 def _tier(event: Event) -> str:
     tier = one_line(event.get("tier"), 20)
-    return {"memory": " in memory", "disk": " on disk", "object": " in the object store", "": ""}.get(
-        tier, f" in {tier}"
-    )
+    known_as = {"memory": " in memory", "disk": " on disk", "object": " in the object store", "": ""}
+    return known_as.get(tier, f" in {tier}")
 
 
 _SPECIAL = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import SinkJob
+from everstep.sinks.sink import Sink, SinkJob
 
 _EXPERIMENT = "everstep"
 _MOST_METRICS = 1000  # of one call of log_batch
@@ -20,10 +20,8 @@ _LONGEST_PARAM = 500
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
-class MlflowRun:
+class MlflowRun(Sink):
     """Scalars as metrics, the config as parameters, events as lines in text files beneath `events`."""
-
-    remembers: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._metrics: list[Any] = []

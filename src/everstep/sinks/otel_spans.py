@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode
 
 from everstep.base.errors import EverstepError
-from everstep.report.account import TimeAccount
-from everstep.report.words import Event, number, one_line, whole_number
-from everstep.sinks.sink import OVER, SinkJob, otlp_protocol
+from everstep.report.facts import recovery_of
+from everstep.report.words import Event, known, number, one_line, whole_number
+from everstep.sinks.sink import OVER, Sink, SinkJob, otlp_protocol
 
 SHORTEST_NS = 50_000_000  # shorter steps share a span: 20 a second at most
 _PORTION = 512
@@ -43,10 +43,13 @@ class _Steps:
     loss: float | None
 
 
-class OtelSpans:
-    """Spans, exported as they end. exporters: None: those that the environment names."""
+class OtelSpans(Sink, SpanProcessor):
+    """Spans, exported once they have ended: it hears of that itself, as the processor of its own spans.
 
-    remembers: ClassVar[bool] = True
+    exporters: None: those that the environment names.
+    """
+
+    remembers = True
 
     def __init__(self, exporters: list[SpanExporter] | None = None) -> None:
         self._exporters = exporters
@@ -68,13 +71,13 @@ class OtelSpans:
         self._run = run
         self._ids = _Ids(run.identity)
         said = os.environ.get("OTEL_SERVICE_NAME") or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        known = {"everstep.run": run.name, "everstep.task": run.task}
-        resource = Resource.create(known if said else {"service.name": "everstep", **known})
+        about = {"everstep.run": run.name, "everstep.task": run.task}
+        resource = Resource.create(about if said else {"service.name": "everstep", **about})
         provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
-        provider.add_span_processor(_Collector(self))
+        provider.add_span_processor(self)
         self._tracer = provider.get_tracer("everstep", importlib.metadata.version("everstep"))
 
-    def take(self, span: ReadableSpan) -> None:
+    def on_end(self, span: ReadableSpan) -> None:
         """A span has ended; one that was sent before is not sent again."""
         if not self._run.again:
             self._finished.append(span)
@@ -95,27 +98,14 @@ class OtelSpans:
     def event(self, step: int, text: str, event: Event) -> None:
         """Spans for what lasts; what happened at one moment becomes an event of the generation's span."""
         kind, time_ns = str(event["kind"]), whole_number(event.get("time_unix_ns"))
-        if kind == "job_started":
-            self._close(self._last_ns or time_ns, "interrupted")
-            self._attempt += 1
-            known = {"everstep.attempt": self._attempt, **_about(event, "cause", "reason", "workers")}
-            self._job = self._start("job", time_ns, None, f"job {time_ns}", known)
-            self._step_ns = self._generation_ns = 0
-        self._last_ns = max(self._last_ns, time_ns)
-        if kind == "generation_started":
-            self._new_generation(event, time_ns)
-        elif kind == "worker_joined":
-            self._joined(event, time_ns)
-        elif kind == "recovery_completed":
-            self._recovery(event, time_ns, text)
-        elif kind in ("checkpoint_completed", "checkpoint_failed"):
-            self._checkpoint(event, time_ns)
-        elif kind != "job_started":
-            where = self._generation or self._job
-            if where is not None:
-                about = _about(event, "step", "generation", "worker_id", "incarnation", "cause")
-                about["message"] = text
-                where.add_event(kind, about, timestamp=time_ns)
+        self._last_ns = max(self._last_ns, time_ns) if kind != "job_started" else self._last_ns
+        lasts = _LASTING.get(kind)
+        where = self._generation or self._job
+        if lasts is not None:
+            lasts(self, event, time_ns)
+        elif where is not None:
+            about = _about(event, "step", "generation", "worker_id", "incarnation", "cause")
+            where.add_event(kind, {**about, "message": text}, timestamp=time_ns)
         if kind == "worker_evicted":
             self._evicted(event, time_ns)
         if kind in _ENDS:
@@ -151,16 +141,20 @@ class OtelSpans:
         said = {k: v for k, v in (attributes or {}).items() if v is not None}
         return self._tracer.start_span(f"everstep.{name}", context, start_time=begin_ns, attributes=said)
 
+    def _new_attempt(self, event: Event, time_ns: int) -> None:
+        self._close(self._last_ns or time_ns, "interrupted")
+        self._attempt += 1
+        about = {"everstep.attempt": self._attempt, **_about(event, "cause", "reason", "workers")}
+        self._job = self._start("job", time_ns, None, f"job {time_ns}", about)
+        self._step_ns = self._generation_ns = 0
+        self._last_ns = max(self._last_ns, time_ns)
+
     def _end_steps(self) -> None:
         steps, self._steps = self._steps, None
         if steps is None:
             return
-        about = {
-            "everstep.step": steps.last,
-            "everstep.steps": steps.last - steps.first + 1,
-            "everstep.loss": steps.loss,
-        }
-        parent = self._generation or self._job
+        count, parent = steps.last - steps.first + 1, self._generation or self._job
+        about = {"everstep.step": steps.last, "everstep.steps": count, "everstep.loss": steps.loss}
         self._start("step", steps.begin_ns, parent, f"step {steps.last}", about).end(steps.end_ns)
 
     def _new_generation(self, event: Event, time_ns: int) -> None:
@@ -177,17 +171,16 @@ class OtelSpans:
         self._generation = self._start("generation", time_ns, self._job, f"generation {time_ns}", about)
 
     def _joined(self, event: Event, time_ns: int) -> None:
-        worker_id = event.get("worker_id")
-        if not isinstance(worker_id, int):
-            return
-        self._end_worker(worker_id, time_ns, "")
-        about = _about(event, "worker_id", "incarnation", "pid", "host")
-        key = f"worker {worker_id}.{event.get('incarnation')} {time_ns}"
-        self._workers[worker_id] = self._start("worker", time_ns, self._job, key, about)
+        worker_id = known(event.get("worker_id"))
+        if worker_id is not None:
+            self._end_worker(worker_id, time_ns, "")
+            about = _about(event, "worker_id", "incarnation", "pid", "host")
+            key = f"worker {worker_id}.{event.get('incarnation')} {time_ns}"
+            self._workers[worker_id] = self._start("worker", time_ns, self._job, key, about)
 
     def _evicted(self, event: Event, time_ns: int) -> None:
-        worker_id = event.get("worker_id")
-        if isinstance(worker_id, int):
+        worker_id = known(event.get("worker_id"))
+        if worker_id is not None:
             self._seated.discard(worker_id)
             reason = one_line(event.get("reason")) or "evicted"
             self._end_worker(worker_id, whole_number(event.get("died_unix_ns")) or time_ns, reason)
@@ -199,16 +192,12 @@ class OtelSpans:
                 span.set_status(Status(StatusCode.ERROR, why))
             span.end(time_ns)
 
-    def _recovery(self, event: Event, time_ns: int, text: str) -> None:
+    def _recovery(self, event: Event, time_ns: int) -> None:
         """From the fault to the next committed step, with its phases one after another."""
-        said = event.get("phases_s")
-        phases = {str(k): number(v) for k, v in said.items()} if isinstance(said, dict) else {}
-        duration_s = max(0.0, number(event.get("duration_s")))
-        parts = TimeAccount().paint_recovery(time_ns, duration_s, phases)
+        recovery = recovery_of(event, time_ns)
         about = _about(event, "generation", "step", "worker_id", "incarnation", "cause", "reason")
-        begin_ns = time_ns - round(duration_s * 1e9)
-        span = self._start("recovery", begin_ns, self._job, f"recovery {time_ns}", about)
-        for part in parts:
+        span = self._start("recovery", recovery.begin_ns, self._job, f"recovery {time_ns}", about)
+        for part in recovery.phases:
             phase = part.use.removeprefix("recovery: ")
             key = f"recovery {time_ns} {phase}"
             self._start(f"recovery.{phase}", part.begin_ns, span, key).end(part.end_ns)
@@ -240,6 +229,17 @@ class OtelSpans:
         self._job.end(time_ns)
         self._job = self._generation = None
         self._run.again = sent
+
+
+_LASTING = {
+    "job_started": OtelSpans._new_attempt,
+    "generation_started": OtelSpans._new_generation,
+    "worker_joined": OtelSpans._joined,
+    "recovery_completed": OtelSpans._recovery,
+    "checkpoint_completed": OtelSpans._checkpoint,
+    "checkpoint_failed": OtelSpans._checkpoint,
+}
+"""What begins or is a span; of all else its moment is told."""
 
 
 def _about(event: Event, *names: str) -> _Attributes:
@@ -279,13 +279,3 @@ class _Ids(IdGenerator):
     def _hash(self, what: str, size_bytes: int) -> int:
         digest = hashlib.sha256(f"{self._identity} {what}".encode()).digest()
         return int.from_bytes(digest[:size_bytes], "big") or 1
-
-
-class _Collector(SpanProcessor):
-    """Hands spans to the sink as they end: it sends them, and hears whether they arrived."""
-
-    def __init__(self, sink: OtelSpans) -> None:
-        self._sink = sink
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self._sink.take(span)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from everstep.report.account import goodput
 from everstep.report.history import History
-from everstep.report.words import Event, number, one_line, sentence, whole_number
+from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
 from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import sole_holder
 from everstep.sinks.sink import Sink, SinkFailed, SinkJob
@@ -44,11 +46,8 @@ class SinkCursor:
 def read_cursor(folder: Path) -> SinkCursor:
     """Of a sink's folder; a fresh one if there is none, or it says something else."""
     try:
-        said = json.loads((folder / CURSOR_FILE).read_text())
-        memory = {str(k): str(v) for k, v in said["memory"].items()}
-        counts = (int(said["begun_ns"]), int(said["lines"]), float(said["sampled_s"]), int(said["sampled_step"]))
-        return SinkCursor(*counts, memory)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return msgspec.json.decode((folder / CURSOR_FILE).read_bytes(), type=SinkCursor)
+    except (OSError, ValueError):
         return SinkCursor()
 
 
@@ -80,21 +79,17 @@ class Publication:
         """
         before = (self.steps, self.events, self._cursor.sampled_step)
         while self.history.poll():
-            self._breakdown(everything=False)
-            self._keep()
+            self._keep(everything=False)
         if over:
-            self._breakdown(everything=True)
-            self._keep()
+            self._keep(everything=True)
         return before != (self.steps, self.events, self._cursor.sampled_step)
 
     def end(self, running: bool) -> None:
         """The sink is told no more. Raises: SinkFailed."""
-        run = self._run
-        if run is not None:
+        if self._run is not None:
             with self._failing():
                 self._sink.end(self.history.state(running))
-            self._cursor.memory = run.memory
-            self._save()
+            self._save(self._run)
 
     # ---- events
 
@@ -211,31 +206,28 @@ class Publication:
         return True
 
     def _begin(self) -> None:
-        job = self.history.job
+        job, fresh, memory = self.history.job, not self._cursor.lines, dict(self._cursor.memory)
         created_ns = whole_number(job.get("created_unix_ns"))
         identity = hashlib.sha256(f"{self.run_dir.resolve()} {created_ns}".encode()).hexdigest()[:16]
-        memory = dict(self._cursor.memory)
-        name, task = self.history.name, str(job.get("task", ""))
         identity = memory.setdefault("identity", identity)
-        self._run = SinkJob(
-            self.run_dir, self.folder, name, task, identity, created_ns, not self._cursor.lines, self._told_step, memory
-        )
-        config = job.get("config")
+        known_as = (self.history.name, str(job.get("task", "")), identity, created_ns)
+        self._run = SinkJob(self.run_dir, self.folder, *known_as, fresh, self._told_step, memory)
         with self._failing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sink.begin(self._run, config if isinstance(config, Mapping) else {})
+            self._sink.begin(self._run, as_dict(job.get("config")))
 
-    def _keep(self) -> None:
-        """What was told has arrived, and is never told again."""
+    def _keep(self, everything: bool) -> None:
+        """What was told has arrived, and is never told again. everything: also what samples of others may complete."""
+        self._breakdown(everything)
         if self._run is None:
             return
         with self._failing():
             self._sink.flush()
         self._cursor.lines = max(self._cursor.lines, self._lines)
-        self._cursor.memory = self._run.memory
-        self._save()
+        self._save(self._run)
 
-    def _save(self) -> None:
+    def _save(self, run: SinkJob) -> None:
+        self._cursor.memory = run.memory
         with self._failing():
             write_atomically(self.folder / CURSOR_FILE, json.dumps(asdict(self._cursor)) + "\n")
 

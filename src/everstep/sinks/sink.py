@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.report.words import Event
@@ -51,14 +51,14 @@ class SinkJob:
     again: bool = False
 
 
-class Sink(Protocol):
+class Sink:
     """Something that a job is told to. What a method raises ends the sink, not the job.
 
     remembers: it needs everything from the start of the job, to know what is still under way; `SinkJob.again` says what
     it has told before.
     """
 
-    remembers: ClassVar[bool]
+    remembers: ClassVar[bool] = False
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """Before anything else. config: the job's effective one, nested."""

@@ -9,7 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -17,15 +17,13 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from everstep.base.config import dotted
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import OVER, SinkJob
+from everstep.sinks.sink import OVER, Sink, SinkJob
 
 _MOST_HPARAM = 200
 
 
-class TensorBoardFiles:
+class TensorBoardFiles(Sink):
     """Scalars, events as texts by kind, the config as text and as hyperparameters."""
-
-    remembers: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._writer: Any = None

@@ -5,22 +5,23 @@ from __future__ import annotations
 import netrc
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
 
 from everstep.report.words import Event, whole_number
-from everstep.sinks.sink import SinkJob
+from everstep.sinks.sink import Sink, SinkJob
 
 _PROJECT = "everstep"
 _SERVER = "https://api.wandb.ai"
 
 
-class WandbRun:
-    """Scalars by `step`, events as text. WANDB_PROJECT, WANDB_NAME, WANDB_MODE and the others count as usual."""
+class WandbRun(Sink):
+    """Scalars by `step`, events as text. WANDB_PROJECT, WANDB_NAME, WANDB_MODE and the others count as usual.
 
-    remembers: ClassVar[bool] = False
+    Nothing is to be flushed: its own process has what it was told, on disk.
+    """
 
     def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: its id stays."""
@@ -47,9 +48,6 @@ class WandbRun:
         if event["kind"] != "evaluated":
             time_s = whole_number(event.get("time_unix_ns")) / 1e9
             self._run.log({"step": step, f"events/{event['kind']}": text, "_timestamp": time_s})
-
-    def flush(self) -> None:
-        """Its own process has what it was told, on disk."""
 
     def end(self, state: str) -> None:
         """Raises: whatever wandb does if the rest cannot be handed over."""

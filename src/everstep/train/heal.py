@@ -276,7 +276,7 @@ class Donor:
             self._serve_ranges(connection, offer, request)
 
     def _serve_ranges(self, connection: PeerConnection, offer: Offer, request: dict[str, Any]) -> None:
-        """Restored and records first, then the blocks that are asked for."""
+        """Manifests and records first, then the blocks that are asked for."""
         connection.send_json(_header(offer, request["stages"], request["ranges"] == "first"))
         step = offer.position.step
         serve_blocks(connection, offer.snapshots, offer.parts, lambda stage: self._doubt(stage, step))

@@ -9,8 +9,8 @@ import pytest
 
 from everstep.base.cause import Cause
 from everstep.chaos.scenarios import SCENARIOS, Scenario
-from everstep.cli import chaos_suite
-from everstep.cli.chaos_suite import Suite, judge, print_result, undisturbed_options
+from everstep.cli import chaos
+from everstep.cli.chaos import Suite, judge, print_result, undisturbed_options
 from everstep.cli.main import run_command
 
 
@@ -106,5 +106,5 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos_suite, "LIMIT_S", 0.01)
-    assert chaos_suite.run_everstep(["run", "mlp-digits", "--run-dir", str(tmp_path / "r")], tmp_path / "r") != 0
+    monkeypatch.setattr(chaos, "LIMIT_S", 0.01)
+    assert chaos.run_everstep(["run", "mlp-digits", "--run-dir", str(tmp_path / "r")], tmp_path / "r") != 0

@@ -14,8 +14,7 @@ from everstep.cli.job import Request, effective_config, make_job, read_job, writ
 from everstep.cli.ledger import audit_run, missing_rows
 from everstep.cli.main import run_command
 from everstep.cli.status import read_status
-from everstep.cli.verify import compare
-from everstep.cli.weights import find_weights, read_weights
+from everstep.cli.verify import compare, find_weights, read_weights
 from everstep.observe.events import EventLog
 from everstep.order.cursor import SampleOrder
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row, use_digest
@@ -121,7 +120,7 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_bfloat16_has_values() -> None:
-    from everstep.cli.weights import StoredTensor
+    from everstep.cli.verify import StoredTensor
 
     stored = StoredTensor("BF16", (2,), memoryview(np.array([0x3F80, 0xC000], np.uint16).tobytes()))
     values = stored.floats()

@@ -19,10 +19,10 @@ from everstep.cli.display import (
     duration,
     sentence,
     step_line,
+    summary,
     summary_lines,
 )
 from everstep.cli.status import workers_of
-from everstep.cli.summary import summary
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.report.tail import Folder

@@ -13,7 +13,7 @@ from everstep.base.errors import CheckpointCorrupt
 from everstep.cli.checkpoint_import import initial_replica
 from everstep.cli.job import JobFile, Request, effective_config
 from everstep.cli.main import run_command
-from everstep.cli.start import find_start, newest_step
+from everstep.cli.run_dir import find_start, newest_step
 from everstep.cli.task_loading import make_task, parse_task
 from foreign_checkpoints import ESCAPE, PART, escaping, idle, prepare, renamed, tree_of
 

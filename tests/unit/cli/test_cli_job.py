@@ -10,6 +10,7 @@ import pytest
 
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
+from everstep.cli.config_file import read_config_file
 from everstep.cli.job import (
     Request,
     check_dataset,
@@ -17,7 +18,6 @@ from everstep.cli.job import (
     differences,
     effective_config,
     make_job,
-    read_config_file,
     read_job,
     total_steps,
     with_chaos,
@@ -25,8 +25,7 @@ from everstep.cli.job import (
     write_job,
 )
 from everstep.cli.run import _opening
-from everstep.cli.run_dir import inspect, read_digest, set_aside
-from everstep.cli.start import StartPoint
+from everstep.cli.run_dir import StartPoint, inspect, read_digest, set_aside
 from everstep.observe.events import EventLog
 
 

@@ -13,7 +13,7 @@ from everstep.base.config import load_config
 from everstep.base.errors import CheckpointCorrupt, ConfigError, EverstepError, JobFailed, QuorumLost, TaskError
 from everstep.cli.main import COMMANDS, cli, exit_code_of, run_command
 from everstep.cli.placement_table import placement_rows, print_placement, span
-from everstep.cli.probe import Probe, UnitSize
+from everstep.cli.probe import Probe
 
 
 def test_help_does_not_import_torch() -> None:
@@ -92,7 +92,7 @@ def test_only_a_reader_that_has_gone_ends_a_command_silently(command: str, code:
     assert done.stderr.splitlines()[-1:] == ([] if code is not None else ["BrokenPipeError: within"])
 
 
-PROBE = Probe({}, 100, [UnitSize("Block", 10), UnitSize("Head", 5)], "", [[0, 2]], [15])
+PROBE = Probe({}, 100, ["Block", "Head"], [[0, 2]], [15])
 
 
 def test_placement_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from everstep.base.errors import ConfigError
 from everstep.cli.job import Request
 from everstep.cli.probe import look, probe_task
+from everstep.runtime.fork_server_client import EarlyForkServer
 
 TASK = """
 import os, torch, everstep
@@ -64,21 +66,26 @@ def asked(**layer: object) -> Request:
     return Request((("options", dict(layer)),))
 
 
+def refusal(task: str, units: bool = False, **layer: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        look(task, asked(**layer), units)
+    return str(caught.value)
+
+
 def test_size_of_the_data_and_units(file: str) -> None:
     probe = look(f"{file}:Small", asked(), units=True)
-    assert (probe.error, probe.dataset_size) == ("", 9)
-    assert [(u.name, u.parameters) for u in probe.units] == [("Linear", 3)]
+    assert (probe.dataset_size, probe.units, probe.stage_parameters) == (9, ["Linear"], [3])
 
 
 def test_a_metric_that_the_task_does_not_have(file: str) -> None:
-    assert look(f"{file}:Small", asked(early_stop={"metric": "loss"}), units=False).error == ""
-    error = look(f"{file}:Small", asked(early_stop={"metric": "acuracy"}), units=False).error
+    assert look(f"{file}:Small", asked(early_stop={"metric": "loss"}), units=False).dataset_size == 9
+    error = refusal(f"{file}:Small", early_stop={"metric": "acuracy"})
     assert error == "early_stop.metric: expected one of the task's metrics (loss), got 'acuracy'"
 
 
 def test_a_task_that_ends_its_process(file: str) -> None:
-    with pytest.raises(ConfigError, match="exit code 9"):
-        probe_task(f"{file}:Exits", asked())
+    with contextlib.closing(EarlyForkServer(1, ("torch",))) as server, pytest.raises(ConfigError, match="exit code 9"):
+        probe_task(f"{file}:Exits", asked(), server)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +100,13 @@ def test_a_task_that_ends_its_process(file: str) -> None:
     ],
 )
 def test_what_cannot_be_split_is_one_line_before_the_start(file: str, task: str, words: str) -> None:
-    error = look(f"{file}:{task}", asked(stages=2, cut="counted"), units=False).error
+    error = refusal(f"{file}:{task}", stages=2, cut="counted")
     assert words in error and "\n" not in error
 
 
 def test_what_the_task_itself_raises_is_left_to_its_workers(file: str) -> None:
     probe = look(f"{file}:Own", asked(stages=2), units=False)
-    assert (probe.error, probe.split_checked) == ("", False)
+    assert not probe.split_checked
 
 
 def test_a_cut_by_measured_times(file: str) -> None:
@@ -108,8 +115,8 @@ def test_a_cut_by_measured_times(file: str) -> None:
     probe = look(f"{file}:Slow", asked(stages=2, cut="measured"), units=True)
     assert probe.cut == [[0, 1], [1, 4]] and probe.unit_ms[0] > 15.0
     assert look(f"{file}:Slow", asked(stages=2, cut=[1, 3]), units=True).cut == probe.cut
-    assert "expected 4 units in all, got 5" in look(f"{file}:Slow", asked(stages=2, cut=[1, 4]), units=False).error
+    assert "expected 4 units in all, got 5" in refusal(f"{file}:Slow", stages=2, cut=[1, 4])
 
 
 def test_a_device_that_is_not_there(file: str) -> None:
-    assert "'cuda:99' was asked for" in look(f"{file}:Small", asked(device="cuda:99"), units=False).error
+    assert "'cuda:99' was asked for" in refusal(f"{file}:Small", device="cuda:99")

@@ -16,10 +16,10 @@ pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not in
 from everstep.base.cause import Cause
 from everstep.chaos.account import account, missing
 from everstep.chaos.scenarios import SCENARIOS
+from everstep.cli.display import summary
 from everstep.cli.status import workers_of
-from everstep.cli.summary import summary
 from everstep.dashboard.feed import RunFeed
-from everstep.dashboard.view import FIELDS, head, worker_rows
+from everstep.dashboard.view import WorkerRow, head, worker_rows
 from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, report_page
@@ -107,7 +107,7 @@ def _known(run_dir: Path) -> dict[str, Any]:
     facts, feed = history.facts, RunFeed(run_dir, logs=False)
     feed.load()
     rows = worker_rows(feed)
-    at = FIELDS.index("reason")
+    at = WorkerRow._fields.index("reason")
     found = account(json.loads(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines())
     return {
         "metrics": expose(families(history, True, None, NOW_NS))[0].replace(run_dir.name.encode(), b""),

@@ -16,7 +16,7 @@ from everstep.cli.main import run_command
 from everstep.report.figures import figures
 from everstep.report.history import History
 from everstep.report.page import Proof, compare_page, report_page
-from everstep.report.pictures import standalone
+from everstep.report.style import standalone
 from everstep.report.svg import Curve, columns_chart, line_chart, ticks
 
 NASTY = "<script>alert('x')</script>\" onload=\"alert(1)"

@@ -15,10 +15,9 @@ pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not in
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from everstep.report import devices as devices_module
-from everstep.report.devices import Device, devices
+from everstep.report import prometheus
 from everstep.report.history import History
-from everstep.report.prometheus import MOST_WORKERS, device_families, expose, families
+from everstep.report.prometheus import MOST_WORKERS, Device, device_families, devices, expose, families
 from everstep.report.tally import FAULTS, Tally
 from everstep.runtime.collector import rotate
 
@@ -232,12 +231,12 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetUtilizationRates=_refuse,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    devices_module._library.cache_clear()
+    prometheus._library.cache_clear()
     try:
         assert devices() == [Device(0, 10, 20, 0.75), Device(1, 10, 20, None)]
         found = values_of(expose(device_families())[0].decode())
     finally:
-        devices_module._library.cache_clear()
+        prometheus._library.cache_clear()
     assert found["everstep_device_utilization_ratio", "0"] == 0.75
     assert ("everstep_device_utilization_ratio", "1") not in found
     assert found["everstep_device_memory_used_bytes", "1"] == 10

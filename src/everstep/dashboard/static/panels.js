@@ -93,7 +93,7 @@ export function generations(run, nowMs) {
   );
   $("generations").replaceChildren(
     ...list.toReversed().slice(0, 60).map((g) =>
-      el("li", {}, el("strong", {}, `${g[0]} `), ...causeTag(g[8]), `${g[7] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[6].join(", ")}, ${clock(g[1])}`)),
+      el("li", {}, el("strong", {}, `${g[0]} `), ...causeTag(g[6]), `${g[5] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[4].join(", ")}, ${clock(g[1])}`)),
     ),
   );
 }

@@ -1,7 +1,8 @@
-"""`everstep scale`: more or fewer workers, while the job runs."""
+"""`everstep scale | drain | checkpoint`: what is asked of a job while it runs."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _PATIENCE_S = 10.0
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--workers", type=int, required=True, help="How many workers there shall be.")
-def command(run_dir: Path, workers: int) -> int:
+def scale(run_dir: Path, workers: int) -> int:
     """Change the number of workers of the job that runs in DIR."""
     job = read_job(run_dir)
     if not job.config.min_workers <= workers <= job.config.lanes:
@@ -29,6 +30,30 @@ def command(run_dir: Path, workers: int) -> int:
         )
     result = ask_running(run_dir, "scale", {"workers": workers})
     print(f"{run_dir}: from {result.get('before', '?')} to {workers} workers")
+    return 0
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("worker_id", type=int)
+def drain(run_dir: Path, worker_id: int) -> int:
+    """Let WORKER_ID of the job that runs in DIR leave in order, for good."""
+    result = ask_running(run_dir, "drain", {"worker_id": worker_id})
+    print(f"{run_dir}: worker {worker_id} is leaving, {result.get('workers', '?')} stay")
+    return 0
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait for it.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def checkpoint(run_dir: Path, timeout_s: float, as_json: bool) -> int:
+    """Take a checkpoint of the job that runs in DIR after its present step, and say where it is."""
+    result = ask_running(run_dir, "checkpoint", {}, timeout_s)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(f"checkpoint of step {result.get('step')} in {result.get('path')}")
     return 0
 
 

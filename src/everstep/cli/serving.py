@@ -1,16 +1,39 @@
-"""`everstep metrics`: a job's numbers for Prometheus, printed once or served."""
+"""`everstep dashboard` and `everstep metrics`: the live page over runs, and the numbers of one for Prometheus."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError
 from everstep.cli.beside import ANY_PORT, PUBLIC_HELP, check_installed, parse_listen
+from everstep.cli.ledger import audit_run
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
+
+TOKEN_HELP = "The token (made up on loopback; the variable, unlike this, is not in the list of processes)."
+
+
+@click.command()
+@click.argument("run_dirs", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", help="Where to listen (127.0.0.1); others than loopback need --token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port, 0 for any that is free (0).")
+@click.option("--token", envvar="EVERSTEP_DASHBOARD_TOKEN", help=TOKEN_HELP)
+@click.option("--public", is_flag=True, help=PUBLIC_HELP)
+def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | None, public: bool) -> int:
+    """Show the jobs in DIR..., running or over, on a page in the browser. Ctrl-C ends it; the jobs go on."""
+    try:
+        from everstep.dashboard.app import serve
+    except ImportError as error:
+        raise ConfigError(f"the dashboard needs {error.name}: pip install 'everstep[dashboard]'") from None
+    for path in run_dirs:
+        if not path.is_dir():
+            raise ConfigError(f"there is no run directory {path}")
+    serve(run_dirs, host, port, token, lambda path: asdict(audit_run(path)), public)
+    return 0
 
 
 @click.command()
@@ -25,7 +48,7 @@ from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_TOKEN_FILE
     help=f"What scrapers need, as a bearer token (on loopback that in DIR/{METRICS_TOKEN_FILE}).",
 )
 @click.option("--public", is_flag=True, help=PUBLIC_HELP)
-def command(run_dir: Path, listen: str, once: bool, token: str | None, public: bool) -> int:
+def metrics(run_dir: Path, listen: str, once: bool, token: str | None, public: bool) -> int:
     """Serve the metrics of the job in DIR, running or over, to Prometheus. Ctrl-C ends it; the job goes on."""
     host, port = parse_listen("--listen", listen)
     if not run_dir.is_dir():
@@ -36,9 +59,9 @@ def command(run_dir: Path, listen: str, once: bool, token: str | None, public: b
     if once:
         sys.stdout.write(_text(run_dir))
         return 0
-    from everstep.dashboard.serve import serve_metrics
+    from everstep.dashboard.app import serve_metrics
 
-    serve_metrics(run_dir, host, port, token, lambda line: print(line, flush=True), public)
+    serve_metrics(run_dir, host, port, token, public)
     return 0
 
 
