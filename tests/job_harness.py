@@ -172,9 +172,9 @@ class Jobs:
         more = {"EVERSTEP_TEST_PACE": json.dumps(paced)} if pace else {}
         return self._request(run_dir, argv, {**more, **(environment or {})})
 
-    def command(self, argv: list[str], run_dir: Path) -> Job:
+    def command(self, argv: list[str], run_dir: Path, environment: Mapping[str, str] | None = None) -> Job:
         """Start `everstep ARGV`, whose run directory is this one."""
-        return self._request(run_dir, argv, {})
+        return self._request(run_dir, argv, {**(environment or {})})
 
     def plainly(self, script: str, *argv: str) -> Job:
         """Run a script by itself; it is given a run directory as its last argument."""
