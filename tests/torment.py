@@ -2,8 +2,8 @@
 
 One JSON line per seed: `seed`, `ok`, `reason`, `schedule` (the job, its lives, and what was done to whom), `seconds`.
 What has passed leaves its line in build/torment, in a folder named for what src and tests hold, and is not run again;
-of what has failed the run directory and an account of it stay there. Instead of A:B a printed line, or the schedule in it, may be given
-(`-`: on standard input): that is done again as it is written there.
+of what has failed the run directory and an account of it stay there. Instead of A:B a printed line, or the schedule in
+it, may be given (`-`: on standard input): that is done again as it is written there.
 """
 
 from __future__ import annotations

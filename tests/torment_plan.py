@@ -77,7 +77,7 @@ def draw(seed: int) -> Plan:
     rng = random.Random(f"torment {seed}")
     split = rng.random() < 0.4
     task = rng.choice(sorted(SPLIT) if split else UNSPLIT)
-    settings = _settings(rng, split)
+    settings = _settings(rng, task, split)
     lives: list[Life] = []
     harms = rng.choice((1, 2, 2, 3, 3, 4, 5))
     while harms > 0:
@@ -101,7 +101,7 @@ def _numerics(rng: random.Random, task: str, settings: Mapping[str, Any]) -> dic
     return found
 
 
-def _settings(rng: random.Random, split: bool) -> dict[str, Any]:
+def _settings(rng: random.Random, task: str, split: bool) -> dict[str, Any]:
     """What changes no bit, except for one kind of batch, of which there is no undisturbed run."""
     found: dict[str, Any] = {"hang_limit_s": 5, "heartbeat.interval_s": 0.2, "backoff.initial_s": 0.05}
     found["on_failure"] = rng.choice(("replace", "replace", "shrink", "wait"))
@@ -121,6 +121,10 @@ def _settings(rng: random.Random, split: bool) -> dict[str, Any]:
     if split:
         found["schedule"] = rng.choice(("1f1b", "gpipe"))
         found["recompute"] = rng.random() < 0.2
+        if rng.random() < 0.2:
+            found["redundancy"] = 1
+        elif task == "Layers" and rng.random() < 0.3:
+            found |= {"schedule": "interleaved", "chunks": 2}
     elif rng.random() < 0.05:
         found["batch"] = "per_worker"
     return found
@@ -129,10 +133,14 @@ def _settings(rng: random.Random, split: bool) -> dict[str, Any]:
 def _command(rng: random.Random, task: str, split: bool, settings: Mapping[str, Any], *, first: bool) -> Life:
     """A command as somebody may type it, the first or a later one."""
     stages = rng.randint(2, min(3, SPLIT[task])) if split else 1
-    if split and not first and rng.random() < 0.3:
+    if split and not first and rng.random() < 0.3 and "chunks" not in settings:
         stages = 1
+    if "redundancy" in settings or "chunks" in settings:  # which not all numbers go with
+        stages = min(stages, 2)
     workers = rng.randint(max(1, stages - 1), 5)
-    if settings.get("batch") == "per_worker":
+    if "redundancy" in settings:
+        workers = 2 * stages
+    elif settings.get("batch") == "per_worker":
         workers = 4
     spares = int(rng.random() < 0.25)
     return Life(workers, stages, spares, cold=rng.random() < 0.15, at_once=not first and rng.random() < 0.4)
