@@ -237,11 +237,19 @@ class Sent:
     steps: int
 
 
-def wrong_code(code: int | None, sent: Sequence[Sent], steps: int, *, at_the_end: bool) -> str:
+def may_fail(plan: Plan, done: Sequence[str]) -> bool:
+    """Whether the job may end for want of workers: none is started again, and some were taken from it."""
+    taken = any(word in text for text in done for word in ("worker", "agent", "fork_server", "loader"))
+    return taken and plan.settings.get("on_failure") == "shrink"
+
+
+def wrong_code(
+    code: int | None, sent: Sequence[Sent], steps: int, *, at_the_end: bool = False, may_fail: bool = False
+) -> str:
     """What is wrong with an exit code; "" if it is what was done to the command.
 
     code: negative, or None where nobody knows which, if a signal ended it. sent: before it was over. steps: committed
-    in the end. at_the_end: the signal came after the last step.
+    in the end. at_the_end: the signal came after the last step. may_fail: it may have run out of workers.
     """
     names = [signal.name for signal in sent]
     if "SIGKILL" in names:
@@ -250,7 +258,7 @@ def wrong_code(code: int | None, sent: Sequence[Sent], steps: int, *, at_the_end
     codes = {ENDING[signal.name] for signal in ending}
     if code is None or (code < 0 and 128 - code not in codes):
         return f"the command was ended by a signal ({code}), it had got {', '.join(names) or 'none'}"
-    if code < 0 or code in codes:
+    if code < 0 or code in codes or (code == 1 and may_fail):
         return ""
     if code == 0 and (not ending or at_the_end or steps - ending[0].steps <= LOST_AFTER):
         return ""

@@ -22,6 +22,7 @@ from torment_plan import (
     from_json,
     leftovers,
     lost_without_need,
+    may_fail,
     wrong_code,
     wrong_output,
 )
@@ -83,7 +84,14 @@ def test_every_setting_is_one_that_the_config_knows() -> None:
     ],
 )
 def test_exit_codes(code: int | None, sent: list[Sent], steps: int, wrong: str) -> None:
-    assert wrong_code(code, sent, steps, at_the_end=False) == wrong
+    assert wrong_code(code, sent, steps) == wrong
+
+
+def test_a_job_that_may_not_start_workers_again_may_run_out_of_them() -> None:
+    plan, done = Plan("Text", settings={"on_failure": "shrink"}), ["life 0, step 3: kill agent"]
+    assert may_fail(plan, done) and not may_fail(plan, ["life 0, step 3: kill coordinator"])
+    assert not may_fail(Plan("Text"), done)
+    assert not wrong_code(1, [], 5, may_fail=True) and wrong_code(3, [], 5, may_fail=True)
 
 
 def test_what_is_printed() -> None:
