@@ -103,7 +103,8 @@ class HostAgent:
         waits = [1.0, self._link.due_in(now_s)]
         due_s = self._host.workers.due_in(now_s) if self._host is not None else None
         waits += [due_s] if due_s is not None else []
-        waits += [self._deadline_s - now_s] if self._deadline_s is not None else []
+        if self._deadline_s is not None and now_s < self._deadline_s:  # later, only what workers still do keeps it here
+            waits.append(self._deadline_s - now_s)
         return min(waits)
 
     # ---- what comes
