@@ -82,7 +82,9 @@ class Job:
         return int(path.read_text()) if path.exists() else -1
 
     def launcher_pid(self) -> int:
-        """Of `everstep run` itself."""
+        """Of `everstep run` itself; 0 if it was over before it could be looked at."""
+        if self._pidfd < 0:
+            return 0
         for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 return int(line.split()[1])

@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -197,6 +198,7 @@ class Torment:
         self._told = Told(self.run_dir / "events.jsonl")
         self._later: list[tuple[float, int, str, int]] = []
         self._commands: list[tuple[str, Job]] = []
+        self._started: list[Job] = []
         self._shm = set(os.listdir("/dev/shm"))
         self.done: list[str] = []
         self.job: Job | None = None
@@ -242,12 +244,17 @@ class Torment:
             with contextlib.suppress(FileNotFoundError):
                 path = self.run_dir.with_suffix(end)
                 path.rename(path.with_name(f"job-{number - 1}{end}"))
-        job = Cold(self.run_dir, argv, environment) if life.cold else self._warm(argv, environment)
+        if life.cold:
+            return self._of_ours(Cold(self.run_dir, argv, environment))
+        return self._warm(argv, self.run_dir, environment)
+
+    def _warm(self, argv: list[str], base: Path, environment: Mapping[str, str]) -> Job:
+        return self._of_ours(self._jobs.command(argv, base, environment))
+
+    def _of_ours(self, job: Job) -> Job:
+        self._started.append(job)
         self._family.sessions.add(job.launcher_pid())
         return job
-
-    def _warm(self, argv: list[str], environment: dict[str, str]) -> Job:
-        return self._jobs.command(argv, self.run_dir, environment)
 
     def _live(self, number: int, life: Life) -> Ran:
         job = self.job = self._start(number, life)
@@ -331,8 +338,7 @@ class Torment:
             harm.do, ["--timeout", "30"]
         )
         base = self.run_dir.with_name(f"command-{len(self._commands)}")
-        self._commands.append((" ".join([harm.do, *argv[2:]]), self._jobs.command(argv, base, {MARK: self._mark})))
-        self._family.sessions.add(self._commands[-1][1].launcher_pid())
+        self._commands.append((" ".join([harm.do, *argv[2:]]), self._warm(argv, base, {MARK: self._mark})))
         self.done.append(f"{where}: {self._commands[-1][0]}")
 
     def _targets(self, harm: Harm, roles: Mapping[str, list[int]]) -> Iterator[tuple[int, str]]:
@@ -411,7 +417,7 @@ class Torment:
             same(reference, job)
         except AssertionError as error:
             raise Wrong(str(error).partition("\n")[0]) from None
-        audited = self._jobs.command(["ledger", str(self.run_dir), "--json"], self.run_dir.with_name("ledger"), {})
+        audited = self._warm(["ledger", str(self.run_dir), "--json"], self.run_dir.with_name("ledger"), {})
         if audited.end() != 0 or not json.loads(audited.run_dir.with_suffix(".out").read_text())["complete"]:
             raise Wrong("everstep ledger --json: not complete")
         expected = {e["step"]: e["metrics"] for e in Job(reference, "", 0).of_kind("evaluated")}
@@ -447,8 +453,10 @@ class Torment:
                 self._family.send(pid, signal.SIGKILL)
             if not self._family.gone(1.0):
                 break
-        if isinstance(self.job, Cold):
-            self.job.process.wait()
+        for job in self._started:
+            if isinstance(job, Cold):
+                job.process.wait()
+            job.close()
 
 
 def in_use() -> set[str]:
@@ -489,9 +497,9 @@ def torment(jobs: Jobs, seed: int, plan: Plan, folder: Path, find_reference: Cal
         begin_s, done = time.monotonic(), tormented.done
         try:
             tormented.run(reference if exact else None)
-        except Wrong as wrong:
-            reason = str(wrong)
-            (place / "account.txt").write_text(f"{reason}\n{tormented.account()}")
+        except Exception as error:  # a torn file or the like: the job's doing, too
+            reason = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+            (place / "account.txt").write_text(f"{traceback.format_exc()}\n{tormented.account()}")
         finally:
             tormented.close()
     except Wrong as wrong:
@@ -524,26 +532,28 @@ def main(arguments: list[str]) -> int:
     try:
         (argument,) = arguments
         todo = work(argument)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         print(
             f"expected seeds as A:B with A < B, or a line that was printed, got {' '.join(arguments)!r}",
             file=sys.stderr,
         )
         return 2
     folder = FOLDER / key()
+    again = argument[:1] in "-{"
     for old in FOLDER.glob("*"):
-        if old != folder:
+        if old != folder and not again:
             shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.closing(Jobs(folder)) as jobs:
         for seed, plan in todo.items():
             stamp = folder / f"seed-{seed}.json"
-            if stamp.exists() and argument[:1] not in "-{":
+            if stamp.exists() and not again:
                 line = json.loads(stamp.read_text())
             else:
                 line = torment(jobs, seed, plan, folder, lambda plan: kept_reference(jobs, folder, plan))
-                if line["ok"] and argument[:1] not in "-{":
+                if line["ok"] and not again:
                     stamp.write_text(json.dumps(line))
             failed += not line["ok"]
             print(json.dumps(line), flush=True)
@@ -553,4 +563,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # what is done has its stamp
+        sys.exit(130)
