@@ -168,7 +168,9 @@ class Told:
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             self.events.append(json.loads(line))
-            self.steps += self.events[-1]["kind"] == "step_committed"
+            kind, step = self.events[-1]["kind"], self.events[-1]["step"]
+            if kind == "step_committed" or (kind == "job_started" and not step):
+                self.steps = step
         if lines:
             self.changed_s = time.monotonic()
 
@@ -545,7 +547,8 @@ def main(arguments: list[str]) -> int:
             shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job: what is started here must hear SIGINT
+        signal.signal(number, signal.default_int_handler)
     with contextlib.closing(Jobs(folder)) as jobs:
         for seed, plan in todo.items():
             stamp = folder / f"seed-{seed}.json"
