@@ -278,6 +278,12 @@ def wrong_output(text: str, code: int | None) -> str:
     return ""
 
 
+def before_us(text: str, folder: str) -> bool:
+    """Whether this is the traceback of an interpreter that had not come to the first file of our folder yet."""
+    files = [line for line in text.splitlines() if line.strip().startswith("File ")]
+    return "KeyboardInterrupt" in text and bool(files) and not any(folder in line for line in files)
+
+
 def lost_without_need(plan: Plan, done: Sequence[str], steps_redone: int) -> str:
     """Steps that were done again though no worker was touched, nor what they are known to die with; "" if none."""
     touched = any(word in text for text in done for word in ("worker", "agent", "loader", "launcher", "drain", "scale"))

@@ -18,6 +18,7 @@ from torment_plan import (
     Life,
     Plan,
     Sent,
+    before_us,
     draw,
     from_json,
     leftovers,
@@ -99,6 +100,13 @@ def test_what_is_printed() -> None:
     assert not wrong_output("run directory x\n", 0)
     assert "traceback" in wrong_output("Traceback (most recent call last):\n  x\nKeyError: 'y'\n", 0)
     assert "one line" in wrong_output("", 1) and "got 2" in wrong_output("error: a\nerror: b\n", 1)
+
+
+def test_an_interpreter_that_is_interrupted_at_its_own_start_is_not_ours() -> None:
+    python = 'Traceback (most recent call last):\n  File "<frozen runpy>", line 15, in <module>\nKeyboardInterrupt\n'
+    assert before_us(python, "/here/everstep") and not before_us("error: interrupted\n", "/here/everstep")
+    ours = python.replace("<frozen runpy>", "/here/everstep/cli/main.py")
+    assert not before_us(ours, "/here/everstep")
 
 
 def test_steps_that_are_lost_and_files_that_are_left() -> None:
