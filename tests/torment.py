@@ -179,12 +179,10 @@ class Told:
 
 @dataclass
 class Ran:
-    """A command that was run: what it got, and how many steps there were at its end."""
+    """A command that was run, and the signals that it got."""
 
     job: Job
-    life: Life
     sent: list[Sent] = field(default_factory=list)
-    last_step_seen: bool = False
 
 
 class Torment:
@@ -262,7 +260,7 @@ class Torment:
 
     def _live(self, number: int, life: Life) -> Ran:
         job = self.job = self._start(number, life)
-        ran = Ran(job, life)
+        ran = Ran(job)
         launcher = job.launcher_pid()
         begin_s = time.monotonic()
         self._told.look()
@@ -273,7 +271,6 @@ class Torment:
                 break
             after = (begin_s if harm.when == "begin" and not ran.sent else time.monotonic()) + harm.delay_s
             self._wait(ran, lambda after=after: time.monotonic() >= after)  # type: ignore[misc]
-            ran.last_step_seen = ran.last_step_seen or self._told.steps >= self._last_step
             seen = len(self._told.events)
             self._do(number, harm, launcher, ran)
         if not any(harm.ends for harm in life.harms):
@@ -367,13 +364,8 @@ class Torment:
             code = int(path.read_text()) if path.exists() else None
         self.done.append(f"exit code {code} after step {self._told.steps}")
         text = self.run_dir.with_suffix(".err").read_text(errors="replace")
-        found = plans.wrong_code(
-            code,
-            ran.sent,
-            self._told.steps,
-            at_the_end=ran.last_step_seen,
-            may_fail=plans.may_fail(self._plan, done),
-        )
+        may_fail = plans.may_fail(self._plan, done)
+        found = plans.wrong_code(code, ran.sent, self._told.steps, may_fail=may_fail)
         found = found or plans.wrong_output(text, code)
         if found and not (isinstance(ran.job, Cold) and ran.sent and plans.before_us(text, OURS)):
             raise Wrong(f"{found}{self._last_word(text)}")
@@ -425,9 +417,10 @@ class Torment:
         if audited.end() != 0 or not json.loads(audited.run_dir.with_suffix(".out").read_text())["complete"]:
             raise Wrong("everstep ledger --json: not complete")
         expected = {e["step"]: e["metrics"] for e in Job(reference, "", 0).of_kind("evaluated")}
-        for event in job.of_kind("evaluated"):
-            if event["metrics"] != expected.get(event["step"]):
-                raise Wrong(f"evaluated at step {event['step']}: {event['metrics']}, undisturbed {expected}")
+        found = [(event["step"], event["metrics"]) for event in job.of_kind("evaluated")]
+        wrong = [step for step, metrics in found if metrics != expected.get(step)]
+        if wrong or expected.keys() - dict(found).keys():
+            raise Wrong(f"evaluations {found}, undisturbed {expected}")
 
     def _redone(self) -> int:
         return sum(int(e.get("steps_redone") or 0) for e in self._told.events if e["kind"] == "fallback")

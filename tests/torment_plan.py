@@ -14,7 +14,6 @@ LOST_AFTER = 12
 AT_LATEST = 5
 """After so many steps nobody waits any longer for something that happens on the way."""
 ENDING = {"SIGINT": 130, "SIGTERM": 143}
-KILLED = -9
 
 UNSPLIT = (
     "Pictures", "PicturesOneCycle", "PicturesEpochs", "PicturesAdafactor", "Text", "Sparse", "Layers", "MuonText",
@@ -243,13 +242,11 @@ def may_fail(plan: Plan, done: Sequence[str]) -> bool:
     return taken and plan.settings.get("on_failure") == "shrink"
 
 
-def wrong_code(
-    code: int | None, sent: Sequence[Sent], steps: int, *, at_the_end: bool = False, may_fail: bool = False
-) -> str:
+def wrong_code(code: int | None, sent: Sequence[Sent], steps: int, *, may_fail: bool = False) -> str:
     """What is wrong with an exit code; "" if it is what was done to the command.
 
     code: negative, or None where nobody knows which, if a signal ended it. sent: before it was over. steps: committed
-    in the end. at_the_end: the signal came after the last step. may_fail: it may have run out of workers.
+    in the end. may_fail: it may have run out of workers.
     """
     names = [signal.name for signal in sent]
     if "SIGKILL" in names:
@@ -260,7 +257,7 @@ def wrong_code(
         return f"the command was ended by a signal ({code}), it had got {', '.join(names) or 'none'}"
     if code < 0 or code in codes or (code == 1 and may_fail):
         return ""
-    if code == 0 and (not ending or at_the_end or steps - ending[0].steps <= LOST_AFTER):
+    if code == 0 and (not ending or steps - ending[0].steps <= LOST_AFTER):
         return ""
     if code == 0:
         return f"{ending[0].name} was lost: {steps - ending[0].steps} steps were committed after it"
