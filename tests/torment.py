@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -544,13 +545,15 @@ def main(arguments: list[str]) -> int:
     failed = 0
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job: what is started here must hear SIGINT
         signal.signal(number, signal.default_int_handler)
-    with contextlib.closing(Jobs(folder)) as jobs:
+    jobs: Jobs | None = None
+    with contextlib.ExitStack() as at_the_end:
         for seed, plan in todo.items():
             stamp = folder / f"seed-{seed}.json"
             if stamp.exists() and not again:
                 line = json.loads(stamp.read_text())
             else:
-                line = torment(jobs, seed, plan, folder, lambda plan: kept_reference(jobs, folder, plan))
+                jobs = jobs or at_the_end.enter_context(contextlib.closing(Jobs(folder)))
+                line = torment(jobs, seed, plan, folder, partial(kept_reference, jobs, folder))
                 if line["ok"] and not again:
                     stamp.write_text(json.dumps(line))
             failed += not line["ok"]
