@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    check, then simulator, real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
+	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -93,6 +94,11 @@ sim: $(STAMP)
 # What takes longer, in parts.
 extended: $(STAMP)
 	$(BIN)/python tests/extended.py
+
+# Kills, stops, signals and commands by a process that is no part of the job; a line of JSON per seed.
+SEEDS = 0:500
+torment: $(STAMP)
+	@$(BIN)/python tests/torment.py $(SEEDS)
 
 bench: $(STAMP)
 	mkdir -p bench/out

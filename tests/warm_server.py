@@ -7,6 +7,7 @@ come as JSON lines on stdin; the end of stdin ends it all.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import functools
 import json
@@ -135,7 +136,7 @@ def run_job(request: dict[str, Any]) -> None:
         if ranks > 1:
             run.ENTRY = cell_worker.ENTRY
             supervisor.LocalHost = functools.partial(supervisor.LocalHost, ranks=ranks)  # type: ignore
-        code = main.run_command(request["argv"])
+        main.main(request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -152,6 +153,7 @@ def run_job(request: dict[str, Any]) -> None:
 def main() -> None:
     """Serve until stdin ends."""
     adopt_orphans()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # jobs that hang are asked where
     begin = time.monotonic()
     fork_server.preload(list(PRELOAD))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for jobs

@@ -115,7 +115,8 @@ class HostAgent:
 
     def _patience(self, now_s: float) -> float:
         start_s = self._host.workers.due_in(now_s) if self._host is not None else inf
-        return min(1.0, self._link.due_in(now_s), start_s, self._deadline_s - now_s)
+        end_s = self._deadline_s - now_s  # once it is past, only what workers still do keeps it here
+        return min(1.0, self._link.due_in(now_s), start_s, end_s if end_s > 0 else inf)
 
     # ---- what comes
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fake_coordinator import PATIENCE_S, FakeCoordinator
 from everstep.base.cause import Cause
 from everstep.base.config import load_config, to_dict
 from everstep.protocol import messages as m
+from everstep.runtime import host_agent
 from everstep.runtime.board import Board
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
@@ -222,6 +223,27 @@ def test_a_run_directory_that_is_not_here(started: Started) -> None:
     started.coordinator.say(started.facts())
     left = started.end()
     assert left.exit_code == 2 and "--run-dir" in left.words
+
+
+def test_while_a_worker_finishes_after_its_time_the_agent_sleeps(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = started.with_worker()
+    started.board.row(1).set(phase="finish")
+    monkeypatch.setattr(host_agent, "GRACE_S", 0.0)
+    slept, readable = threading.Event(), host_agent.readable
+
+    def watch(fds: Iterable[int], timeout_s: float) -> set[int]:
+        if started.agent._deadline_s is not None and timeout_s > 0:
+            slept.set()
+        return readable(fds, timeout_s)
+
+    monkeypatch.setattr(host_agent, "readable", watch)
+    started.coordinator.say(OVER)
+    assert slept.wait(PATIENCE_S / 3)
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    assert started.end() == Left(0)
 
 
 def test_a_signal_ends_its_workers_at_once(started: Started) -> None:
