@@ -200,6 +200,11 @@ class Config:
     clip_norm: float | None = key(
         None, "float", "largest global norm of the gradient", low=0, above=True, none=True, numerics=True
     )
+    rehearse: bool = key(
+        True,
+        "bool",
+        "of scripts: before the first step, do some in a process that begins anew, to find what join does not carry",
+    )
     verify_every: int = key(100, "int", "steps between comparisons of the workers' digests; 0: never", low=0)
 
     workers: int = key(1, "int", "worker processes in all", low=1)

@@ -45,7 +45,7 @@ def no_fault_now(text: str, number: int, step: int, phase: str, plan: Plan | Non
 class WorkerLink(Protocol):
     """One worker's ties to its job. `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a
     scripted fault, for whoever has the state: one bit of it changes. `split_checked`: that the task can be split was
-    seen before the start.
+    seen before the start. `regular_saves`: checkpoints are taken by themselves, beside those that are asked for.
     """
 
     me: WorkerKey
@@ -59,6 +59,7 @@ class WorkerLink(Protocol):
     token: bytes
     log: WorkerLog
     flip: Callable[[], None]
+    regular_saves: bool
 
     @property
     def split_checked(self) -> bool: ...
@@ -90,6 +91,10 @@ class WorkerLink(Protocol):
         """Send to the coordinator; never blocks."""
         ...
 
+    def turn(self, view: Any, over: bool) -> None:
+        """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
+        ...
+
     def close(self) -> None:
         """Leave."""
         ...
@@ -106,6 +111,8 @@ def _job_facts(context: WorkerContext) -> dict[str, Any]:
 
 class LaunchedLink:
     """A worker that an agent started, as the head of its cell."""
+
+    regular_saves = True
 
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         self.me = context.key
@@ -197,6 +204,9 @@ class LaunchedLink:
             last.wait_connected(_LAST_WORDS_S)
             last.close()
 
+    def turn(self, view: Any, over: bool) -> None:
+        pass
+
     def close(self) -> None:
         if self._control is not None:
             self._control.close()
@@ -207,6 +217,8 @@ class LaunchedLink:
 
 class LoneLink:
     """A job of one worker, without agent or coordinator: it plans for itself."""
+
+    regular_saves = True
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self.me = WorkerKey(0, 0)
@@ -247,6 +259,9 @@ class LoneLink:
         if isinstance(message, wire.WorkerDone) and self._deliver is not None:
             why = "all steps are done"
             self._deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+
+    def turn(self, view: Any, over: bool) -> None:
+        pass
 
     def close(self) -> None:
         self._deliver = None

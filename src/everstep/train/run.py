@@ -142,6 +142,7 @@ class Run:
             if self._guard is not None:
                 self._guard.begin()
             while True:
+                session.view.link.turn(session.view, self._stopped)
                 if session.executor.arrived():
                     self._stopped = False
                     if session.view.step > session.transfers.past:
