@@ -90,22 +90,22 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     folder, steps = question["folder"], int(question["steps"])
     request = Request(())
     if spec.kind == "script":
-        piece = Rehearsed(spec.where, tuple(question["argv"]), folder, steps)
+        what = Rehearsed(spec.where, tuple(question["argv"]), folder, steps)
 
         def body(link: LifeLink) -> None:
             rehearsed_with(link)
-            run_script(piece)
+            run_script(what)
     else:
         probe = look(question["task"], request, False)
         if probe.error:
             return _report(spec, Judgement(refused=probe.error))
         config = effective_config(probe.defaults, request)
-        piece = Rehearsed(spec.where, (), folder, steps, config)
+        what = Rehearsed(spec.where, (), folder, steps, config)
 
         def body(link: LifeLink) -> None:
             _train(question["task"], link)
 
-    return _report(spec, Rehearsal(piece, body, float(question["max_seconds"])).verdict(listed=True))
+    return _report(spec, Rehearsal(what, body, float(question["max_seconds"])).verdict(listed=True))
 
 
 def _train(text: str, link: LifeLink) -> None:

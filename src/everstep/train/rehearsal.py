@@ -93,16 +93,19 @@ class Judgement:
 
 class LifeLink(LoneLink):
     """The ties of a life that is rehearsed: to nobody. `explicit`, `fill_up`: as those of a launched worker.
-    `launched`: there is a config of a job, which the script's own fills up."""
+    `launched`: there is a config of a job, which the script's own fills up.
+    `joined`: the script has called `join`."""
 
-    def __init__(self, piece: Rehearsed, life: str) -> None:
-        super().__init__(_calm(piece.config or Config()), piece.path(life))
-        self.explicit = frozenset(piece.explicit)
-        self.launched = piece.config is not None
+    regular_saves = False
+
+    def __init__(self, what: Rehearsed, life: str) -> None:
+        super().__init__(_calm(what.config or Config()), what.path(life))
+        self.explicit = frozenset(what.explicit)
+        self.launched = what.config is not None
         self.task = "rehearsal"
-        self.regular_saves = False
+        self.joined = False
         self.faults = self._at
-        self._piece = piece
+        self._what = what
         self._life = life
         self._last = _NEVER
         self._asked = False
@@ -114,10 +117,10 @@ class LifeLink(LoneLink):
 
     def fill_up(self, config: Config) -> None:
         """The script has joined. A life that goes on waits for what it goes on from."""
-        self.config = _calm(config)
+        self.config, self.joined = _calm(config), True
         if not config.rehearse:
-            report(self._piece, self._life, Sighting(error="rehearse is false"))
-        while self._life == "b" and not self._piece.path("b").exists():
+            report(self._what, self._life, Sighting(error="rehearse is false"))
+        while self._life == "b" and not self._what.path("b").exists():
             time.sleep(_WAIT_S)
 
     def follow(
@@ -145,9 +148,9 @@ class LifeLink(LoneLink):
 
     def turn(self, view: WorkerView, over: bool) -> None:
         """The rehearsal ends here if there is no more to do."""
-        self._last = min(self._piece.steps, view.order.total_steps)
+        self._last = min(self._what.steps, view.order.total_steps)
         if view.step >= self._last or over:
-            report(self._piece, self._life, self._look(view, sys._getframe(1)))
+            report(self._what, self._life, self._look(view, sys._getframe(1)))
 
     def _at(self, step: int, phase: str, plan: Plan) -> None:
         """The loop is through with the step before, which all later lives are to go on from: save it."""
@@ -163,9 +166,9 @@ class LifeLink(LoneLink):
     def _pass_on(self) -> None:
         """What was saved, and nothing else, is what life b begins with."""
         if self._life == "a" and self.run_dir is not None:
-            whole = self._piece.path("b.part")
+            whole = self._what.path("b.part")
             shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
-            whole.rename(self._piece.path("b"))
+            whole.rename(self._what.path("b"))
 
     def _look(self, view: WorkerView, frame: FrameType) -> Sighting:
         replica = view.stages.only
@@ -201,45 +204,47 @@ def _calm(config: Config) -> Config:
 # ---- one life
 
 
-def report(piece: Rehearsed, life: str, found: Sighting) -> None:
+def report(what: Rehearsed, life: str, found: Sighting) -> None:
     """Write down what this life has seen, and end it: nothing of what follows in the script is done."""
-    write_atomically(piece.path(f"{life}.json"), json.dumps(asdict(found)))
+    write_atomically(what.path(f"{life}.json"), json.dumps(asdict(found)))
     os._exit(0)
 
 
-def live(piece: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
+def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
     """Live one life in this process, which ends with it. body: loads and runs what is rehearsed."""
     os.environ[IN_REHEARSAL] = life
     os.environ.setdefault("WANDB_MODE", "disabled")
-    error, known = "it ended before its last step", False
+    link = LifeLink(what, life)
+    error, known = "", False
     try:
-        body(LifeLink(piece, life))
+        body(link)
+        error = "its loop ended before its last step" if link.joined else "it ended without calling everstep.join"
     except EverstepError as refusal:
         error, known = str(refusal), True
     except SystemExit as leaving:
         error = f"it left with exit code {leaving.code}"
     except BaseException as fault:  # whatever the user's code raises ends this life, and nothing else
         error = f"{type(fault).__name__}: {fault}{where(fault)}"
-    report(piece, life, Sighting(error=" ".join(error.split())[:_MOST_TEXT], known=known))
+    report(what, life, Sighting(error=" ".join(error.split())[:_MOST_TEXT], known=known))
 
 
-def run_script(piece: Rehearsed) -> None:
+def run_script(what: Rehearsed) -> None:
     """As a worker does."""
-    sys.argv = [piece.script, *piece.argv]
-    import_from_script(Path(piece.script))
-    runpy.run_path(piece.script, run_name="__main__")
+    sys.argv = [what.script, *what.argv]
+    import_from_script(Path(what.script))
+    runpy.run_path(what.script, run_name="__main__")
 
 
-def _fork_life(piece: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
+def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
     """A life in a fork of this process, in which nothing of the user's has run. Returns its pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             die_with_parent(parent)
-            redirect_output(piece.path(f"{life}.log"))
+            redirect_output(what.path(f"{life}.log"))
             close_descriptors(set())
-            live(piece, life, body)
+            live(what, life, body)
         finally:
             os._exit(1)
     return pid
@@ -255,9 +260,9 @@ class Rehearsal:
     """
 
     def __init__(
-        self, piece: Rehearsed, body: Callable[[LifeLink], None], limit_s: float = LIMIT_S, in_turn: bool = False
+        self, what: Rehearsed, body: Callable[[LifeLink], None], limit_s: float = LIMIT_S, in_turn: bool = False
     ) -> None:
-        self._piece = piece
+        self._what = what
         self._body = body
         self._limit_s = limit_s
         self._in_turn = in_turn
@@ -278,7 +283,7 @@ class Rehearsal:
 
     def _run(self, life: str) -> None:
         if life not in self._pids:
-            self._pids[life] = _fork_life(self._piece, life, self._body)
+            self._pids[life] = _fork_life(self._what, life, self._body)
 
     def _judge(self, listed: bool) -> Judgement:
         first = self._result("a")
@@ -298,7 +303,7 @@ class Rehearsal:
             found = findings(first.facts, resumed.facts, names, first.shapes)
         if first.unpassed is not None and first.unpassed[0] not in [f.object for f in found]:
             found = [unpassed(*first.unpassed), *found]
-        places = Places(self._piece.script)
+        places = Places(self._what.script)
         return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
 
     def _result(self, life: str) -> Sighting:
@@ -307,20 +312,20 @@ class Rehearsal:
         fd = os.pidfd_open(pid)
         try:
             if not readable([fd], max(0.0, self._until_s - time.monotonic())):
-                return Sighting(error=f"it was not through with {self._piece.steps} steps after {self._limit_s:g} s")
+                return Sighting(error=f"it was not through with {self._what.steps} steps after {self._limit_s:g} s")
         finally:
             os.close(fd)
         del self._pids[life]
         status = os.waitpid(pid, 0)[1]
         try:
-            return _read(self._piece.path(f"{life}.json"))
+            return _read(self._what.path(f"{life}.json"))
         except (OSError, ValueError, KeyError, TypeError):
             return Sighting(error=f"its process ended ({describe_status(status)})")
 
     def _output(self, life: str) -> str:
         """The last that this life has printed."""
         try:
-            return self._piece.path(f"{life}.log").read_text(errors="replace")[-_MOST_OUTPUT:]
+            return self._what.path(f"{life}.log").read_text(errors="replace")[-_MOST_OUTPUT:]
         except OSError:
             return ""
 

@@ -1,4 +1,4 @@
-"""The process that rehearses a script which is run by itself: `python -m everstep.train.rehearsal_process PIECE`.
+"""The process that rehearses a script which is run by itself: `python -m everstep.train.rehearsal_process WHAT`.
 
 Apart from the script's own process, where devices and threads of the user's may be in use already.
 """
@@ -20,8 +20,8 @@ def main() -> int:
     said = json.loads(sys.argv[1])
     die_with_parent(int(said.pop("parent")))
     preload(list(DEFAULT_PRELOAD))  # once for all lives
-    piece = Rehearsed(str(said["script"]), tuple(said["argv"]), str(said["folder"]))
-    perform(piece, rehearsed_with)
+    what = Rehearsed(str(said["script"]), tuple(said["argv"]), str(said["folder"]))
+    perform(what, rehearsed_with)
     return 0
 
 

@@ -52,8 +52,8 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
     folder = _cleared(run_dir)
-    piece = Rehearsed(script, tuple(argv), str(folder), config=link.config, explicit=tuple(sorted(link.explicit)))
-    pid = _fork(piece, enter)
+    what = Rehearsed(script, tuple(argv), str(folder), config=link.config, explicit=tuple(sorted(link.explicit)))
+    pid = _fork(what, enter)
     conclude = _once(lambda: _conclude(pid, run_dir, script, digest, link.row.tick))
     if _gpus():
         conclude()
@@ -70,9 +70,9 @@ def beside_script(run_dir: Path) -> Conclude:
     if is_rehearsed(run_dir, digest):
         return _nothing
     folder = _cleared(run_dir)
-    piece = Rehearsed(script, tuple(argv), str(folder))
+    what = Rehearsed(script, tuple(argv), str(folder))
     process = subprocess.Popen(
-        own_command(PROCESS, json.dumps({**asdict(piece), "parent": os.getpid()})),
+        own_command(PROCESS, json.dumps({**asdict(what), "parent": os.getpid()})),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -81,16 +81,16 @@ def beside_script(run_dir: Path) -> Conclude:
     return lambda: _conclude(process.pid, run_dir, script, digest, lambda: None)
 
 
-def perform(piece: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
+def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
     """In a process of its own: rehearse a script, and write the verdict down."""
 
     def body(link: LifeLink) -> None:
         enter(link)
-        run_script(piece)
+        run_script(what)
 
-    verdict = Rehearsal(piece, body, in_turn=_gpus()).verdict()
+    verdict = Rehearsal(what, body, in_turn=_gpus()).verdict()
     said = {"note": verdict.note, "refused": [str(f) for f in verdict.findings]}
-    write_atomically(piece.path(_VERDICT), json.dumps(said))
+    write_atomically(what.path(_VERDICT), json.dumps(said))
 
 
 def refusal(script: str, lines: list[str]) -> ConfigError:
@@ -101,15 +101,15 @@ def refusal(script: str, lines: list[str]) -> ConfigError:
     )
 
 
-def _fork(piece: Rehearsed, enter: Callable[[LifeLink], None]) -> int:
+def _fork(what: Rehearsed, enter: Callable[[LifeLink], None]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             die_with_parent(parent)
-            redirect_output(piece.path("rehearsal.log"))
+            redirect_output(what.path("rehearsal.log"))
             close_descriptors(set())
-            perform(piece, enter)
+            perform(what, enter)
         finally:
             os._exit(0)
     return pid
