@@ -6,6 +6,7 @@ Each is (name, setup, join's further arguments, before the batches, for each bat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 HEAD = """
@@ -63,6 +64,14 @@ class Whole(NamedTuple):
     def text(self) -> str:
         """The whole script."""
         return HEAD + self.body
+
+
+def combined(name: str, loops: Sequence[Loop]) -> Loop:
+    """All of these in one script."""
+    parts = zip(*((s.setup, s.before, s.batch, s.after) for s in loops), strict=True)
+    setup, before, batch, after = ("\n".join(lines) for lines in parts)
+    listed = tuple(name for loop in loops for name in loop.listed)
+    return Loop(name, setup, before=before, batch=batch, after=after, listed=listed)
 
 
 def _indented(text: str, by: int) -> list[str]:
@@ -234,35 +243,7 @@ LOOPS = [
     Loop("unseeded", "rng = np.random.default_rng()", after="rng.normal()"),
     Loop("counter_object", _COUNTER, after="counter.step()", refused=("counter",)),
     Loop("counter_ignored", _COUNTER, "ignore=['counter']", after="counter.step()"),
-    Loop("counter", "n = 0", after="n += 1", listed=("n",)),
     Loop("global_function", "n = 0\ndef bump():\n    global n\n    n += 1\n", after="bump()", listed=("n",)),
-    Loop(
-        "default_argument",
-        "def note(loss, seen=[]):\n    seen.append(loss)",
-        after="note(step.loss)",
-        listed=("note.default0",),
-    ),
-    Loop("class_counter", "class Seen:\n    n = 0", after="Seen.n += 1", listed=("Seen.n",)),
-    Loop("losses", "losses = []", after="losses.append(step.loss)", listed=("losses",)),
-    Loop("running", "running = 0.0", after="running += step.loss", listed=("running",)),
-    Loop(
-        "defaultdict", "seen = collections.defaultdict(list)", after="seen['loss'].append(step.loss)", listed=("seen",)
-    ),
-    Loop("deque", "last = collections.deque(maxlen=9)", after="last.append(step.loss)", listed=("last",)),
-    Loop("queue", "q = queue.Queue()", after="q.put(step.loss)", listed=("q.queue", "q.unfinished_tasks")),
-    Loop("meter", _METER, after="meter.update(step.loss)", listed=("meter",)),
-    Loop("torch_meter", _TORCH_METER, batch="meter.update(model(x), y)", listed=("meter",)),
-    Loop("early_stopping", _STOPPING, after="stopping(step.loss)", listed=("stopping.best", "stopping.bad")),
-    Loop("bar", _BAR, after="bar.update()", listed=("bar.n",)),
-    Loop("timer", _TIMER, before="t0 = time.time()", after="timer.step(); took = time.time() - t0"),
-    Loop(
-        "logger", "log = logging.getLogger('mine')\nlog.addHandler(logging.StreamHandler())", after="log.warning('x')"
-    ),
-    Loop(
-        "profiler",
-        "p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])\np.start()",
-        after="p.step()",
-    ),
     Loop("dataset", _DATASET, refused=("data.rng",), listed=("x",)),
     Loop(
         "loader_outside",
@@ -278,6 +259,39 @@ LOOPS = [
         refused=("what is trained",),
         listed=("more", "x", "x2"),
     ),
+    Loop("eval_mode", after="if step.number == 1: model.eval()", refused=("model",)),
+    Loop("torch_meter", _TORCH_METER, batch="meter.update(model(x), y)", listed=("meter",)),
+    Loop("local_tensors", before="seen = torch.zeros(3)", batch="seen += 1", after="norm = model[0].weight.norm()"),
+]
+
+SHOWN = [
+    Loop("counter", "n = 0", after="n += 1", listed=("n",)),
+    Loop(
+        "default_argument",
+        "def note(loss, seen=[]):\n    seen.append(loss)",
+        after="note(step.loss)",
+        listed=("note.default0",),
+    ),
+    Loop("class_counter", "class Seen:\n    n = 0", after="Seen.n += 1", listed=("Seen.n",)),
+    Loop("losses", "losses = []", after="losses.append(step.loss)", listed=("losses",)),
+    Loop("running", "running = 0.0", after="running += step.loss", listed=("running",)),
+    Loop(
+        "defaultdict", "seen = collections.defaultdict(list)", after="seen['loss'].append(step.loss)", listed=("seen",)
+    ),
+    Loop("deque", "last = collections.deque(maxlen=9)", after="last.append(step.loss)", listed=("last",)),
+    Loop("queue", "q = queue.Queue()", after="q.put(step.loss)", listed=("q.queue", "q.unfinished_tasks")),
+    Loop("meter", _METER, after="meter.update(step.loss)", listed=("meter",)),
+    Loop("early_stopping", _STOPPING, after="stopping(step.loss)", listed=("stopping.best", "stopping.bad")),
+    Loop("bar", _BAR, after="bar.update()", listed=("bar.n",)),
+    Loop("timer", _TIMER, before="t0 = time.time()", after="timer.step(); took = time.time() - t0"),
+    Loop(
+        "logger", "log = logging.getLogger('mine')\nlog.addHandler(logging.StreamHandler())", after="log.warning('x')"
+    ),
+    Loop(
+        "profiler",
+        "p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])\np.start()",
+        after="p.step()",
+    ),
     Loop("cycle", "turns = itertools.cycle([1, 2, 3, 4, 5])", after="turn = next(turns)", listed=("turns", "turn")),
     Loop(
         "generator_function",
@@ -286,7 +300,6 @@ LOOPS = [
         listed=("it",),
     ),
     Loop("evaluates", after="run.evaluate(lambda b: {'n': torch.tensor([1.0, 1.0])}, data)"),
-    Loop("eval_mode", after="if step.number == 1: model.eval()", refused=("model",)),
     Loop("enumerated", "k = 0", after="pass"),
     Loop(
         "partial",
@@ -294,8 +307,8 @@ LOOPS = [
         after="g(step.loss)",
         listed=("g.args",),
     ),
-    Loop("local_tensors", before="seen = torch.zeros(3)", batch="seen += 1", after="norm = model[0].weight.norm()"),
 ]
+"""What people keep to look at; no two use the same names, so one script can have all of it."""
 
 WHOLE = [
     Whole(
@@ -358,3 +371,5 @@ if __name__ == "__main__":
         listed=("k",),
     ),
 ]
+
+SCRIPTS: list[Loop | Whole] = [*LOOPS, *WHOLE, combined("shown", SHOWN)]

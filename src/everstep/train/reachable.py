@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.exact.digest import digest_bytes, tensor_digest
 
@@ -440,7 +441,7 @@ _VISITS: list[tuple[_Test, _Visit]] = [
     (lambda s, v: _kind(v) != "", Survey._stateful),
     (lambda s, v: isinstance(v, dict | types.MappingProxyType), Survey._mapping),
     (lambda s, v: isinstance(v, _CONTAINERS), Survey._container),
-    (lambda s, v: isinstance(v, (types.GeneratorType, *_ITERATORS)) or hasattr(v, "_sampler_iter"), Survey._iterator),
+    (lambda s, v: isinstance(v, (types.GeneratorType, _BaseDataLoaderIter, *_ITERATORS)), Survey._iterator),
     (lambda s, v: _users_class(type(v)) or _of_modules(type(v), _WALKED), Survey._object),
     (lambda s, v: True, Survey._foreign),
 ]

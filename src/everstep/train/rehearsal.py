@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -244,7 +245,8 @@ def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> 
             die_with_parent(parent)
             redirect_output(what.path(f"{life}.log"))
             close_descriptors(set())
-            live(what, life, body)
+            with open(1, "w", 1, closefd=False) as out, redirect_stdout(out), redirect_stderr(out):
+                live(what, life, body)
         finally:
             os._exit(1)
     return pid
@@ -289,6 +291,8 @@ class Rehearsal:
         first = self._result("a")
         if first.known:
             return Judgement(refused=first.error, seen=first)
+        if not first.error and not self._what.path("b").exists():
+            return Judgement(note="nothing was saved that a life could go on from", seen=first)
         resumed = first if first.error else self._result("b")
         if resumed.error:
             note = resumed.error if first.error else f"a life that went on from step 1 ended early: {resumed.error}"

@@ -25,6 +25,9 @@ def unpassed_scheduler(
     """
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch marks an optimizer whose rate somebody moves
         return None
+    given = [thing for thing in given if thing is not None]
+    if any(getattr(thing, "optimizer", None) is optimizer for thing in given):
+        return None  # if there is another one, the rehearsal finds it
     known = _with_parts(given)
     schedulers = [s for s in gc.get_objects() if issubclass(type(s), LRScheduler)]
     driving = [s for s in schedulers if getattr(s, "optimizer", None) is optimizer]
