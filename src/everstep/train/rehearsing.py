@@ -47,7 +47,7 @@ def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Calla
     link from then on."""
     run_dir = link.run_dir
     digest = script_digest(script, argv)
-    if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest):
+    if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest, tried=link.me.incarnation > 0):
         return _nothing
     if link.me.worker_id:
         return lambda: _await_others(run_dir, digest, link.row.tick)
@@ -89,7 +89,7 @@ def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
         run_script(what)
 
     verdict = Rehearsal(what, body, in_turn=_gpus()).verdict()
-    said = {"note": verdict.note, "refused": [str(f) for f in verdict.findings]}
+    said = {"note": verdict.note or verdict.refused, "refused": [str(f) for f in verdict.findings]}
     write_atomically(what.path(_VERDICT), json.dumps(said))
 
 
@@ -146,7 +146,7 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
 def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
     """Worker 0 rehearses: wait until it is through. If it refuses the script the job ends meanwhile."""
     until_s = time.monotonic() + _PATIENCE_S
-    while not is_rehearsed(run_dir, digest) and time.monotonic() < until_s:
+    while not is_rehearsed(run_dir, digest, tried=True) and time.monotonic() < until_s:
         tick()
         time.sleep(_TICK_S)
     return ""
@@ -190,9 +190,10 @@ def script_digest(script: str, argv: Iterable[str]) -> str:
     return found.hexdigest()
 
 
-def is_rehearsed(run_dir: Path, digest: str) -> bool:
-    """Whether this script was rehearsed for this job."""
+def is_rehearsed(run_dir: Path, digest: str, *, tried: bool = False) -> bool:
+    """Whether this script was rehearsed for this job. tried: it counts, too, if that failed."""
     try:
-        return bool(json.loads((run_dir / _REMEMBERED).read_text())["script"] == digest)
+        said = json.loads((run_dir / _REMEMBERED).read_text())
+        return bool(said["script"] == digest) and (tried or not said["note"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

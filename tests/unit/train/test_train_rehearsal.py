@@ -20,7 +20,7 @@ from everstep.train.join import rehearsed_with
 from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
 
 
-def rehearsed(folder: Path, text: str, limit_s: float = 120.0) -> dict[str, Any]:
+def rehearsed(folder: Path, text: str, limit_s: float = 120.0, in_turn: bool = False) -> dict[str, Any]:
     """The verdict on a script, from a process in which none of it has run."""
     script, out = folder / "script.py", folder / "verdict.json"
     script.write_text(text)
@@ -32,7 +32,7 @@ def rehearsed(folder: Path, text: str, limit_s: float = 120.0) -> dict[str, Any]
         run_script(piece)
 
     def judge() -> None:
-        out.write_text(json.dumps(asdict(Rehearsal(piece, body, limit_s).verdict(listed=True))))
+        out.write_text(json.dumps(asdict(Rehearsal(piece, body, limit_s, in_turn).verdict(listed=True))))
 
     in_a_fork(judge)
     verdict: dict[str, Any] = json.loads(out.read_text())
@@ -109,5 +109,5 @@ def test_join_refuses_a_scheduler_by_name() -> None:
 
 def test_two_steps_are_enough(tmp_path: Path) -> None:
     loop = rehearsed_scripts.Loop("two", "n = 0", after="n += 1")
-    verdict = rehearsed(tmp_path, loop.text.replace("steps=6", "steps=2"))
+    verdict = rehearsed(tmp_path, loop.text.replace("steps=6", "steps=2"), in_turn=True)
     assert [f["object"] for f in verdict["findings"]] == ["n"] and not verdict["note"]
