@@ -47,7 +47,7 @@ GONE_S = 30.0
 COMMAND_S = 90.0
 STEP_S = 0.2
 """So long a step takes while there is harm to be done."""
-MODULES = ("coordinator_main", "agent_main", "fork_server", "warm_server", "everstep run")
+MODULES = ("coordinator_main", "host_agent", "fork_server", "warm_server", "everstep run")
 DUMPS = "import faulthandler, signal\nfaulthandler.register(signal.SIGQUIT, all_threads=True)\n"
 
 
@@ -98,7 +98,7 @@ class Family:
         found: dict[str, list[int]] = {"launcher": [launcher]}
         for pid in self._children(launcher):
             line = command_line(pid)
-            modules = {"coordinator_main": "coordinator", "agent_main": "agent"}
+            modules = {"coordinator_main": "coordinator", "host_agent": "agent"}
             found.setdefault(next((r for m, r in modules.items() if m in line), "fork_server"), []).append(pid)
         for agent in found.get("agent", []):
             found.setdefault("fork_server", []).extend(self._children(agent))

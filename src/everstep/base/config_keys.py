@@ -174,6 +174,10 @@ class Config:
         "fp32", "arithmetic of forward and backward passes", choices=("fp32", "bf16", "fp16"), numerics=True
     )
     clip_norm: float | None = key(None, "largest global norm of the gradient", above=0, numerics=True)
+    rehearse: bool = key(
+        True,
+        "of scripts: do some steps twice before the first, to find what join does not carry",
+    )
     verify_every: int = key(100, "steps between comparisons of the workers' digests; 0: never", low=0)
 
     workers: int = key(1, "worker processes in all", low=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
 from everstep.exact.seeding import build_seed, seed_all
@@ -24,16 +26,33 @@ from everstep.runtime.private import close_run_dir, write_privately
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
 from everstep.train.precision import prepare_torch
+from everstep.train.published import Publisher
+from everstep.train.rehearsal import LifeLink
+from everstep.train.rehearsing import Conclude, beside_script
+from everstep.train.restarts import unpassed
 from everstep.train.run import Run
 from everstep.train.stage import Parts, refuse_unsupported
+from everstep.train.unpassed import unpassed_scheduler
 
-_launched: LaunchedLink | None = None
+_launched: LaunchedLink | LifeLink | None = None
 _called = False
 _run: Run | None = None
+_conclude: Conclude | None = None
 
 
-def launched_with(link: LaunchedLink) -> None:
-    """Told by the worker before it runs a script: `join` belongs to this job."""
+def launched_with(link: LaunchedLink, conclude: Conclude) -> None:
+    """Told by the worker before it runs a script: `join` belongs to this job. conclude: the script's rehearsal."""
+    global _conclude
+    _enter(link)
+    _conclude = conclude
+
+
+def rehearsed_with(link: LifeLink) -> None:
+    """Told before a script is rehearsed: `join` belongs to this life."""
+    _enter(link)
+
+
+def _enter(link: LaunchedLink | LifeLink) -> None:
     global _launched, _called
     _launched, _called = link, False
     seed_all(build_seed(link.config.seed))
@@ -74,6 +93,7 @@ def join(
     units: Sequence[nn.Module] | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     run_dir: str | Path | None = None,
+    ignore: Sequence[Any] = (),
     **config: Any,
 ) -> Run:
     """Make this process a worker of a job, and return the job's steps to iterate over.
@@ -85,6 +105,10 @@ def join(
     it takes checkpoints there, and goes on from the newest one when the script is run again. What this process writes
     from then on, there and elsewhere, is readable by its owner alone, as in launched workers; os.umask changes that.
 
+    What else the loop keeps from step to step begins anew in a worker that is resumed or healed, so a script is
+    rehearsed before its first step, and refused if it does (`rehearse=False` does not look). `ignore`: what it may
+    keep for itself, as objects or as names ("meter", "trainer.history").
+
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
     job seeds every worker alike before it runs the script.
 
@@ -95,22 +119,46 @@ def join(
         raise ConfigError("everstep.join was called twice in one script; a worker belongs to one job")
     _called = True
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
-    link: WorkerLink
-    if _launched is not None:
-        link = _launched
-        _launched.fill_up(_merge(_launched, given))
-    else:
-        link = LoneLink(_alone(given), Path(run_dir) if run_dir is not None else None)
-        if link.run_dir is not None:
-            write_privately()
-            with contextlib.suppress(OSError):  # there is none yet
-                close_run_dir(link.run_dir)
+    link = _link(given, Path(run_dir) if run_dir is not None else None)
     refuse_unsupported(model, optimizer, scheduler)
+    lost = unpassed_scheduler(optimizer, (scheduler, *(state or {}).values()), ignore, sys._getframe())
+    if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
+        raise ConfigError(str(unpassed(*lost)))
     device = prepare_torch(link.config, link.me.worker_id)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)
     _run = assemble(link, parts, dataset, collate, device)
+    if isinstance(link, LifeLink):
+        link.follow(ignore, unpassed=lost)
+    elif note := _await_rehearsal(link):
+        with contextlib.closing(Publisher(link.run_dir, link.me)) as publisher:
+            publisher.emit("warning", step=0, cause=Cause.CONFIG, reason=note)
     return _run
+
+
+def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
+    """This process's ties to the job, with all that is known of its config by now."""
+    if _launched is not None:
+        _launched.fill_up(
+            _alone(given) if isinstance(_launched, LifeLink) and not _launched.launched else _merge(_launched, given)
+        )
+        return _launched
+    link = LoneLink(_alone(given), run_dir)
+    if run_dir is not None:
+        write_privately()
+        with contextlib.suppress(OSError):  # there is none yet
+            close_run_dir(run_dir)
+    return link
+
+
+def _await_rehearsal(link: WorkerLink) -> str:
+    """Returns why the script was not rehearsed, "" if it was or need not be. Raises: ConfigError."""
+    if _conclude is not None:
+        note = _conclude()
+        return note if link.config.rehearse else ""
+    if link.run_dir is None or not link.config.rehearse or not link.config.checkpoint.enabled:
+        return ""  # nobody will ever go on with it
+    return beside_script(link.run_dir)()
 
 
 def _tell_ledger(link: WorkerLink, dataset: Any) -> None:
@@ -135,7 +183,7 @@ def _alone(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def _merge(link: LaunchedLink, given: Mapping[str, Any]) -> Config:
+def _merge(link: LaunchedLink | LifeLink, given: Mapping[str, Any]) -> Config:
     """The job's config, filled up with what the script gives and the user has not set."""
     job = to_dict(link.config)
     if given["lanes"] != link.config.lanes:

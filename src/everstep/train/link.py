@@ -45,6 +45,7 @@ class WorkerLink:
 
     `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a scripted fault, for whoever has
     the state: one bit of it changes. `fault_now`: faults that are asked for while the job runs.
+    `regular_saves`: checkpoints are taken by themselves, beside those that are asked for.
     """
 
     me: WorkerKey
@@ -58,6 +59,7 @@ class WorkerLink:
     faults: Faults = lambda step, phase, plan: None
     fault_now: FaultNow = lambda text, number, step, phase, plan: None
     flip: Callable[[], None] = lambda: None
+    regular_saves: bool = True
 
     @cached_property
     def job(self) -> dict[str, Any]:
@@ -91,6 +93,9 @@ class WorkerLink:
 
     def tell(self, message: wire.AnyMessage) -> None:
         """Send to the coordinator; never blocks."""
+
+    def turn(self, view: Any, over: bool) -> None:
+        """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
 
     def close(self) -> None:
         """Leave."""
@@ -167,6 +172,9 @@ class LaunchedLink(WorkerLink):
             last.wait_connected(_LAST_WORDS_S)
             last.close()
 
+    def turn(self, view: Any, over: bool) -> None:
+        pass
+
     def close(self) -> None:
         if self._control is not None:
             self._control.close()
@@ -195,6 +203,9 @@ class LoneLink(WorkerLink):
         if isinstance(message, wire.WorkerDone) and self._deliver is not None:
             why = "all steps are done"
             self._deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+
+    def turn(self, view: Any, over: bool) -> None:
+        pass
 
     def close(self) -> None:
         self._deliver = None

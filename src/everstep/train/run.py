@@ -155,6 +155,7 @@ class Run:
             self._join()
             with self._guard:
                 while True:
+                    session.view.link.turn(session.view, self._stopped)
                     if session.executor.arrived():
                         self._stopped = False
                         if session.view.step > session.transfers.past:

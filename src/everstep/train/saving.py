@@ -105,7 +105,12 @@ def saving_of(link: WorkerLink, split: bool, order: AnyOrder) -> SavingRules:
     epoch_of: Callable[[int], int] | None = getattr(order, "epoch_of", None)
 
     def epoch_ends(number: int) -> bool:
-        return epoch_of is not None and number < order.total_steps and epoch_of(number + 1) != epoch_of(number)
+        return (
+            link.regular_saves
+            and epoch_of is not None
+            and number < order.total_steps
+            and epoch_of(number + 1) != epoch_of(number)
+        )
 
     on = link.run_dir is not None and bool(link.task) and config.checkpoint.enabled
     return SavingRules(config.checkpoint, on, _AUTOMATIC_EVERY if split else 0, config.eval_every, epoch_ends)

@@ -30,6 +30,7 @@ from everstep.train.assembly import assemble_task
 from everstep.train.console import LeaderConsole
 from everstep.train.importing import import_from_script
 from everstep.train.link import Faults, LaunchedLink
+from everstep.train.rehearsing import beside_worker
 from everstep.train.task import Task, where
 from everstep.train.trainer import train
 
@@ -92,7 +93,8 @@ def _held(link: LaunchedLink, context: WorkerContext, hold: Callable[[wire.Worke
 
 
 def _run_script(link: LaunchedLink, script: str, context: WorkerContext) -> None:
-    join.launched_with(link)
+    conclude = beside_worker(link, script, context.argv, join.rehearsed_with)
+    join.launched_with(link, conclude)
     sys.argv = [script, *context.argv]
     import_from_script(Path(script))
     most_bytes = int(link.config.logs.max_mb * (1 << 20))

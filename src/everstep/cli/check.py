@@ -1,0 +1,165 @@
+"""`everstep check`: rehearse a script or a task, and say what begins anew in a worker that is resumed or healed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.job import Request, effective_config
+from everstep.cli.probe import look
+from everstep.cli.task_loading import TaskSpec, load_task, parse_task
+from everstep.cli.worker import PRELOAD
+from everstep.runtime.fork_server_client import EarlyForkServer, ForkEnded
+
+if TYPE_CHECKING:
+    from everstep.train.rehearsal import Judgement, LifeLink
+
+_LEAST_STEPS = 2
+_REFUSED = "what is said here is refused at the start of a job: change it"
+NOT_COVERED = (
+    "state in C extensions, files, databases, devices and other processes or threads",
+    "what first changes after the steps that were rehearsed (--steps)",
+    "what changes only after an evaluation, an epoch or a number of steps that the rehearsal does not come to",
+    "attributes of objects of installed packages, but for modules, optimizers, schedulers and objects with state_dict",
+    "values that differ between two undisturbed runs: unseeded generators, times, addresses",
+    "what the script does after its loop",
+)
+
+
+@click.command()
+@click.argument("target")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+@click.option("--steps", type=click.IntRange(_LEAST_STEPS), default=3, show_default=True, help="Steps to rehearse.")
+@click.option(
+    "--max-seconds", type=click.FloatRange(1.0), default=120.0, show_default=True, help="Give up after so long."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(target: str, argv: tuple[str, ...], steps: int, max_seconds: float, as_json: bool) -> int:
+    """Rehearse TARGET: a script that calls everstep.join (-- its own arguments), or a task.
+
+    Its first steps are done as they are, and again by a process that goes on from a checkpoint of one of them: what
+    then differs begins anew in a worker that is resumed or healed. Exit code 1 if something is found.
+    """
+    spec = parse_task(target)
+    if argv and spec.kind != "script":
+        raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {target!r}")
+    report = check(spec, argv, steps, max_seconds)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _print(target, report)
+    return int(not report["ok"])
+
+
+def check(spec: TaskSpec, argv: tuple[str, ...], steps: int, max_seconds: float) -> dict[str, Any]:
+    """`ok`, `findings`, `covered`, `not_covered`.
+
+    Raises: ConfigError if it cannot be rehearsed.
+    """
+    folder = tempfile.mkdtemp(prefix="everstep-check-")
+    task = spec.canonical
+    question = {"task": task, "argv": argv, "folder": folder, "steps": steps, "max_seconds": max_seconds}
+    server = EarlyForkServer(1, PRELOAD)
+    try:
+        said: dict[str, Any] = server.call(f"{__name__}:answer", question)
+    except ForkEnded as error:
+        raise ConfigError(f"{spec.text} cannot be rehearsed: its process ended ({error})") from None
+    finally:
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    if said["note"]:
+        output = " ".join(said["output"].split()[-40:])
+        tail = f"; it printed last: ... {output}" if output else ""
+        raise ConfigError(f"{spec.text} cannot be rehearsed: {said['note']}{tail}")
+    return {key: said[key] for key in ("ok", "findings", "covered", "not_covered")}
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """In a fork of the fork server, in which nothing of the user's has run."""
+    from everstep.train.join import rehearsed_with
+    from everstep.train.rehearsal import Judgement, Rehearsal, Rehearsed, run_script
+
+    spec = parse_task(question["task"])
+    folder, steps = question["folder"], int(question["steps"])
+    request = Request(())
+    if spec.kind == "script":
+        what = Rehearsed(spec.where, tuple(question["argv"]), folder, steps)
+
+        def body(link: LifeLink) -> None:
+            rehearsed_with(link)
+            run_script(what)
+    else:
+        try:
+            probe = look(question["task"], request, False)
+        except ConfigError as error:
+            return _report(spec, Judgement(refused=str(error)))
+        config = effective_config(probe.defaults, request)
+        what = Rehearsed(spec.where, (), folder, steps, config)
+
+        def body(link: LifeLink) -> None:
+            _train(question["task"], link)
+
+    return _report(spec, Rehearsal(what, body, float(question["max_seconds"])).verdict(listed=True))
+
+
+def _train(text: str, link: LifeLink) -> None:
+    """In a life: the task, as a worker has it."""
+    import sys
+
+    from everstep.train.assembly import assemble_task
+    from everstep.train.trainer import train
+
+    link.fill_up(link.config)
+    task = load_task(text, link.config)
+    run, early_stop = assemble_task(link, task)
+    roots = {"task": task, **{n: v for n, v in vars(sys.modules[type(task).__module__]).items() if n[:2] != "__"}}
+    link.follow((), roots)
+    train(task, run, early_stop)
+
+
+def _report(spec: TaskSpec, verdict: Judgement) -> dict[str, Any]:
+    found = [
+        {
+            "kind": f.kind,
+            "object": f.object,
+            "file": f.file,
+            "line": f.line,
+            "says": f.says,
+            "remedy": f.remedy,
+            "refused": f.refused,
+        }
+        for f in verdict.findings
+    ]
+    if verdict.refused:
+        name = os.path.basename(spec.where)
+        found.append(
+            {"kind": "refused", "object": name, "file": name, "line": 0, "says": verdict.refused, "remedy": _REFUSED}
+        )
+    seen = verdict.seen
+    owners = {f.owner: f"{f.owner} ({f.type_name})" for f in seen.facts.values() if f.hard and f.kind != "training"}
+    covered = ["model, optimizer, scheduler and state, as join was given them"] if seen.step else []
+    covered += [owners[name] for name in sorted(owners)]
+    covered += [f"{len(seen.facts)} values that the loop can reach, after step {seen.step}"] if seen.step else []
+    unseen = [f"{name}: {what}" for name, what in sorted(seen.unseen.items())]
+    return {
+        "ok": not found,
+        "findings": found,
+        "covered": covered,
+        "not_covered": [*NOT_COVERED, *unseen],
+        "note": verdict.note,
+        "output": verdict.output,
+    }
+
+
+def _print(target: str, report: dict[str, Any]) -> None:
+    for finding in report["findings"]:
+        where = f"{finding['file']}:{finding['line']}: " if finding["line"] else ""
+        weight = "" if finding.get("refused", True) else " (listed here alone: a job begins with it)"
+        print(f"{where}{finding['object']}: {finding['says']}; {finding['remedy']}{weight}")
+    print(f"{target}: {len(report['findings'])} found; not looked into: {len(report['not_covered'])} kinds (--json)")

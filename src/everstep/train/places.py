@@ -1,0 +1,37 @@
+"""Where a script makes what its names stand for. Pure but for reading the script."""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from everstep.train.restarts import Finding
+
+
+class Places:
+    """Where a script makes what its names stand for: the first assignment, else the call of `join`."""
+
+    def __init__(self, script: str) -> None:
+        self._file = os.path.basename(script)
+        self._lines: dict[str, int] = {}
+        self._joined = 0
+        try:
+            tree = ast.parse(Path(script).read_text())
+        except (OSError, ValueError, SyntaxError):
+            return
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "join" and node.keywords:
+                self._joined = self._joined or node.lineno
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    name = ast.unparse(target)
+                    self._lines[name] = min(node.lineno, self._lines.get(name, node.lineno))
+
+    def of(self, finding: Finding) -> Finding:
+        """The finding with its place."""
+        name = finding.object
+        last = name.split(".")[-1]
+        line = self._lines.get(name) or self._lines.get(f"self.{last}") or self._lines.get(name.split(".")[0])
+        return replace(finding, file=self._file, line=line or self._joined)

@@ -1,0 +1,340 @@
+"""The rehearsal of a script: is what its loop keeps beside what `join` carries, so that it begins anew after a fault?
+
+Life a does the first steps. Life b, a process that begins anew, gets what `join` carries of a step in between, as a
+worker does that is resumed, and does the steps after it. What can be reached from the loop (`reachable`) must then be
+the same; where it is not, life c does what life a did, so that whatever differs by itself (times, addresses) accuses
+nobody. Each life is a job of one worker by itself, with checkpoints in a folder that is thrown away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from everstep.base.config import Config, device_of
+from everstep.base.errors import EverstepError
+from everstep.base.plan import Plan
+from everstep.protocol import messages as wire
+from everstep.runtime.address import CHECKPOINTS_DIR, write_atomically
+from everstep.runtime.fork_server import redirect_output
+from everstep.runtime.process import close_descriptors, die_with_parent, readable, why_ended
+from everstep.train.importing import import_from_script
+from everstep.train.link import Deliver, Hello, LoneLink
+from everstep.train.places import Places
+from everstep.train.reachable import Carried, Fact, Survey, loop_frames, variables
+from everstep.train.restarts import TRAINING, Finding, differing, findings, unpassed
+from everstep.train.task import where
+from everstep.train.view import WorkerView
+
+STEPS, LIMIT_S = 3, 120.0
+IN_REHEARSAL = "EVERSTEP_REHEARSAL"
+"""Set, in the environment of a life that is only rehearsed."""
+_NEVER = 1 << 40
+_WAIT_S = 0.01
+_MOST_TEXT = 400
+_MOST_OUTPUT = 2_000
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What is rehearsed: a script with its arguments (else a task), in which folder, up to which step.
+
+    config: of the job, None where the script's own is all there is; explicit: the keys that the user has set.
+    """
+
+    script: str
+    argv: tuple[str, ...]
+    folder: str
+    steps: int = STEPS
+    config: Config | None = None
+    explicit: tuple[str, ...] = ()
+
+    def path(self, name: str) -> Path:
+        """Of a file or folder of the rehearsal's own."""
+        return Path(self.folder) / name
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a life has seen at its end. step: the last one that it did. error: why it ended otherwise, "" if it did not;
+    known: Everstep itself has refused something. unpassed: name and type of a scheduler that `join` was not given."""
+
+    step: int = 0
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    error: str = ""
+    known: bool = False
+    unpassed: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """findings: those that refuse the job first. note: why there was no rehearsal, "" if there was one. refused: what
+    Everstep itself says against the script. output: the last that was printed, where a life failed. seen: by life a."""
+
+    findings: tuple[Finding, ...] = ()
+    note: str = ""
+    refused: str = ""
+    output: str = ""
+    seen: Sighting = field(default_factory=Sighting)
+
+
+class LifeLink(LoneLink):
+    """The ties of a life that is rehearsed: to nobody. `job`, `fill_up`: as those of a launched worker.
+    `launched`: there is a config of a job, which the script's own fills up.
+    `joined`: the script has called `join`."""
+
+    regular_saves = False
+
+    def __init__(self, what: Rehearsed, life: str) -> None:
+        super().__init__(_calm(what.config or Config()), what.path(life))
+        self.job = {"explicit": what.explicit}
+        self.launched = what.config is not None
+        self.task = "rehearsal"
+        self.joined = False
+        self.faults = self._at
+        self._what = what
+        self._life = life
+        self._last = _NEVER
+        self._asked = False
+        self._hand: Deliver | None = None
+        self._plan: Plan | None = None
+        self._ignored: tuple[Any, ...] = ()
+        self._unpassed: tuple[str, str] | None = None
+        self._roots: Mapping[str, Any] | None = None
+
+    def fill_up(self, config: Config) -> None:
+        """The script has joined. A life that goes on waits for what it goes on from."""
+        self.config, self.joined = _calm(config), True
+        if not config.rehearse:
+            report(self._what, self._life, Sighting(error="rehearse is false"))
+        while self._life == "b" and not self._what.path("b").exists():
+            time.sleep(_WAIT_S)
+
+    def follow(
+        self, ignored: Iterable[Any], roots: Mapping[str, Any] | None = None, unpassed: tuple[str, str] | None = None
+    ) -> None:
+        """Look, at the end of the last step, at what can be reached from the loop, or from these roots. unpassed: what
+        is known to be missing already, by name and type."""
+        self._ignored, self._roots = tuple(ignored), roots
+        self._unpassed = unpassed
+
+    def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
+        def first(message: wire.AnyMessage) -> None:
+            if isinstance(message, wire.PlanNow):
+                self._plan = message.plan
+            deliver(message)
+
+        self._hand = deliver
+        super().connect(hello, first, connected)
+
+    def tell(self, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.Saved):
+            self._pass_on()
+            self._regroup("")
+        super().tell(message)
+
+    def turn(self, view: WorkerView, over: bool) -> None:
+        """The rehearsal ends here if there is no more to do."""
+        self._last = min(self._what.steps, view.order.total_steps)
+        if view.step >= self._last or over:
+            report(self._what, self._life, self._look(view, sys._getframe(1)))
+
+    def _at(self, step: int, phase: str, plan: Plan) -> None:
+        """The loop is through with the step before, which all later lives are to go on from: save it."""
+        if not self._asked and self._life != "b" and phase == "load" and step == max(1, self._last - 2) + 1:
+            self._asked = True
+            self._regroup("the rehearsal goes on from here")
+
+    def _regroup(self, save: str) -> None:
+        if self._hand is not None and self._plan is not None:
+            self._plan = replace(self._plan, generation=self._plan.generation + 1, save=save)
+            self._hand(wire.PlanNow(plan=self._plan))
+
+    def _pass_on(self) -> None:
+        """What was saved, and nothing else, is what life b begins with."""
+        if self._life == "a" and self.run_dir is not None:
+            whole = self._what.path("b.part")
+            shutil.copytree(self.run_dir / CHECKPOINTS_DIR, whole / CHECKPOINTS_DIR, copy_function=os.link)
+            whole.rename(self._what.path("b"))
+
+    def _look(self, view: WorkerView, frame: FrameType) -> Sighting:
+        replica = view.stages.only
+        parts = replica.parts
+        if view.step < 2:
+            return Sighting(view.step, error="it does fewer than two steps")
+        carried = Carried.of(parts.model, parts.optimizer, parts.scheduler, *parts.extras.values())
+        frames = loop_frames(frame)
+        scopes = [f.f_locals["self"] for f in frames if "self" in f.f_locals]
+        survey = Survey(carried, self._ignored, scopes, [f.f_globals for f in frames])
+        survey.look(variables(frames) if self._roots is None else self._roots.items())
+        replica.lanes.settle_buffers()
+        manifest = replica.state.manifest()
+        rows = {f"{TRAINING}: {e[0]}": d for e, d in zip(manifest["entries"], manifest["digests"], strict=True)}
+        rows |= {f"{TRAINING}: {name}": json.dumps(value) for name, value in manifest["values"].items()}
+        facts = {name: Fact(digest, "training", TRAINING, "state", hard=True) for name, digest in rows.items()}
+        whole = {**survey.facts, **facts}
+        return Sighting(view.step, whole, survey.unseen, tuple(carried.shapes), unpassed=self._unpassed)
+
+
+def _calm(config: Config) -> Config:
+    """The config of a life: a worker by itself, which saves when it is told to and tells nobody of itself."""
+    checkpoint = config.checkpoint
+    disk = replace(checkpoint.disk, every_steps=_NEVER, every_minutes=None, path=None)
+    memory = replace(checkpoint.memory, every_steps=None, every_minutes=None)
+    nowhere = replace(checkpoint.object, every_steps=None, every_minutes=None, url=None)
+    checkpoint = replace(checkpoint, enabled=True, disk=disk, memory=memory, object=nowhere, best_metric=None)
+    device = device_of(config, 0)
+    one = replace(config, workers=1, spares=0, min_workers=1, map=None, device=device, sinks=(), checkpoint=checkpoint)
+    return replace(one, chaos="", verify_every=0, resume_from=None)
+
+
+# ---- one life
+
+
+def report(what: Rehearsed, life: str, found: Sighting) -> None:
+    """Write down what this life has seen, and end it: nothing of what follows in the script is done."""
+    write_atomically(what.path(f"{life}.json"), json.dumps(asdict(found)))
+    os._exit(0)
+
+
+def live(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> None:
+    """Live one life in this process, which ends with it. body: loads and runs what is rehearsed."""
+    os.environ[IN_REHEARSAL] = life
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    link = LifeLink(what, life)
+    error, known = "", False
+    try:
+        body(link)
+        error = "its loop ended before its last step" if link.joined else "it ended without calling everstep.join"
+    except EverstepError as refusal:
+        error, known = str(refusal), True
+    except SystemExit as leaving:
+        error = f"it left with exit code {leaving.code}"
+    except BaseException as fault:  # whatever the user's code raises ends this life, and nothing else
+        error = f"{type(fault).__name__}: {fault}{where(fault)}"
+    report(what, life, Sighting(error=" ".join(error.split())[:_MOST_TEXT], known=known))
+
+
+def run_script(what: Rehearsed) -> None:
+    """As a worker does."""
+    sys.argv = [what.script, *what.argv]
+    import_from_script(Path(what.script))
+    runpy.run_path(what.script, run_name="__main__")
+
+
+def _fork_life(what: Rehearsed, life: str, body: Callable[[LifeLink], None]) -> int:
+    """A life in a fork of this process, in which nothing of the user's has run. Returns its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            redirect_output(what.path(f"{life}.log"))
+            close_descriptors(set())
+            with open(1, "w", 1, closefd=False) as out, redirect_stdout(out), redirect_stderr(out):
+                live(what, life, body)
+        finally:
+            os._exit(1)
+    return pid
+
+
+# ---- the rehearsal
+
+
+class Rehearsal:
+    """Of a piece, in this process, which forks a life after the other: nothing of the user's may have run in it.
+
+    body: loads and runs what is rehearsed. in_turn: one life at a time, where there is room for one (a GPU).
+    """
+
+    def __init__(
+        self, what: Rehearsed, body: Callable[[LifeLink], None], limit_s: float = LIMIT_S, in_turn: bool = False
+    ) -> None:
+        self._what = what
+        self._body = body
+        self._limit_s = limit_s
+        self._in_turn = in_turn
+        self._until_s = time.monotonic() + limit_s
+        self._pids: dict[str, int] = {}
+
+    def verdict(self, listed: bool = False) -> Judgement:
+        """The whole of it. listed: look into what no job is refused for, too."""
+        try:
+            self._run("a")
+            if not self._in_turn:
+                self._run("b")
+            return self._judge(listed)
+        finally:
+            for pid in self._pids.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _run(self, life: str) -> None:
+        if life not in self._pids:
+            self._pids[life] = _fork_life(self._what, life, self._body)
+
+    def _judge(self, listed: bool) -> Judgement:
+        first = self._result("a")
+        if first.known:
+            return Judgement(refused=first.error, seen=first)
+        if not first.error and not self._what.path("b").exists():
+            return Judgement(note="nothing was saved that a life could go on from", seen=first)
+        resumed = first if first.error else self._result("b")
+        if resumed.error:
+            note = resumed.error if first.error else f"a life that went on from step 1 ended early: {resumed.error}"
+            return Judgement(note=note, output=self._output("a" if first.error else "b"), seen=first)
+        names = differing(first.facts, resumed.facts)
+        found = findings(first.facts, resumed.facts, names, first.shapes)
+        if any(f.refused or listed for f in found):
+            again = self._result("c")
+            if again.error:
+                return Judgement(note=again.error, output=self._output("c"), seen=first)
+            names -= differing(first.facts, again.facts)
+            found = findings(first.facts, resumed.facts, names, first.shapes)
+        if first.unpassed is not None and first.unpassed[0] not in [f.object for f in found]:
+            found = [unpassed(*first.unpassed), *found]
+        places = Places(self._what.script)
+        return Judgement(tuple(places.of(f) for f in found if f.refused or listed), seen=first)
+
+    def _result(self, life: str) -> Sighting:
+        self._run(life)
+        pid = self._pids[life]
+        fd = os.pidfd_open(pid)
+        try:
+            if not readable([fd], max(0.0, self._until_s - time.monotonic())):
+                return Sighting(error=f"it was not through with {self._what.steps} steps after {self._limit_s:g} s")
+        finally:
+            os.close(fd)
+        del self._pids[life]
+        status = os.waitpid(pid, 0)[1]
+        try:
+            return _read(self._what.path(f"{life}.json"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return Sighting(error=f"its process ended ({why_ended(os.waitstatus_to_exitcode(status)).reason})")
+
+    def _output(self, life: str) -> str:
+        """The last that this life has printed."""
+        try:
+            return self._what.path(f"{life}.log").read_text(errors="replace")[-_MOST_OUTPUT:]
+        except OSError:
+            return ""
+
+
+def _read(path: Path) -> Sighting:
+    data = json.loads(path.read_text())
+    facts = {name: Fact(**fact) for name, fact in data.pop("facts").items()}
+    facts = {n: replace(f, shape=None if f.shape is None else tuple(f.shape)) for n, f in facts.items()}
+    return Sighting(**{**data, "facts": facts, "shapes": tuple(tuple(s) for s in data["shapes"])})

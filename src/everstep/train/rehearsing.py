@@ -1,0 +1,198 @@
+"""When and where a script is rehearsed: once for a job and a script, before the first step, beside the start of the
+workers.
+
+Apart from the rehearsal because here it meets a worker that is launched, or a script that is run by itself. Either has
+a process for it in which nothing of the user's has run, so it does not matter which threads, files and devices the
+script opens.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from everstep.base.errors import ConfigError
+from everstep.runtime.address import write_atomically
+from everstep.runtime.fork_server import redirect_output
+from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment, readable
+from everstep.train.link import LaunchedLink
+from everstep.train.reachable import of_user
+from everstep.train.rehearsal import IN_REHEARSAL, LIMIT_S, LifeLink, Rehearsal, Rehearsed, run_script
+
+PROCESS = "everstep.train.rehearsal_process"
+_REMEMBERED, _FOLDER, _VERDICT = "rehearsed.json", "rehearsal", "verdict.json"
+_PATIENCE_S = LIMIT_S + 30.0
+_TICK_S = 0.05
+
+Conclude = Callable[[], str]
+"""Waits for the verdict. Returns why there was no rehearsal, "" if there was one. Raises: ConfigError."""
+
+
+def _nothing() -> str:
+    return ""
+
+
+def beside_worker(link: LaunchedLink, script: str, argv: list[str], enter: Callable[[LifeLink], None]) -> Conclude:
+    """Begin the rehearsal if it is due: worker 0 does it, and the others wait for it. enter: `join` belongs to this
+    link from then on."""
+    run_dir = link.run_dir
+    digest = script_digest(script, argv)
+    if run_dir is None or not link.config.rehearse or is_rehearsed(run_dir, digest, tried=link.me.incarnation > 0):
+        return _nothing
+    if link.me.worker_id:
+        return lambda: _await_others(run_dir, digest, link.row.tick)
+    folder = _cleared(run_dir)
+    what = Rehearsed(script, tuple(argv), str(folder), config=link.config, explicit=tuple(link.job.get("explicit", ())))
+    pid = _fork(what, enter)
+    conclude = _once(lambda: _conclude(pid, run_dir, script, digest, link.row.tick))
+    if _gpus():
+        conclude()
+    return conclude
+
+
+def beside_script(run_dir: Path) -> Conclude:
+    """Of a script that is run by itself, and may go on later in this directory."""
+    script = _main_script()
+    if script is None or IN_REHEARSAL in os.environ:
+        return _nothing
+    argv = sys.argv[1:]
+    digest = script_digest(script, argv)
+    if is_rehearsed(run_dir, digest):
+        return _nothing
+    folder = _cleared(run_dir)
+    what = Rehearsed(script, tuple(argv), str(folder))
+    process = subprocess.Popen(
+        own_command(PROCESS, json.dumps({**asdict(what), "parent": os.getpid()})),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=pinned_environment(1),
+    )
+    return lambda: _conclude(process.pid, run_dir, script, digest, lambda: None)
+
+
+def perform(what: Rehearsed, enter: Callable[[LifeLink], None]) -> None:
+    """In a process of its own: rehearse a script, and write the verdict down."""
+
+    def body(link: LifeLink) -> None:
+        enter(link)
+        run_script(what)
+
+    verdict = Rehearsal(what, body, in_turn=_gpus()).verdict()
+    said = {"note": verdict.note or verdict.refused, "refused": [str(f) for f in verdict.findings]}
+    write_atomically(what.path(_VERDICT), json.dumps(said))
+
+
+def refusal(script: str, lines: list[str]) -> ConfigError:
+    """The error for a script that must not be begun. lines: of its findings."""
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    return ConfigError(
+        f"{lines[0]}{more}; everstep check {os.path.basename(script)} tells all, rehearse=false does not look"
+    )
+
+
+def _fork(what: Rehearsed, enter: Callable[[LifeLink], None]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            redirect_output(what.path("rehearsal.log"))
+            close_descriptors(set())
+            perform(what, enter)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[[], None]) -> str:
+    fd = os.pidfd_open(pid)
+    until_s = time.monotonic() + _PATIENCE_S
+    try:
+        while not readable([fd], _TICK_S) and time.monotonic() < until_s:
+            tick()
+    finally:
+        os.close(fd)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    folder = run_dir / _FOLDER
+    try:
+        said = json.loads((folder / _VERDICT).read_text())
+        note, lines = str(said["note"]), [str(line) for line in said["refused"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        note, lines = "its process ended without a word", []
+    shutil.rmtree(folder, ignore_errors=True)
+    if lines:
+        raise refusal(script, lines)
+    write_atomically(run_dir / _REMEMBERED, json.dumps({"script": digest, "note": note}) + "\n")
+    if not note:
+        return ""
+    return (
+        f"{os.path.basename(script)} was not rehearsed ({note}): whether its loop keeps what join does not carry is "
+        "not known; everstep check tells, rehearse=false does not look"
+    )
+
+
+def _await_others(run_dir: Path, digest: str, tick: Callable[[], None]) -> str:
+    """Worker 0 rehearses: wait until it is through. If it refuses the script the job ends meanwhile."""
+    until_s = time.monotonic() + _PATIENCE_S
+    while not is_rehearsed(run_dir, digest, tried=True) and time.monotonic() < until_s:
+        tick()
+        time.sleep(_TICK_S)
+    return ""
+
+
+def _once(act: Conclude) -> Conclude:
+    said: list[str] = []
+
+    def conclude() -> str:
+        if not said:
+            said.append(act())
+        return said[0]
+
+    return conclude
+
+
+def _cleared(run_dir: Path) -> Path:
+    folder = run_dir / _FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _main_script() -> str | None:
+    """The user's script that this process runs; None in a notebook, a test, a module or a prompt."""
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    if path is None or getattr(main, "__spec__", None) is not None or not of_user(path):
+        return None
+    return None if str(Path(path).resolve()).startswith(f"{Path(sys.prefix).resolve()}/") else str(Path(path).resolve())
+
+
+def _gpus() -> bool:
+    return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def script_digest(script: str, argv: Iterable[str]) -> str:
+    """Of a script and its arguments; 32 hex digits."""
+    found = hashlib.blake2b(Path(script).read_bytes(), digest_size=16)
+    found.update(json.dumps(list(argv)).encode())
+    return found.hexdigest()
+
+
+def is_rehearsed(run_dir: Path, digest: str, *, tried: bool = False) -> bool:
+    """Whether this script was rehearsed for this job. tried: it counts, too, if that failed."""
+    try:
+        said = json.loads((run_dir / _REMEMBERED).read_text())
+        return bool(said["script"] == digest) and (tried or not said["note"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,145 @@
+"""From two surveys of one moment to findings: what begins anew in a worker that is resumed or healed. Pure.
+
+Apart from `reachable`, which looks, because this decides what is refused, what is only listed, and in which words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.train.reachable import Fact
+
+TRAINING = "what is trained"
+_DRAWS = (
+    "draw from the global generators of torch, numpy and random, which are seeded for every step, or keep it in an "
+    "object with state_dict and load_state_dict that is given to join as state={{'{key}': ...}}"
+)
+_KEEP = "keep it in an object with state_dict and load_state_dict, and give that to join: state={{'{key}': ...}}"
+_ANEW = "this {} begins anew in a worker that is resumed or healed, as join does not carry it"
+_GIVE = "give it to join: state={{'{key}': {name}}}"
+_REMEDIES = {
+    "scheduler": "give it to join: scheduler={name}, which steps it once per update, or state={{'{key}': {name}}} to "
+    "step it yourself",
+    "optimizer": _GIVE,
+    "module": _GIVE,
+    "object": "give it to join: state={{'{key}': {name}}} (it needs state_dict and load_state_dict)",
+    "generator": _DRAWS,
+    "training": "give join what the training depends on beside the model and the optimizer, as state={{...}}",
+    "iterator": "let what it yields depend on step.number alone",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that begins anew. object: its name, as the loop's code has it. refused: a job is not begun with it.
+
+    file, line: where it is made, "" and 0 where that is not known.
+    """
+
+    kind: str
+    object: str
+    type_name: str
+    refused: bool
+    remedy: str
+    file: str = ""
+    line: int = 0
+    says: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.file}:{self.line})" if self.line else ""
+        return f"{self.object}{where}: {self.says}; {self.remedy}"
+
+
+def differing(one: Mapping[str, Fact], other: Mapping[str, Fact]) -> set[str]:
+    """The names whose facts differ, or that only one of the two has."""
+    return {
+        name
+        for name in one.keys() | other.keys()
+        if (one[name].digest if name in one else None) != (other[name].digest if name in other else None)
+    }
+
+
+def findings(
+    undisturbed: Mapping[str, Fact],
+    resumed: Mapping[str, Fact],
+    names: Iterable[str],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Finding]:
+    """One per object, the refused ones first. names: the facts that differ. shapes: of the model's parameters."""
+    grown = {name.removesuffix("[...]") for name in names if name.endswith("[...]")}
+    by_object: dict[tuple[str, str], list[Fact]] = {}
+    for name in sorted(names, key=lambda n: (n.count(".") + n.count("["), n)):
+        fact = undisturbed.get(name) or resumed[name]
+        parents = [g for g in grown if name.startswith(f"{g}[") and not name.endswith("[...]")]
+        if parents:
+            continue  # what is in a container that has grown differently
+        if fact.kind in ("list", "tensor", "value") and not fact.hard:
+            by_object.setdefault((fact.kind, re.split(r"\[", name)[0]), []).append(fact)
+        else:
+            by_object.setdefault((fact.kind, fact.owner), []).append(fact)
+    found = [_finding(kind, name, facts, shapes) for (kind, name), facts in by_object.items()]
+    suspects = [f.object for f in found if f.kind != "training"]
+    if suspects and not any(f.refused and f.kind != "training" for f in found):
+        found = [_accused(f, suspects) if f.kind == "training" else f for f in found]
+    elif suspects:
+        found = [f for f in found if f.kind != "training"]  # which follows from what is refused by name
+    return sorted(found, key=lambda f: not f.refused)
+
+
+def _finding(kind: str, name: str, facts: Sequence[Fact], shapes: Sequence[tuple[int, ...]]) -> Finding:
+    refused = any(fact.hard for fact in facts)
+    found = [fact.shape for fact in facts if fact.shape is not None]
+    if not refused and found and _like_parameters(found, shapes):
+        refused = True
+    key = re.split(r"[.\[]", name)[-1] or name
+    remedy = _REMEDIES.get(kind, _KEEP).format(name=name, key=key)
+    if kind != "training":
+        remedy += f"; or join(ignore=['{name}']) if no later step depends on it"
+    type_name = facts[0].type_name
+    if kind == "training":
+        says = "in a worker that is resumed or healed it becomes another than in an undisturbed one"
+    else:
+        says = _ANEW.format(type_name)
+    return Finding(kind, name, type_name, refused, remedy, says=says)
+
+
+def unpassed(name: str, type_name: str) -> Finding:
+    """A scheduler that drives the job's optimizer, whether it has been stepped by now or not."""
+    remedy = _REMEDIES["scheduler"].format(name=name, key=name.split(".")[-1])
+    remedy += f"; or join(ignore=['{name}']) if it is never stepped"
+    return Finding("scheduler", name, type_name, True, remedy, says=_ANEW.format(type_name))
+
+
+def _accused(finding: Finding, suspects: Sequence[str]) -> Finding:
+    named = ", ".join(suspects[:5])
+    return Finding(
+        finding.kind,
+        finding.object,
+        finding.type_name,
+        finding.refused,
+        f"it depends on what join does not carry; this begins anew there: {named}; keep it in objects with state_dict "
+        "and load_state_dict that join is given as state={...}, or let it depend on step.number alone",
+        says=finding.says,
+    )
+
+
+def _like_parameters(found: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether tensors look like an average, or another copy, of the parameters: a matrix of the same shape, all of
+    them, or all in one vector."""
+    if any(len(shape) > 1 and shape in shapes for shape in found):
+        return True
+    total = sum(_count(shape) for shape in shapes)
+    left = list(found)
+    for shape in shapes:
+        if shape in left:
+            left.remove(shape)
+    return (total,) in found or len(found) - len(left) == len(shapes)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

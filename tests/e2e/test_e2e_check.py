@@ -1,0 +1,51 @@
+"""`everstep check`: exit codes and findings, of scripts and tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from e2e_cli import TASK_FILE, one_error, together
+
+import rehearsed_scripts
+
+KEEPING = """
+class Keeping(Small):
+    def build_model(self):
+        self.ema = nn.Linear(2, 2)
+        return super().build_model()
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            self.ema.weight.add_(1)
+        return super().loss(model, batch)
+"""
+
+
+def test_what_check_says(tmp_path: Path) -> None:
+    (trainer,) = (s for s in rehearsed_scripts.WHOLE if s.name == "trainer")
+    (tmp_path / "trainer.py").write_text(trainer.text)
+    (tmp_path / "tasks.py").write_text(TASK_FILE + KEEPING)
+    (tmp_path / "nothing.py").write_text("print('hello')")
+    (tmp_path / "raises.py").write_text("import sys\nraise ValueError(sys.argv[1:])")
+    script, small, keeping, nothing, raises = together(
+        ["check", "trainer.py", "--json"],
+        ["check", "tasks.py:Small", "--json"],
+        ["check", "tasks.py:Keeping"],
+        ["check", "nothing.py"],
+        ["check", "raises.py", "--steps", "4", "--", "--lr", "1"],
+        cwd=tmp_path,
+    )
+    said = json.loads(script.stdout)
+    assert script.returncode == 1 and said["ok"] is False, script.stderr
+    found = {f["object"]: f for f in said["findings"]}
+    assert set(found) == {*trainer.refused, *trainer.listed}
+    average = found["self.ema"]
+    line = trainer.text.splitlines().index("        self.ema = copy.deepcopy(self.model)") + 1
+    assert (average["kind"], average["file"], average["line"]) == ("module", "trainer.py", line)
+    assert "state={'ema': self.ema}" in average["remedy"]
+    assert said["covered"] and any("C extensions" in text for text in said["not_covered"])
+    assert small.returncode == 0 and json.loads(small.stdout)["ok"] is True, small.stdout + small.stderr
+    assert keeping.returncode == 1 and "task.ema: this Linear begins anew" in keeping.stdout
+    assert nothing.returncode == 2 and "it ended without calling everstep.join" in one_error(nothing)
+    assert raises.returncode == 2 and "ValueError: ['--lr', '1'] (raises.py:2)" in one_error(raises)

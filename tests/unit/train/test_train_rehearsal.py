@@ -1,0 +1,113 @@
+"""Scripts are rehearsed: what their loops keep is found by name, and ordinary ones raise no alarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+import rehearsed_scripts
+from everstep.base.errors import ConfigError
+from everstep.train.join import rehearsed_with
+from everstep.train.rehearsal import Rehearsal, Rehearsed, run_script
+
+
+def rehearsed(folder: Path, text: str, limit_s: float = 120.0, in_turn: bool = False) -> dict[str, Any]:
+    """The verdict on a script, from a process in which none of it has run."""
+    script, out = folder / "script.py", folder / "verdict.json"
+    script.write_text(text)
+    piece = Rehearsed(str(script), (), str(folder / "rehearsal"))
+    Path(piece.folder).mkdir()
+
+    def body(link: Any) -> None:
+        rehearsed_with(link)
+        run_script(piece)
+
+    def judge() -> None:
+        out.write_text(json.dumps(asdict(Rehearsal(piece, body, limit_s, in_turn).verdict(listed=True))))
+
+    in_a_fork(judge)
+    verdict: dict[str, Any] = json.loads(out.read_text())
+    return verdict
+
+
+def in_a_fork(act: Callable[[], None]) -> None:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("script", rehearsed_scripts.SCRIPTS, ids=lambda s: s.name)
+def test_what_begins_anew_is_found_and_nothing_else(script: Any, tmp_path: Path) -> None:
+    verdict = rehearsed(tmp_path, script.text)
+    assert not verdict["note"], (verdict["note"], verdict["output"])
+    assert not verdict["refused"]
+    found = verdict["findings"]
+    assert {f["object"] for f in found if f["refused"]} == set(script.refused), found
+    assert {f["object"] for f in found if not f["refused"]} == set(script.listed), found
+
+
+AWKWARD = {
+    "it ended without calling everstep.join": "print('hello')",
+    "ValueError: no data (script.py:2)": "\nraise ValueError('no data')",
+    "it left with exit code 7": "raise SystemExit(7)",
+    "its process ended (exit code 3)": "import os\nos._exit(3)",
+    "it does fewer than two steps": rehearsed_scripts.Loop("short").text.replace("steps=6", "steps=1"),
+    "its loop ended before its last step": rehearsed_scripts.Loop("breaks", after="break").text.replace("raise", "#"),
+    "rehearse is false": rehearsed_scripts.Loop("off", given="rehearse=False").text,
+    "a life that went on from step 1 ended early: NameError: name 'first' is not defined": rehearsed_scripts.Loop(
+        "needs", before="if step.number == 1: first = 1", after="first"
+    ).text,
+}
+
+
+@pytest.mark.parametrize("note", AWKWARD)
+def test_why_there_is_no_rehearsal(note: str, tmp_path: Path) -> None:
+    verdict = rehearsed(tmp_path, AWKWARD[note])
+    assert verdict["note"].startswith(note) and not verdict["findings"]
+
+
+def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    verdict = rehearsed(tmp_path, "import time\ntime.sleep(600)", limit_s=0.5)
+    assert verdict["note"] == "it was not through with 3 steps after 0.5 s"
+
+
+def test_a_scheduler_is_missed_before_it_is_stepped(tmp_path: Path) -> None:
+    setup = "s = lr_scheduler.StepLR(optimizer, 1)"
+    verdict = rehearsed(tmp_path, rehearsed_scripts.Loop("epochs", setup).text)
+    (found,) = verdict["findings"]
+    assert (found["kind"], found["object"], found["refused"]) == ("scheduler", "s", True)
+    assert "scheduler=s" in found["remedy"] and "state={'s': s}" in found["remedy"]
+
+
+def test_join_refuses_a_scheduler_by_name() -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    decay = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = [(torch.zeros(4), torch.tensor(0))] * 64
+    with pytest.raises(ConfigError, match=r"decay: this StepLR begins anew .*scheduler=decay"):
+        everstep.join(model, optimizer, data, steps=1)
+    everstep.join(model, optimizer, data, steps=1, ignore=[decay])
+    everstep.join(model, optimizer, data, steps=1, ignore=["decay"])
+    everstep.join(model, optimizer, data, steps=1, rehearse=False)
+    everstep.join(model, optimizer, data, steps=1, scheduler=decay)
+    everstep.join(model, optimizer, data, steps=1, state={"decay": decay})
+
+
+def test_two_steps_are_enough(tmp_path: Path) -> None:
+    loop = rehearsed_scripts.Loop("two", "n = 0", after="n += 1")
+    verdict = rehearsed(tmp_path, loop.text.replace("steps=6", "steps=2"), in_turn=True)
+    assert [f["object"] for f in verdict["findings"]] == ["n"] and not verdict["note"]
