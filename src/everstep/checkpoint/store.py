@@ -178,9 +178,15 @@ class DirectoryStore:
             write_all(fd, data, at)
             os.fsync(fd)
 
+    def drop_leftovers(self) -> None:
+        """Removes all that writers left behind which ended too soon to do so. Nobody may be writing."""
+        with suppress(OSError):
+            for folder in ("", *(path.name for path in self.path.iterdir() if path.is_dir())):
+                self.drop_temporaries(folder)
+
     def drop_temporaries(self, folder: str) -> None:
         """Removes what writers that died left behind in a folder."""
-        with suppress(OSError, StoreError), self._folder(f"{folder}/any", "list") as folders:
+        with suppress(OSError, StoreError), self._folder(f"{folder}/any" if folder else "any", "list") as folders:
             for name in os.listdir(folders[-1]):
                 if name.startswith(TEMPORARY):
                     with suppress(OSError):

@@ -17,6 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
+from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.agent import given_token
 from everstep.cli.beside import (
     ANY_PORT,
@@ -52,6 +53,7 @@ from everstep.cli.run_dir import (
     Found,
     StartPoint,
     ask_object_store,
+    checkpoint_dir,
     close_to_others,
     default_run_dir,
     find_start,
@@ -326,6 +328,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
     finally:
         watcher.stop()
         events.close()
+        DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
     lacking = _missing_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
     if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too
         events.write("warning", cause=Cause.DISK, reason=lacking)

@@ -291,3 +291,15 @@ def test_stores_by_path_and_url(tmp_path: Path) -> None:
     store.delete("a/c")
     assert list(tmp_path.iterdir()) == []
     assert DirectoryStore(tmp_path / "nothing").list() == []
+
+
+def test_nothing_is_left_of_writers_that_were_killed(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "checkpoints")
+    store.drop_leftovers()
+    left = [tmp_path / "checkpoints" / ".tmp-latest-1", tmp_path / "checkpoints/step-2/.tmp-part-0-1"]
+    stays = tmp_path / "checkpoints/step-2/part-0"
+    stays.parent.mkdir(parents=True)
+    for path in (*left, stays):
+        path.write_bytes(b"half a")
+    store.drop_leftovers()
+    assert stays.exists() and not any(path.exists() for path in left)
