@@ -78,7 +78,8 @@ def work(me: int, sizes: list[float], repeats: int, folder: str, connection: Con
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/default", 2), rank=me, world_size=2)
     store = dist.FileStore(folder + "/channel", 2)
     transports = {
-        kind: StagedTransport(WorkerKey(me, 0), LANES, lambda: None, kind=kind, store=store) for kind in ("shm", "gloo")
+        kind: StagedTransport(WorkerKey(me, 0), LANES, lambda: None, kind=kind, store=store, key=b"k")
+        for kind in ("shm", "gloo")
     }
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shm"].segment))
     plan = plan_for(connection.recv())

@@ -91,7 +91,7 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
     key = WorkerKey(me, 0)
     transports: dict[str, Transport] = {
         "shared_memory": SharedMemoryTransport(key, shape, LANES, lambda: None),
-        "group": GroupTransport(key, shape, LANES, dist.FileStore(folder + "/group", n), lambda: None),
+        "group": GroupTransport(key, shape, LANES, dist.FileStore(folder + "/group", n), lambda: None, key=b"k"),
     }
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shared_memory"].segment))
     plan = plan_for(connection.recv())

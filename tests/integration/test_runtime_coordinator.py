@@ -26,6 +26,7 @@ from everstep.runtime.commands import NoJobRunning, ask, run_lock
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import start_fork_server
+from everstep.runtime.handshake import Seals, role_token
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -48,6 +49,11 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 def _connect(run_dir: Path) -> socket.socket:
     address = read_address(run_dir / "coordinator.json")
     return socket.create_connection((address.host, address.port), timeout=PATIENCE_S)
+
+
+def _prove(sock: socket.socket, run_dir: Path, role: str) -> Seals:
+    key = role_token(wire.read_token(run_dir / "token"), role)
+    return wire.handshake_client(sock, key, role, "x")
 
 
 def _closed(sock: socket.socket) -> bool:
@@ -73,12 +79,12 @@ def test_status_before_anybody_came(run_dir: Path) -> None:
 
 def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> None:
     with _connect(run_dir) as sock:
-        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "big")
+        _prove(sock, run_dir, "operate")
         sock.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         assert _closed(sock)
     with _connect(run_dir) as sock:
-        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "garbage")
-        wire.send_frame(sock, b"\xc1 no message")
+        seals = _prove(sock, run_dir, "operate")
+        wire.send_frame(sock, seals, b"\xc1 no message")
         assert _closed(sock)
     assert ask(run_dir, "status")["state"] == "starting"
     reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
@@ -88,7 +94,7 @@ def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> Non
 def test_unknown_roles_are_refused(run_dir: Path) -> None:
     with _connect(run_dir) as sock:
         with contextlib.suppress(EverstepError):
-            wire.handshake_client(sock, wire.read_token(run_dir / "token"), "king", "x")
+            _prove(sock, run_dir, "king")
         assert _closed(sock)
 
 

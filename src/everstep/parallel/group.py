@@ -47,7 +47,8 @@ Offers = dict[int, list[tuple[Node, bytes]]]
 class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
-    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. device: where
+    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
+    role `peer`, which members prove to each other. device: where
     gradients are; they go over gloo from the CPU, and over NCCL from a CUDA device.
     """
 
@@ -60,8 +61,10 @@ class GroupTransport:
         tick: OnTick,
         device: torch.device | str = "cpu",
         *,
+        key: bytes,
         name: str = "",
     ) -> None:
+        self._key = key
         self._device = torch.device(device)
         self._me = me
         self._layout = layout
@@ -98,7 +101,7 @@ class GroupTransport:
             self._old += [group for group in (self._links, self._records) if group is not None]
             store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
             host = _own_host(plan, self._me)
-            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence)
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key)
             records = self._records = PeerSockets(meeting, self._tick)
             cuda = self._device.type == "cuda"
             links = self._links = NcclLinks(meeting, self._device) if cuda else GlooMesh(meeting)

@@ -22,20 +22,21 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 
 @dataclass(frozen=True)
 class Site:
-    """One worker, as its transports know it. store: where groups meet, for kinds that need one. device: where gradients
-    and received tensors are."""
+    """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
+    role `peer`, likewise. device: where gradients and received tensors are."""
 
     me: WorkerKey
     n_lanes: int
     tick: OnTick
     device: torch.device
     store: Store | None = None
+    key: bytes = b""
 
     def group(self, layout: GradientLayout, name: str, device: torch.device | str) -> GroupTransport:
         """A group of that name, for gradients on that device."""
-        if self.store is None:
-            raise InvariantViolation("a store was looked for that nobody gave")
-        return GroupTransport(self.me, layout, self.n_lanes, self.store, self.tick, device, name=name)
+        if self.store is None or not self.key:
+            raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
+        return GroupTransport(self.me, layout, self.n_lanes, self.store, self.tick, device, key=self.key, name=name)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ class Crew:
         if self.kind == "shm":
             self.channels[i] = SharedMemoryChannel(key, self.tick)
         else:
-            self.carriers[i] = GroupTransport(key, GradientLayout((), (), 0), LANES, self.store, self.tick)
+            self.carriers[i] = GroupTransport(
+                key, GradientLayout((), (), 0), LANES, self.store, self.tick, key=b"k" * 32
+            )
             self.channels[i] = GroupChannel(key, self.carriers[i])
 
     def open(self, generation: int, ids: list[int]) -> Plan:

@@ -38,7 +38,9 @@ class Crew:
         self.waiting.set()
 
     def hire(self, i: int) -> StagedTransport:
-        self.transports[i] = StagedTransport(WorkerKey(i, 0), LANES, self.tick, kind=self.kind, store=self.store)
+        self.transports[i] = StagedTransport(
+            WorkerKey(i, 0), LANES, self.tick, kind=self.kind, store=self.store, key=b"k"
+        )
         return self.transports[i]
 
     def plan(self, generation: int, pools: Pools) -> Plan:

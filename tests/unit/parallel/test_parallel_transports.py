@@ -39,7 +39,7 @@ class Crew:
         if self.kind == "shm":
             self.transports[worker_id] = SharedMemoryTransport(key, SHAPE, LANES, self.tick, record_bytes=4096)
         else:
-            self.transports[worker_id] = GroupTransport(key, SHAPE, LANES, self.store, self.tick)
+            self.transports[worker_id] = GroupTransport(key, SHAPE, LANES, self.store, self.tick, key=b"k" * 32)
         return self.transports[worker_id]
 
     def plan(self, generation: int, ids: list[int], runs: list[tuple[int, ...]] | None = None) -> Plan:
