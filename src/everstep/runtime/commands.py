@@ -35,7 +35,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     The token of the command's role is all that is needed of the directory, beside the address.
 
     Raises: NoJobRunning if none runs there; NoAnswer if its coordinator is silent; ConfigError with the coordinator's
-    one line if it refuses.
+    one line if it refuses, or if there is no token for this.
     """
     role = COMMANDS.get(name, OPERATE)
     try:
@@ -66,11 +66,13 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
 
 def _token_for(run_dir: Path, role: str) -> bytes:
-    """Raises: FileNotFoundError if there is none; ProtocolError, OSError."""
+    """Raises: ConfigError if there is none; ProtocolError if it is none; OSError."""
     try:
         return wire.read_token(run_dir / role_file(role))
     except FileNotFoundError:
-        return role_token(wire.read_token(run_dir / TOKEN_FILE), role)
+        with contextlib.suppress(FileNotFoundError):
+            return role_token(wire.read_token(run_dir / TOKEN_FILE), role)
+    raise ConfigError(f"expected the token for {role!r} in {run_dir / role_file(role)}, found none")
 
 
 def is_locked(run_dir: Path) -> bool:
