@@ -69,12 +69,12 @@ class Meeting(NamedTuple):
 class PeerSockets:
     """Connections to the other members of one generation; all methods are called by one thread.
 
-    tick is called every few milliseconds while a method waits.
+    tick is called every few milliseconds while a method waits. what: of several at one meeting, each has its own.
     """
 
-    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
+    def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
         self._worker_ids, self._me, store, self._host, self._fence, self._key = meeting
-        self._store = PrefixStore("records", store)
+        self._store = PrefixStore(what, store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
         self._seals_of: dict[int, Seals] = {}
@@ -97,6 +97,10 @@ class PeerSockets:
             self._meet(porch, calls, callers)
         for sock in self._sockets.values():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def lines(self) -> dict[int, tuple[socket.socket, Seals]]:
+        """The connections by worker id, for somebody else who moves bytes over them; `retire` closes them."""
+        return {worker_id: (sock, self._seals_of[worker_id]) for worker_id, sock in self._sockets.items()}
 
     def gather(self, key: bytes, payload: bytes) -> dict[int, bytes]:
         """The payloads of all, in the order of their ids; `key` (40 bytes) must be the same at everybody's.
