@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,45 @@ def test_bytes_of_somebody_on_the_way_are_not_taken(meshes: list[SocketMesh], wh
     with pytest.raises(CollectiveAborted, match="something else") as caught:
         meshes[1].wait(batch)
     assert caught.value.accused == (3,) and not got.any()
+
+
+class Relay:
+    """A socket behind which somebody changes one byte of whatever is long."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def send(self, piece: memoryview) -> int:
+        changed = bytearray(piece)
+        if len(changed) > 100:
+            changed[50] ^= 1
+        return self.sock.send(changed)
+
+
+def test_between_hosts_not_one_byte_can_be_changed(meshes: list[SocketMesh]) -> None:
+    line = meshes[0]._lines[7]
+    meshes[0]._lines[7] = line._replace(sock=Relay(line.sock))  # type: ignore[arg-type]
+    batch = meshes[1].receive_apart((torch.empty(1000), 3, 9))
+    kept = meshes[0].send_apart((torch.zeros(1000), 7, 9))
+    if line.seals.bulk_tags:
+        with pytest.raises(CollectiveAborted, match="got others") as caught:
+            meshes[1].wait(batch)
+        assert caught.value.accused == (3,)
+    else:
+        meshes[1].wait(batch)
+    assert kept
+
+
+def test_who_gives_up_in_the_middle_leaves_for_good(meshes: list[SocketMesh]) -> None:
+    """Else the rest of what is under way would be taken for the next one."""
+    meshes[1].receive([(torch.empty(4), 3, 9)])
+    meshes[1].forget()
+    for mesh, other in zip(meshes, (7, 3), strict=True):
+        with pytest.raises(CollectiveAborted):
+            mesh.wait(mesh.receive([(torch.empty(4), other, 9)]))
 
 
 def test_nobody_is_sent_what_it_did_not_ask_for(meshes: list[SocketMesh]) -> None:
