@@ -31,6 +31,7 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.staged import StagedTransport
 
 LANES = 8
+KINDS = ("shm", "sockets", "gloo")
 WARM_UP = 5
 TARGET = 1.0
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -76,10 +77,10 @@ def work(me: int, sizes: list[float], repeats: int, folder: str, connection: Con
     keep_freed_memory()  # as training does
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/default", 2), rank=me, world_size=2)
-    store = dist.FileStore(folder + "/channel", 2)
-    transports = {
-        kind: StagedTransport(WorkerKey(me, 0), LANES, lambda: None, kind=kind, store=store) for kind in ("shm", "gloo")
-    }
+    transports = {}
+    for kind in KINDS:
+        store = dist.FileStore(f"{folder}/channel-{kind}", 2)
+        transports[kind] = StagedTransport(WorkerKey(me, 0), LANES, lambda: None, kind=kind, store=store, key=b"k" * 32)
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shm"].segment))
     plan = plan_for(connection.recv())
     for transport in transports.values():
@@ -88,7 +89,7 @@ def work(me: int, sizes: list[float], repeats: int, folder: str, connection: Con
     step = 0
     for size in sizes:
         given = torch.randn(int(size * 1e6 / 4))
-        times: dict[str, list[float]] = {name: [] for name in ("shm", "gloo", "plain_before_shm", "plain_before_gloo")}
+        times: dict[str, list[float]] = {name: [] for name in (*KINDS, *(f"plain_before_{kind}" for kind in KINDS))}
         for k in range(WARM_UP + repeats):
             step += 1
             for kind, transport in transports.items():
@@ -133,8 +134,8 @@ def measure(sizes: list[float], repeats: int) -> list[dict[str, Any]]:
     cases = []
     for size, times in zip(sizes, found, strict=True):
         case: dict[str, Any] = {"megabytes": size, "repeats": repeats}
-        case["plain_gloo_ms"] = spread(times["plain_before_shm"] + times["plain_before_gloo"])
-        for kind in ("shm", "gloo"):
+        case["plain_gloo_ms"] = spread([value for kind in KINDS for value in times[f"plain_before_{kind}"]])
+        for kind in KINDS:
             case[f"{kind}_ms"] = spread(times[kind])
             pairs = zip(times[kind], times[f"plain_before_{kind}"], strict=True)
             case[f"{kind}_to_plain_gloo"] = spread([ours / plain for ours, plain in pairs])

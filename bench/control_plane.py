@@ -25,8 +25,10 @@ import uvloop
 from everstep.base.config import load_config, to_dict
 from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as m
+from everstep.protocol.roles import AGENT, WORKER
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
+from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, Caller, Ends, role_token
 from everstep.runtime.process import raise_descriptor_limit
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -45,10 +47,10 @@ class Plans:
         self._known: dict[int, tuple[bytes, m.AnyMessage]] = {}
         self._packed: dict[int, tuple[bytes, bytes]] = {}
 
-    def inflate(self, packed: bytes) -> bytes:
+    def inflate(self, packed: bytes, most_bytes: int) -> bytes:
         known = self._packed.get(len(packed))
         if known is None or known[0] != packed:
-            known = self._packed[len(packed)] = (packed, wire.inflate(packed))
+            known = self._packed[len(packed)] = (packed, wire.inflate(packed, most_bytes))
         return known[1]
 
     def decode(self, body: bytes) -> m.AnyMessage:
@@ -72,14 +74,16 @@ class Client:
 
     async def connect(self, host: str, port: int, token: bytes) -> None:
         self.reader, self.writer = await asyncio.open_connection(host, port, limit=wire.MAX_FRAME_BYTES)
-        greeted = await self.reader.readexactly(wire.GREETING_BYTES)
-        sent, expected = wire.answer(token, greeted, self.role, f"{self.role}-{self.number}")
-        self.writer.write(sent)
-        if await self.reader.readexactly(wire.MAC_BYTES) != expected:
-            raise SystemExit("the coordinator does not know the token")
+        name = f"agent-{self.number}" if self.role == AGENT else f"{self.number}.0"
+        key = role_token(token, self.role, name if self.role == WORKER else "")
+        sock = self.writer.get_extra_info("socket")
+        ends = Ends(wire.address_text(sock.getsockname()), wire.address_text(sock.getpeername()))
+        caller = Caller(key, self.role, name, ends)
+        self.writer.write(caller.answer(await self.reader.readexactly(GREETING_BYTES)))
+        self.seals = caller.accept(await self.reader.readexactly(PROOF_BYTES))
 
     def send(self, message: m.AnyMessage) -> None:
-        self.writer.write(wire.frame(m.encode(message)))
+        self.writer.write(wire.sealed(self.seals, wire.frame(m.encode(message))))
 
 
 class Bench:
@@ -87,8 +91,8 @@ class Bench:
 
     def __init__(self, count: int, host: str, port: int, token: bytes, pid: int) -> None:
         self.count, self.host, self.port, self.token, self.pid = count, host, port, token, pid
-        self.agents = [Client(n, "agent") for n in range(count)]
-        self.workers = [Client(n, "worker") for n in range(count)]
+        self.agents = [Client(n, AGENT) for n in range(count)]
+        self.workers = [Client(n, WORKER) for n in range(count)]
         self.plans = Plans()
         self.live = set(range(count))
         self.waiting_for = 1
@@ -136,12 +140,12 @@ class Bench:
             seq += 1
 
     async def _agent(self, client: Client) -> None:
-        reader = wire.FrameReader()
+        reader = wire.FrameReader(client.seals)
         while data := await client.reader.read(1 << 16):
             client.pongs += sum(isinstance(m.decode(body), m.Pong) for body in reader.feed(data))
 
     async def _worker(self, client: Client) -> None:
-        reader = wire.FrameReader(self.plans.inflate)
+        reader = wire.FrameReader(client.seals, self.plans.inflate)
         while data := await client.reader.read(1 << 20):
             for body in reader.feed(data):
                 message = self.plans.decode(body)

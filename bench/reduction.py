@@ -35,7 +35,8 @@ from everstep.placement.tree import cover
 LANES = 8
 WARM_UP = 3
 EXCHANGES = 300
-TARGETS = {"shared_memory": 0.6, "group": 1.2}
+TARGETS = {"shared_memory": 0.6, "group": 1.2, "sockets": 1.2}
+TOKEN = b"k" * 32
 
 
 def layout(numel: int) -> GradientLayout:
@@ -89,9 +90,14 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/default", n), rank=me, world_size=n)
     shape = layout(numel)
     key = WorkerKey(me, 0)
+
+    def store(name: str) -> dist.FileStore:
+        return dist.FileStore(f"{folder}/{name}", n)
+
     transports: dict[str, Transport] = {
         "shared_memory": SharedMemoryTransport(key, shape, LANES, lambda: None),
-        "group": GroupTransport(key, shape, LANES, dist.FileStore(folder + "/group", n), lambda: None),
+        "group": GroupTransport(key, shape, LANES, store("group"), lambda: None, key=TOKEN, gloo=True),
+        "sockets": GroupTransport(key, shape, LANES, store("sockets"), lambda: None, key=TOKEN),
     }
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shared_memory"].segment))
     plan = plan_for(connection.recv())

@@ -247,7 +247,7 @@ def strangers(run_dir: Path) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
         stranger.settimeout(30)
         with pytest.raises(ProtocolError, match="token"):
-            wire.handshake_client(stranger, b"\x00" * 32, "client", "stranger")
+            wire.handshake_client(stranger, b"\x00" * 32, "read", "stranger")
 
 
 def test_a_terminal_shows_it_live(run_dir: Path, small_task: str) -> None:

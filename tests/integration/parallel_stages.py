@@ -43,7 +43,7 @@ class StagedHand:
         self.plan: Plan
         self.waits = 0
         self.transport = StagedTransport(
-            self.key, LANES, self.tick, kind=kind.removeprefix("staged-"), store=self.store
+            self.key, LANES, self.tick, kind=kind.removeprefix("staged-"), store=self.store, key=b"k"
         )
 
     def tick(self) -> None:

@@ -45,8 +45,8 @@ def test_evaluation_and_early_stop(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_evicted")) == 3
 
 
-def test_gloo(jobs: Jobs) -> None:
-    job = jobs.run("Text", chaos=CHAOS, settings={"transport": "gloo"}, pace=PACE)
+def test_sockets(jobs: Jobs) -> None:
+    job = jobs.run("Text", chaos=CHAOS, settings={"transport": "sockets"}, pace=PACE)
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}, job.account()
 
 

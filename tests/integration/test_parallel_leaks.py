@@ -16,7 +16,7 @@ WARM = 20
 SETTLE = Tag("settle", 0, 0)
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "sockets", "gloo"])
 def crew(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Crew]:
     found = Crew(request.param, 2, tmp_path)
     yield found

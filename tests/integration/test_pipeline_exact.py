@@ -14,7 +14,7 @@ STEPS = {"steps": 10}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Text", 3, {"schedule": "gpipe"}),
     ("Text", 6, {"schedule": "gpipe", "redundancy": 1, "transport": "gloo"}),
-    ("Pictures", 3, {"schedule": "1f1b", "transport": "gloo", "recompute": True}),
+    ("Pictures", 3, {"schedule": "1f1b", "transport": "sockets", "recompute": True}),
     ("Pictures", 9, {"schedule": "1f1b", "redundancy": 2}),
     ("Pictures", 7, {"schedule": "gpipe", "recompute": True}),
     ("PicturesEpochs", 2, {"schedule": "1f1b", "eval_every": 5}),

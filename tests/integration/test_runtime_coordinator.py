@@ -18,14 +18,16 @@ import pytest
 from everstep.base.config import load_config, to_dict
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.observe.events import read_events
-from everstep.protocol.messages import MAX_FRAME_BYTES
+from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, decode, encode
+from everstep.protocol.roles import COMMANDS, PEOPLE
 from everstep.runtime import wire
-from everstep.runtime.address import read_address
+from everstep.runtime.address import read_address, role_file
 from everstep.runtime.board import Board
 from everstep.runtime.commands import NoJobRunning, ask, run_lock
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import start_fork_server
+from everstep.runtime.handshake import Seals, role_token
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -48,6 +50,11 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 def _connect(run_dir: Path) -> socket.socket:
     address = read_address(run_dir / "coordinator.json")
     return socket.create_connection((address.host, address.port), timeout=PATIENCE_S)
+
+
+def _prove(sock: socket.socket, run_dir: Path, role: str) -> Seals:
+    key = role_token(wire.read_token(run_dir / "token"), role)
+    return wire.handshake_client(sock, key, role, "x")
 
 
 def _closed(sock: socket.socket) -> bool:
@@ -73,12 +80,12 @@ def test_status_before_anybody_came(run_dir: Path) -> None:
 
 def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> None:
     with _connect(run_dir) as sock:
-        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "big")
+        _prove(sock, run_dir, "operate")
         sock.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         assert _closed(sock)
     with _connect(run_dir) as sock:
-        wire.handshake_client(sock, wire.read_token(run_dir / "token"), "client", "garbage")
-        wire.send_frame(sock, b"\xc1 no message")
+        seals = _prove(sock, run_dir, "operate")
+        wire.send_frame(sock, seals, b"\xc1 no message")
         assert _closed(sock)
     assert ask(run_dir, "status")["state"] == "starting"
     reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
@@ -88,8 +95,57 @@ def test_a_frame_beyond_the_limit_ends_only_its_connection(run_dir: Path) -> Non
 def test_unknown_roles_are_refused(run_dir: Path) -> None:
     with _connect(run_dir) as sock:
         with contextlib.suppress(EverstepError):
-            wire.handshake_client(sock, wire.read_token(run_dir / "token"), "king", "x")
+            _prove(sock, run_dir, "king")
         assert _closed(sock)
+
+
+def test_each_token_is_good_for_what_it_is_handed_out_for(run_dir: Path, tmp_path: Path) -> None:
+    """With the address and one token's file, and nothing else of the directory."""
+    token = wire.read_token(run_dir / "token")
+    for role in PEOPLE:
+        other = tmp_path / role
+        other.mkdir()
+        (other / "coordinator.json").write_bytes((run_dir / "coordinator.json").read_bytes())
+        wire.write_token(other / role_file(role), role_token(token, role))
+        for name in ("status", "scale", "chaos"):
+            if COMMANDS[name] == role:
+                with contextlib.suppress(ConfigError):  # it says why it cannot, since nobody trains
+                    ask(other, name, {})
+            else:
+                with pytest.raises(ConfigError, match=f"expected the token for '{COMMANDS[name]}'"):
+                    ask(other, name, {})
+        with _connect(run_dir) as sock:
+            seals = wire.handshake_client(sock, role_token(token, role), role, "x")
+            for name in ("stop", "chaos"):
+                if COMMANDS[name] != role:
+                    wire.send_frame(sock, seals, encode(Command(request=1, name=name, args={})))
+                    reply = decode(wire.recv_frame(sock, seals))
+                    assert (
+                        isinstance(reply, CommandReply) and f"expected the token for '{COMMANDS[name]}'" in reply.error
+                    )
+                    assert _closed(sock)
+                    break
+    assert ask(run_dir, "status")["state"] == "starting"
+    told = [
+        (e["command"], e["role"], e["cause"]) for e in read_events(run_dir / "events.jsonl") if e["kind"] == "commanded"
+    ]
+    assert ("scale", "operate", "requested") in told and ("stop", "read", "refused") in told
+
+
+def test_silent_strangers_are_in_nobodys_way(run_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            sock = stack.enter_context(_connect(run_dir))
+            if number % 2:
+                sock.send(b"\0")
+        for _ in range(5):
+            assert ask(run_dir, "status")["state"] == "starting"
+        for _ in range(300):
+            with _connect(run_dir) as sock:
+                sock.send(b"\xff" * 700)
+    assert ask(run_dir, "status")["state"] == "starting"
+    refused = [e for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
+    assert 1 <= len(refused) < 10, "not a line for each"
 
 
 def test_asking_where_nobody_runs(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def any_message(draw) -> m.AnyMessage:
 
 
 any_event = st.one_of(
-    st.builds(Connected, names, st.sampled_from(["agent", "worker", "client"])),
+    st.builds(Connected, names, st.sampled_from(["agent", "worker", "operate", "inject"])),
     st.builds(Disconnected, names),
     st.builds(Received, names, any_message()),
     st.just(Tick()),

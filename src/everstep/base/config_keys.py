@@ -14,7 +14,7 @@ from everstep.base.pipeline.table import KINDS
 
 BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
-TRANSPORTS = ("shm", "gloo", "nccl")
+TRANSPORTS = ("shm", "sockets", "gloo", "nccl")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
 
 

@@ -13,9 +13,11 @@ import click
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
 from everstep.cli.worker import ENTRY, PRELOAD
+from everstep.protocol.roles import READ
 from everstep.runtime import wire
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
+from everstep.runtime.handshake import role_token
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 _PATIENCE_S = 600.0
@@ -99,7 +101,7 @@ def _wait_for_job(where: tuple[str, int], token: bytes) -> None:
     while True:
         try:
             with socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S) as sock:
-                wire.handshake_client(sock, token, "client", f"agent-{os.getpid()}")
+                wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
                 return
         except ProtocolError as error:
             raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None

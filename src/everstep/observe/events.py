@@ -40,6 +40,7 @@ KINDS = frozenset(
         "checkpoint_failed",
         "fallback",
         "coordinator_restarted",
+        "commanded",
         "fault_injected",
         "warning",
         "evaluated",

@@ -44,6 +44,7 @@ from everstep.parallel.frame import HEAD_LENGTHS, Frame, frame_of, fresh_bytes, 
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.mapping import PAGE, Attached, Mapping, OwnMapping, PeerMapping, load_fence
 from everstep.parallel.mesh import Batch, GlooMesh
+from everstep.parallel.socket_mesh import SocketMesh
 
 KINDS = ("act", "grad", "tied", "eval")
 
@@ -454,18 +455,18 @@ class GroupChannel:
 
     # ---- inside
 
-    def _checked(self, peer: int, key: Hop) -> GlooMesh:
+    def _checked(self, peer: int, key: Hop) -> GlooMesh | SocketMesh:
         self._fence.check()
         check(peer in self._members, f"worker {peer} is no member of generation {self._fence.generation}")
         fits = 0 <= key.part < _PARTS and 0 <= key.lane < _LANES
         check(fits, f"{key}: at most {_PARTS} parts and {_LANES} lanes")
         return self._carrier.mesh
 
-    def _post(self, mesh: GlooMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
+    def _post(self, mesh: GlooMesh | SocketMesh, step: int, content: torch.Tensor, to: int, tag: int) -> None:
         """What is sent is kept until the step is forgotten."""
         self._sent.append((step, [content, *mesh.send_apart((content, to, tag))]))
 
-    def _ask(self, mesh: GlooMesh) -> None:
+    def _ask(self, mesh: GlooMesh | SocketMesh) -> None:
         """Begin to receive all that is wanted and whose size is known by now."""
         for edge in [e for e, lead in self._leads.items() if lead.complete()]:
             lead = self._leads.pop(edge)
@@ -488,7 +489,7 @@ def _filled(layout: Frame, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return content
 
 
-def _receive(mesh: GlooMesh, size: int, source: int, tag: int) -> _Coming:
+def _receive(mesh: GlooMesh | SocketMesh, size: int, source: int, tag: int) -> _Coming:
     content = fresh_bytes(size)
     return _Coming(content, mesh.receive_apart((content, source, tag)))
 

@@ -34,6 +34,7 @@ from everstep.parallel.reduction import (
     new_flat,
     zero_absent,
 )
+from everstep.parallel.socket_mesh import SocketMesh
 from everstep.placement.owners import owners
 
 _LOOPBACK = "127.0.0.1"
@@ -47,8 +48,10 @@ Offers = dict[int, list[tuple[Node, bytes]]]
 class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
-    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. device: where
-    gradients are; they go over gloo from the CPU, and over NCCL from a CUDA device.
+    store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
+    role `peer`, which members prove to each other. device: where
+    gradients are; they go over sockets of our own from the CPU (over gloo's with `gloo`), and over NCCL from a CUDA
+    device.
     """
 
     def __init__(
@@ -60,8 +63,12 @@ class GroupTransport:
         tick: OnTick,
         device: torch.device | str = "cpu",
         *,
+        key: bytes,
         name: str = "",
+        gloo: bool = False,
     ) -> None:
+        self._gloo = gloo
+        self._key = key
         self._device = torch.device(device)
         self._me = me
         self._layout = layout
@@ -71,8 +78,8 @@ class GroupTransport:
         self._fence = Fence()
         self._lock = threading.Lock()
         self._records: PeerSockets | None = None
-        self._links: GlooMesh | NcclLinks | None = None
-        self._old: list[PeerSockets | GlooMesh | NcclLinks] = []
+        self._links: GlooMesh | SocketMesh | NcclLinks | None = None
+        self._old: list[PeerSockets | GlooMesh | SocketMesh | NcclLinks] = []
         self._reaper = Reaper()
         self._tick = tick
         self._ticker = _Ticker(tick, lambda: self._fence.down)
@@ -98,10 +105,11 @@ class GroupTransport:
             self._old += [group for group in (self._links, self._records) if group is not None]
             store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
             host = _own_host(plan, self._me)
-            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence)
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key)
             records = self._records = PeerSockets(meeting, self._tick)
             cuda = self._device.type == "cuda"
-            links = self._links = NcclLinks(meeting, self._device) if cuda else GlooMesh(meeting)
+            links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting)
+            self._links = links
         self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
             self._fence.check()
@@ -110,9 +118,9 @@ class GroupTransport:
                 links.connect()
 
     @property
-    def mesh(self) -> GlooMesh:
+    def mesh(self) -> GlooMesh | SocketMesh:
         """What else may go point to point among the members of the generation; not connected for a member alone."""
-        check(isinstance(self._links, GlooMesh), "expected an open transport over gloo")
+        check(isinstance(self._links, GlooMesh | SocketMesh), "expected an open transport in host memory")
         return self._links  # type: ignore[return-value]
 
     def ticking(self) -> AbstractContextManager[None]:
@@ -181,6 +189,9 @@ class GroupTransport:
 
     # ---- inside
 
+    def _mesh_of(self, meeting: Meeting) -> GlooMesh | SocketMesh:
+        return GlooMesh(meeting) if self._gloo else SocketMesh(meeting, self._tick)
+
     def _retire_old(self) -> None:
         """Called when all members are known to have left the generation before (or it has been cut)."""
         while self._old:
@@ -207,7 +218,7 @@ class GroupTransport:
 
     def _move(self, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor) -> None:
         """Nodes to their owners, the tree finished by these, and their results to everybody."""
-        if isinstance(self._links, GlooMesh):
+        if isinstance(self._links, GlooMesh | SocketMesh):
             try:
                 self._overlapped(self._links, step, own, offers, result)
             finally:
@@ -217,7 +228,12 @@ class GroupTransport:
         self._finisher.received(step)
 
     def _overlapped(
-        self, mesh: GlooMesh, step: int, own: Mapping[Node, torch.Tensor], offers: Offers, result: torch.Tensor
+        self,
+        mesh: GlooMesh | SocketMesh,
+        step: int,
+        own: Mapping[Node, torch.Tensor],
+        offers: Offers,
+        result: torch.Tensor,
     ) -> None:
         """In batches: while one comes, the one before is finished and its result is on its way."""
         me = self._me.worker_id

@@ -22,20 +22,25 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 
 @dataclass(frozen=True)
 class Site:
-    """One worker, as its transports know it. store: where groups meet, for kinds that need one. device: where gradients
-    and received tensors are."""
+    """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
+    role `peer`, likewise. device: where gradients and received tensors are."""
 
     me: WorkerKey
     n_lanes: int
     tick: OnTick
     device: torch.device
     store: Store | None = None
+    key: bytes = b""
 
-    def group(self, layout: GradientLayout, name: str, device: torch.device | str) -> GroupTransport:
-        """A group of that name, for gradients on that device."""
-        if self.store is None:
-            raise InvariantViolation("a store was looked for that nobody gave")
-        return GroupTransport(self.me, layout, self.n_lanes, self.store, self.tick, device, name=name)
+    def group(
+        self, layout: GradientLayout, name: str, device: torch.device | str, *, gloo: bool = False
+    ) -> GroupTransport:
+        """A group of that name, for gradients on that device. gloo: over its sockets, not over our own."""
+        if self.store is None or not self.key:
+            raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
+        return GroupTransport(
+            self.me, layout, self.n_lanes, self.store, self.tick, device, key=self.key, name=name, gloo=gloo
+        )
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,14 @@ def _shm_meet(site: Site) -> tuple[Transport, Channel]:
     return _shm_pool(site, NO_GRADIENTS, ""), SharedMemoryChannel(site.me, site.tick, device=site.device)
 
 
-def _gloo_meet(site: Site) -> tuple[Transport, Channel]:
+def _meet(site: Site, *, gloo: bool = False) -> tuple[Transport, Channel]:
     """Records and single messages, by way of host memory wherever the tensors are."""
-    records = site.group(NO_GRADIENTS, "", "cpu")
+    records = site.group(NO_GRADIENTS, "", "cpu", gloo=gloo)
     return records, GroupChannel(site.me, records, device=site.device)
+
+
+def _gloo_pool(site: Site, layout: GradientLayout, name: str) -> Transport:
+    return site.group(layout, name, "cpu", gloo=True)
 
 
 KINDS: dict[str, TransportKind] = {
@@ -73,11 +82,11 @@ KINDS: dict[str, TransportKind] = {
         # for members of one host
         TransportKind("shm", ("cpu", "cuda"), False, _shm_meet, _shm_pool),
         # for members on any hosts, with gradients in host memory
-        TransportKind("gloo", ("cpu",), True, _gloo_meet, lambda site, layout, name: site.group(layout, name, "cpu")),
-        # likewise, but gradients stay on the device; records and single messages go as with gloo
-        TransportKind(
-            "nccl", ("cuda",), True, _gloo_meet, lambda site, layout, name: site.group(layout, name, site.device)
-        ),
+        TransportKind("sockets", ("cpu",), True, _meet, lambda site, layout, name: site.group(layout, name, "cpu")),
+        # likewise, over gloo's sockets, which know no token
+        TransportKind("gloo", ("cpu",), True, lambda site: _meet(site, gloo=True), _gloo_pool),
+        # likewise, but gradients stay on the device; records and single messages go over sockets
+        TransportKind("nccl", ("cuda",), True, _meet, lambda site, layout, name: site.group(layout, name, site.device)),
     )
 }
 

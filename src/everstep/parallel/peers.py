@@ -7,52 +7,55 @@ before; here whoever waits reads by itself, ticks by itself, and looks for abort
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable
-from math import inf
 from typing import NamedTuple
 
-import xxhash
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from everstep.base.errors import CollectiveAborted, InvariantViolation, StaleGeneration
+from everstep.base.errors import CollectiveAborted, InvariantViolation, ProtocolError, StaleGeneration
 from everstep.base.ports import OnTick
 from everstep.parallel.fence import Fence
+from everstep.protocol.messages import MAX_FRAME_BYTES
+from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
+from everstep.runtime.porch import Complaints, Porch
+from everstep.runtime.wire import ends
+
+log = logging.getLogger(__name__)
 
 _WAIT_MS = 5
 _GRACE_S = 0.1
-_HEADER = struct.Struct("<QQ40s")
-_TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<q{_TOKEN_BYTES}s")
+_HEADER = struct.Struct("<Q40s")
 _RETRY_S = 0.01
 _BACKLOG = 1024
 
 
 class Door(NamedTuple):
-    """Where a member takes connections, and the word that callers must say."""
+    """Where a member takes connections."""
 
     host: str
     port: int
-    token: bytes
 
     def text(self) -> str:
-        return f"{self.host} {self.port} {self.token.hex()}"
+        return f"{self.host} {self.port}"
 
     @staticmethod
     def parse(text: str) -> Door:
-        host, port, token = text.split()
-        return Door(host, int(port), bytes.fromhex(token))
+        host, port = text.split()
+        return Door(host, int(port))
 
 
 class Meeting(NamedTuple):
     """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
 
-    host: address to listen on. Of what is made for a meeting, every method that waits raises CollectiveAborted within
-    milliseconds after the fence went down.
+    host: address to listen on. key: the token of the role `peer`, which members prove to each other. Of what
+    is made for a meeting, every method that waits raises CollectiveAborted within milliseconds after the fence went
+    down.
     """
 
     worker_ids: tuple[int, ...]
@@ -60,48 +63,53 @@ class Meeting(NamedTuple):
     store: Store
     host: str
     fence: Fence
+    key: bytes
 
 
 class PeerSockets:
     """Connections to the other members of one generation; all methods are called by one thread.
 
-    tick is called every few milliseconds while a method waits.
+    tick is called every few milliseconds while a method waits. what: of several at one meeting, each has its own.
     """
 
-    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
-        self._worker_ids, self._me, store, self._host, self._fence = meeting
-        self._store = PrefixStore("records", store)
+    def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
+        self._worker_ids, self._me, store, self._host, self._fence, self._key = meeting
+        self._store = PrefixStore(what, store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
-        self._token = os.urandom(_TOKEN_BYTES)
+        self._seals_of: dict[int, Seals] = {}
 
     def connect(self) -> None:
-        """Meet the others: call those with smaller ids, be called by those with larger ones.
+        """Meet the others: call those with smaller ids, be called by those with larger ones, all beside one another.
 
         Raises: CollectiveAborted.
         """
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server((self._host, 0), family=family, backlog=_BACKLOG) as listener:
-            listener.setblocking(False)
-            host, port = listener.getsockname()[:2]
-            doors = self._doors(Door(host, port, self._token))
-            for worker_id in (w for w in doors if w < self._me):
-                self._sockets[worker_id] = self._call(worker_id, doors[worker_id])
-            callers = {worker_id for worker_id in doors if worker_id > self._me}
-            while callers:
-                callers.discard(self._answer(listener, callers))
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server((self._host, 0), family=family, backlog=_BACKLOG))
+            porch = Porch(listener, peer_keys(self._key), Complaints(log.warning))
+            stack.callback(porch.close)
+            doors = self._doors(Door(*listener.getsockname()[:2]))
+            calls = [_Call(w, doors[w], self._key, self._name(self._me)) for w in doors if w < self._me]
+            for call in calls:
+                stack.callback(call.give_up)
+            callers = {self._name(w): w for w in doors if w > self._me}
+            self._meet(porch, calls, callers)
         for sock in self._sockets.values():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def lines(self) -> dict[int, tuple[socket.socket, Seals]]:
+        """The connections by worker id, for somebody else who moves bytes over them; `retire` closes them."""
+        return {worker_id: (sock, self._seals_of[worker_id]) for worker_id, sock in self._sockets.items()}
 
     def gather(self, key: bytes, payload: bytes) -> dict[int, bytes]:
         """The payloads of all, in the order of their ids; `key` (40 bytes) must be the same at everybody's.
 
         Raises: CollectiveAborted; InvariantViolation if a peer is at another record.
         """
-        digest = xxhash.xxh3_64_intdigest(key + payload)
-        frame = _HEADER.pack(digest, len(payload), key) + payload
         poller = select.poll()
-        pending = {sock.fileno(): _Talk(w, sock, key, frame) for w, sock in self._sockets.items()}
+        talks = [_Talk(w, sock, self._seals_of[w], key, payload) for w, sock in self._sockets.items()]
+        pending = {talk.sock.fileno(): talk for talk in talks}
         found = {self._me: payload}
         for talk in pending.values():
             self._guarded(talk.send, talk.worker_id)
@@ -126,8 +134,45 @@ class PeerSockets:
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
+        self._seals_of.clear()
 
     # ---- inside
+
+    def _name(self, worker_id: int) -> str:
+        """What that member calls itself when it calls: of another generation it would be nobody."""
+        return f"{self._fence.generation} {worker_id}"
+
+    def _meet(self, porch: Porch, calls: list[_Call], callers: dict[str, int]) -> None:
+        waiting = set(calls)
+        while waiting or callers:
+            now_s = time.monotonic()
+            poller = select.poll()
+            poller.register(porch, select.POLLIN)
+            due = {call.fileno(): call for call in waiting if call.ready(now_s)}
+            for call in due.values():
+                poller.register(call, call.events())
+            for descriptor, _ in self._poll(poller):
+                if descriptor in due and self._go_on(due[descriptor]):
+                    waiting.discard(due[descriptor])
+            for sock, seals in porch.turn(0.0):
+                worker_id = callers.pop(seals.name, None)
+                if worker_id is None:
+                    sock.close()
+                else:
+                    self._sockets[worker_id], self._seals_of[worker_id] = sock, seals
+
+    def _go_on(self, call: _Call) -> bool:
+        """Returns whether they have met."""
+        try:
+            seals = call.go_on()
+        except (OSError, ProtocolError) as error:
+            if not call.again(time.monotonic()):
+                self._lost(call.worker_id, error)
+            return False
+        if seals is None:
+            return False
+        self._sockets[call.worker_id], self._seals_of[call.worker_id] = call.hand_over(), seals
+        return True
 
     def _doors(self, own: Door) -> dict[int, Door]:
         """The others' doors by worker id."""
@@ -148,19 +193,13 @@ class PeerSockets:
         self._tick()
         return ready
 
-    def _await(self, sock: socket.socket, event: int, until: float = inf) -> None:
-        poller = select.poll()
-        poller.register(sock, event)
-        while not self._poll(poller) and time.monotonic() < until:
-            pass
-
     def _guarded(self, operation: Callable[[], None], worker_id: int) -> None:
         try:
             operation()
         except OSError as error:
             self._lost(worker_id, error)
 
-    def _lost(self, worker_id: int, error: OSError) -> None:
+    def _lost(self, worker_id: int, error: Exception) -> None:
         """A peer that leaves because of a new plan hangs up too: that plan may be on its way to us."""
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
@@ -171,55 +210,95 @@ class PeerSockets:
             f"generation {self._fence.generation}: worker {worker_id} is lost: {error}", [worker_id]
         )
 
-    def _call(self, worker_id: int, door: Door) -> socket.socket:
-        """A connection refused at first is tried again: who said where it listens does listen, or has left."""
-        hello = _HELLO.pack(self._me, door.token)
-        until = time.monotonic() + _GRACE_S
-        while True:
-            sock = socket.socket(socket.AF_INET6 if ":" in door.host else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            try:
-                sock.connect_ex((door.host, door.port))
-                self._await(sock, select.POLLOUT)
-                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if not error and sock.send(hello) == len(hello):
-                    return sock
-            except BaseException:
-                sock.close()
-                raise
-            sock.close()
-            if time.monotonic() > until:
-                self._lost(worker_id, OSError(error, os.strerror(error)))
-            time.sleep(_RETRY_S)
 
-    def _answer(self, listener: socket.socket, expected: set[int]) -> int:
-        """Take one call; returns whose it was, or -1 if a stranger's."""
-        self._await(listener, select.POLLIN)
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return -1
-        with contextlib.ExitStack() as refused:
-            refused.callback(sock.close)
-            sock.setblocking(False)
-            self._await(sock, select.POLLIN, time.monotonic() + _GRACE_S * 10)
-            with contextlib.suppress(OSError, struct.error):
-                worker_id, token = _HELLO.unpack(sock.recv(_HELLO.size))
-                if token == self._token and worker_id in expected:
-                    refused.pop_all()
-                    self._sockets[worker_id] = sock
-                    return int(worker_id)
-        return -1
+class _Call:
+    """One call to a member until it has proved the token and been proved it. What goes wrong at first is tried again:
+    who said where it listens does listen, or has left."""
+
+    def __init__(self, worker_id: int, door: Door, key: bytes, name: str) -> None:
+        self.worker_id = worker_id
+        self._door = door
+        self._key = key
+        self._name = name
+        self._sock: socket.socket | None = None
+        self._caller: Caller | None = None
+        self._heard = b""
+        self._greeted = False
+        self._failed_s: float | None = None
+        self._next_s = 0.0
+
+    def fileno(self) -> int:
+        return -1 if self._sock is None else self._sock.fileno()
+
+    def ready(self, now_s: float) -> bool:
+        """Whether there is something to poll for; calls if it is time to."""
+        if self._sock is None and now_s >= self._next_s:
+            family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
+            self._sock = socket.socket(family, socket.SOCK_STREAM)
+            self._sock.setblocking(False)
+            self._sock.connect_ex((self._door.host, self._door.port))
+        return self._sock is not None
+
+    def events(self) -> int:
+        return select.POLLOUT if self._caller is None else select.POLLIN
+
+    def go_on(self) -> Seals | None:
+        """Returns the seals once both have proved the token. Raises: OSError, ProtocolError."""
+        sock = self._sock
+        if sock is None:
+            return None
+        if self._caller is None:
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            self._caller = Caller(self._key, PEER, self._name, ends(sock))
+            return None
+        want = PROOF_BYTES if self._greeted else GREETING_BYTES
+        data = sock.recv(want - len(self._heard))
+        if not data:
+            raise ConnectionError("it hung up during the handshake")
+        self._heard += data
+        if len(self._heard) < want:
+            return None
+        heard, self._heard = self._heard, b""
+        if self._greeted:
+            return self._caller.accept(heard)
+        sock.send(self._caller.answer(heard))
+        self._greeted = True
+        return None
+
+    def again(self, now_s: float) -> bool:
+        """It failed. Returns False if it has done so for too long."""
+        self.give_up()
+        self._caller, self._heard, self._greeted = None, b"", False
+        self._next_s = now_s + _RETRY_S
+        self._failed_s = now_s if self._failed_s is None else self._failed_s
+        return now_s - self._failed_s <= _GRACE_S
+
+    def hand_over(self) -> socket.socket:
+        """The connection, which is the caller's from now on."""
+        sock, self._sock = self._sock, None
+        if sock is None:
+            raise InvariantViolation("a call that has ended was handed over")
+        return sock
+
+    def give_up(self) -> None:
+        """Hang up, if it has not been handed over."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
 
 
 class _Talk:
     """One peer's part of one gathering: our frame on its way there, its frame on its way here."""
 
-    def __init__(self, worker_id: int, sock: socket.socket, key: bytes, frame: bytes) -> None:
+    def __init__(self, worker_id: int, sock: socket.socket, seals: Seals, key: bytes, payload: bytes) -> None:
         self.worker_id = worker_id
         self.sock = sock
+        self._seals = seals
         self._key = key
-        self._out = memoryview(frame)
+        header = _HEADER.pack(len(payload), key)
+        self._out = memoryview(header + payload + seals.tag(header, payload))
         self._in = bytearray(_HEADER.size)
         self._have = 0
         self._body = False
@@ -247,14 +326,23 @@ class _Talk:
                 self._begin_body()
 
     def _begin_body(self) -> None:
-        self._digest, length, key = _HEADER.unpack(self._in)
-        if key != self._key:
-            raise InvariantViolation(f"expected record {self._key!r} of worker {self.worker_id}, got {key!r}")
-        self._in, self._have, self._body = bytearray(length), 0, True
+        length, _ = _HEADER.unpack(self._in)
+        if length > MAX_FRAME_BYTES:
+            raise ConnectionError(f"expected a record of at most {MAX_FRAME_BYTES} bytes, got one of {length}")
+        self._in += bytes(length + TAG_BYTES)
+        self._body = True
 
     def payload(self) -> bytes:
-        """Raises: CollectiveAborted if it came damaged."""
-        found = bytes(self._in)
-        if xxhash.xxh3_64_intdigest(self._key + found) != self._digest:
-            raise CollectiveAborted(f"a record of worker {self.worker_id} came damaged", [self.worker_id])
-        return found
+        """Raises: CollectiveAborted if it came damaged, or from somebody else; InvariantViolation if it is another
+        record."""
+        whole = memoryview(self._in)
+        try:
+            self._seals.check(whole[-TAG_BYTES:], whole[:-TAG_BYTES])
+        except ProtocolError as error:
+            raise CollectiveAborted(
+                f"a record of worker {self.worker_id} came damaged: {error}", [self.worker_id]
+            ) from None
+        _, key = _HEADER.unpack_from(self._in)
+        if key != self._key:
+            raise InvariantViolation(f"expected record {self._key!r} of worker {self.worker_id}, got {key!r}")
+        return bytes(whole[_HEADER.size : -TAG_BYTES])

@@ -1,7 +1,7 @@
 """Messages on control connections: versioned, strict, without pickle. Pure.
 
 A frame is a 4-byte big-endian length and a msgpack body. `encode` and `decode` are the only way in or out; a body that
-does not fit the schema raises `ProtocolError`. The runtime proves knowledge of the job's token before the first frame.
+does not fit the schema raises `ProtocolError`. The runtime proves knowledge of a token before the first frame.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
 
 

@@ -86,6 +86,7 @@ def sentence(event: Event) -> str:
         "worker_healed": f"{who} has healed{why}",
         "waiting": f"waiting{why}",
         "coordinator_restarted": f"the coordinator was restarted{why}",
+        "commanded": reason or "a command was given",
         "fault_injected": reason or "a fault was injected",
         "warning": f"warning{why}",
         "fallback": f"fallback{why}",

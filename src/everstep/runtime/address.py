@@ -21,12 +21,18 @@ METRICS_FILE = "metrics.json"
 METRICS_TOKEN_FILE = "metrics-token"
 PROFILES_FOLDER = "profiles"
 TOKEN_FILE = "token"
+"""The job's. Those of single roles lie beside it: `role_file`."""
 EVENTS_FILE = "events.jsonl"
 JOB_FILE = "job.json"
 DATASET_FILE = "dataset.json"
 CHECKPOINTS_DIR = "checkpoints"
 TRACE_KEY = "everstep"
 """Under it a worker's trace says whose it is, and which steps and phases it had."""
+
+
+def role_file(role: str) -> str:
+    """Where the token of one role of people lies."""
+    return f"{TOKEN_FILE}-{role}"
 
 
 @dataclass(frozen=True)

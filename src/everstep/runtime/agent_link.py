@@ -24,8 +24,10 @@ from everstep.protocol.messages import (
     WorkerPulse,
     WorkerStarted,
 )
+from everstep.protocol.roles import AGENT
 from everstep.runtime.board import Board
 from everstep.runtime.control import ControlClient
+from everstep.runtime.handshake import role_token
 
 FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
@@ -68,9 +70,10 @@ class LaneTime:
 class AgentLink:
     """Speaks for the workers of one host.
 
-    address: as `ControlClient` has it. agent_id: of the host; it is also the host's name. room: for how many workers, 0
-    if that does not matter. lives: called (from any thread) for the processes that run now; slots: likewise, how many
-    are kept filled. on_message: called in the connection's thread for what the coordinator says.
+    address: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
+    room: for how many workers, 0 if that does not matter. lives: called (from any thread) for the processes that run
+    now; slots: likewise, how many are kept filled. on_message: called in the connection's thread for what the
+    coordinator says.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class AgentLink:
         self._rtts_ms: deque[float] = deque(maxlen=31)
         self._paces: dict[tuple[int, int], tuple[Rate, LaneTime]] = {}
         self._next_s = 0.0
-        self.client = ControlClient(address, token, "agent", agent_id, self._hello, self._receive)
+        self.client = ControlClient(address, role_token(token, AGENT), AGENT, agent_id, self._hello, self._receive)
 
     # ---- heartbeats
 

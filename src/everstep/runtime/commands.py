@@ -13,8 +13,10 @@ from typing import Any
 
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.protocol.messages import Command, CommandReply, decode, encode
+from everstep.protocol.roles import COMMANDS, OPERATE
 from everstep.runtime import wire
-from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address, role_file
+from everstep.runtime.handshake import role_token
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -30,12 +32,15 @@ class NoAnswer(EverstepError):
 def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Ask the coordinator of the job that runs in `run_dir`; returns the reply's result.
 
+    The token of the command's role is all that is needed of the directory, beside the address.
+
     Raises: NoJobRunning if none runs there; NoAnswer if its coordinator is silent; ConfigError with the coordinator's
-    one line if it refuses.
+    one line if it refuses, or if there is no token for this.
     """
+    role = COMMANDS.get(name, OPERATE)
     try:
         address = read_address(run_dir / COORDINATOR_FILE)
-        token = wire.read_token(run_dir / TOKEN_FILE)
+        key = _token_for(run_dir, role)
     except (FileNotFoundError, NotADirectoryError):
         raise NoJobRunning(f"no job is running in {run_dir}") from None
     except OSError as error:
@@ -43,10 +48,10 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     try:
         with socket.create_connection((address.host, address.port), timeout=timeout_s) as sock:
             sock.settimeout(timeout_s)
-            wire.handshake_client(sock, token, "client", f"everstep-{os.getpid()}")
-            wire.send_frame(sock, encode(Command(request=1, name=name, args=args or {})))
+            seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")
+            wire.send_frame(sock, seals, encode(Command(request=1, name=name, args=args or {})))
             while True:
-                reply = decode(wire.recv_frame(sock))
+                reply = decode(wire.recv_frame(sock, seals))
                 if isinstance(reply, CommandReply):
                     break
     except ProtocolError as error:
@@ -58,6 +63,16 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     if not reply.ok:
         raise ConfigError(reply.error)
     return reply.result
+
+
+def _token_for(run_dir: Path, role: str) -> bytes:
+    """Raises: ConfigError if there is none; ProtocolError if it is none; OSError."""
+    try:
+        return wire.read_token(run_dir / role_file(role))
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            return role_token(wire.read_token(run_dir / TOKEN_FILE), role)
+    raise ConfigError(f"expected the token for {role!r} in {run_dir / role_file(role)}, found none")
 
 
 def is_locked(run_dir: Path) -> bool:

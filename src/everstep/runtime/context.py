@@ -19,7 +19,8 @@ from everstep.base.plan import WorkerKey
 class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
-    `token` is the job's secret in hex. `coordinator_file` names coordinator.json, which is rewritten when the
+    `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: the job's own is not for
+    workers. `coordinator_file` names coordinator.json, which is rewritten when the
     coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
     effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
     beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the
@@ -40,6 +41,7 @@ class WorkerContext:
     cell_rank: int = 0
     cell_size: int = 1
     cell_fds: list[int] = field(default_factory=list)
+    peer_token: str = ""
 
     @property
     def key(self) -> WorkerKey:
@@ -72,8 +74,12 @@ class WorkerContext:
             return None
 
     def token_bytes(self) -> bytes:
-        """The job's secret as the control connection wants it."""
+        """This life's token as the control connection wants it."""
         return bytes.fromhex(self.token)
+
+    def peer_token_bytes(self) -> bytes:
+        """The peers' token."""
+        return bytes.fromhex(self.peer_token)
 
     def load_config(self) -> Config:
         """The effective config. Raises: ConfigError."""

@@ -20,7 +20,8 @@ from pathlib import Path
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.protocol.messages import AnyMessage, Heartbeat, Progress, decode, encode
 from everstep.runtime.address import read_address
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client
+from everstep.runtime.handshake import Seals
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _PASSING = (Progress, Heartbeat)
 class ControlClient:
     """A control connection to the coordinator that is always being kept up.
 
-    address: the path of coordinator.json (read anew at each attempt), or a fixed (host, port).
+    address: the path of coordinator.json (read anew at each attempt), or a fixed (host, port). key: the role's token.
     hello: called in the client's thread at each connect; its message goes out before all others.
     on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
     in it is logged and does not end the connection.
@@ -48,7 +49,7 @@ class ControlClient:
     def __init__(
         self,
         address: str | os.PathLike[str] | tuple[str, int],
-        token: bytes,
+        key: bytes,
         role: str,
         name: str,
         hello: Callable[[], AnyMessage],
@@ -56,7 +57,7 @@ class ControlClient:
         on_connected: Callable[[bool], None] | None = None,
     ) -> None:
         self._address = address
-        self._token = token
+        self._key = key
         self._role = role
         self._name = name
         self._hello = hello
@@ -65,8 +66,10 @@ class ControlClient:
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._queue: deque[tuple[bytes, bool]] = deque()  # (frame, passing)
-        self._offset = 0  # bytes of the first frame that this connection has taken already
+        self._leaving = b""  # the first frame, as this connection is taking it
+        self._offset = 0  # bytes of that which it has taken already
         self._sock: socket.socket | None = None
+        self._seals: Seals | None = None
         self._closing = False
         self._warned = ""
         self._seen: tuple[int, int] = (0, 0)
@@ -150,7 +153,7 @@ class ControlClient:
                 self._pause(self._cut_s())
                 continue
             try:
-                sock = self._connect()
+                sock, seals = self._connect()
             except (OSError, EverstepError) as error:
                 self._complain(error)
                 self._pause(backoff_s)
@@ -159,7 +162,7 @@ class ControlClient:
             backoff_s = FIRST_BACKOFF_S
             self._warned = ""
             try:
-                self._talk(sock)
+                self._talk(sock, seals)
             except (OSError, EverstepError) as error:
                 log.info("control connection lost: %s", error)
             finally:
@@ -171,7 +174,7 @@ class ControlClient:
             self._wake_w = -1
         os.close(self._wake_r)
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> tuple[socket.socket, Seals]:
         address = self._address
         if isinstance(address, tuple):
             host, port = address
@@ -184,23 +187,23 @@ class ControlClient:
             keep_alive(sock)
             if sock.getsockname() == sock.getpeername():
                 raise ProtocolError("connected to itself: nobody listens there")
-            handshake_client(sock, self._token, self._role, self._name)
-            sock.sendall(frame(encode(self._hello()), deflate=True))
+            seals = handshake_client(sock, self._key, self._role, self._name)
+            sock.sendall(sealed(seals, frame(encode(self._hello()), deflate=True)))
             sock.setblocking(False)
         except BaseException:
             sock.close()
             raise
-        return sock
+        return sock, seals
 
-    def _talk(self, sock: socket.socket) -> None:
+    def _talk(self, sock: socket.socket, seals: Seals) -> None:
         with self._lock:
-            self._sock = sock
+            self._sock, self._seals = sock, seals
             self._pump()
         self.connects += 1
         self._connected.set()
         if self._on_connected is not None:
             self._on_connected(True)
-        reader = FrameReader()
+        reader = FrameReader(seals)
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         while not self._closing:
@@ -235,8 +238,8 @@ class ControlClient:
 
     def _disconnect(self, sock: socket.socket) -> None:
         with self._lock:
-            self._sock = None
-            self._offset = 0
+            self._sock = self._seals = None
+            self._leaving, self._offset = b"", 0
             self._queue = deque(item for item in self._queue if not item[1])
             self._drained.notify_all()
         sock.close()
@@ -249,9 +252,11 @@ class ControlClient:
 
     def _pump(self) -> None:
         """Hand as much of the queue to the kernel as it takes at once."""
-        sock = self._sock
-        while sock is not None and self._queue and self._cut_s() <= 0:
-            data = self._queue[0][0]
+        sock, seals = self._sock, self._seals
+        while sock is not None and seals is not None and self._queue and self._cut_s() <= 0:
+            if not self._leaving:
+                self._leaving = sealed(seals, self._queue[0][0])
+            data = self._leaving
             try:
                 sent = sock.send(memoryview(data)[self._offset :] if self._offset else data)
             except BlockingIOError:
@@ -261,7 +266,7 @@ class ControlClient:
             self._offset += sent
             if self._offset < len(data):
                 return
-            self._offset = 0
+            self._leaving, self._offset = b"", 0
             self._queue.popleft()
         if not self._queue:
             self._drained.notify_all()
@@ -269,7 +274,7 @@ class ControlClient:
     def _make_room(self) -> bool:
         """Drop the oldest passing message that has not begun to leave. Returns whether there was one."""
         for index, (_data, passing) in enumerate(self._queue):
-            if passing and (index > 0 or self._offset == 0):
+            if passing and (index > 0 or not self._leaving):
                 del self._queue[index]
                 return True
         return False

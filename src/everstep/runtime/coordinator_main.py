@@ -39,6 +39,7 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.messages import (
+    MAX_FRAME_BYTES,
     AgentCount,
     AgentHello,
     AgentNotice,
@@ -53,14 +54,18 @@ from everstep.protocol.messages import (
     decode,
     encode,
 )
+from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
+from everstep.runtime.handshake import Greeter, Seals, keys_of
 from everstep.runtime.journal import Journal
+from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
 
-MAX_STRANGERS = 4096
+MAX_STRANGERS = 2048
+MAX_ASKED_BYTES = 64 << 10
 MAX_UNSENT_BYTES = 256 << 20
-_COMPLAIN_EVERY_S = 1.0
+_LATE_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
 
@@ -122,14 +127,14 @@ class ControlServer:
         self.switchboard = switchboard
         self.journal = journal
         self.events = events
-        self.token = token
+        self.keys = keys_of(token, CONTROL_ROLES)
         self.connections: dict[str, ControlSocket] = {}
-        self.strangers = 0
-        self.refused = 0
+        self.strangers: Strangers[ControlSocket] = Strangers(MAX_STRANGERS, wire.HANDSHAKE_TIMEOUT_S)
+        self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
+        self._late: asyncio.TimerHandle | None = None
         self._names = 0
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._complained_s = -_COMPLAIN_EVERY_S
         self._journal_warned = False
         self._last_encoded: tuple[AnyMessage | None, bytes] = (None, b"")
 
@@ -146,7 +151,9 @@ class ControlServer:
                     self._persist(entry)
                 case Send(name, message):
                     self._send(name, message)
-                case Close(name):
+                case Close(name, reason, foul):
+                    if foul and name in self.connections:
+                        self.refuse(self.connections[name].peer, reason)
                     self._end(name)
                 case Report(kind, fields):
                     if kind == "recovery_completed":
@@ -156,10 +163,12 @@ class ControlServer:
 
     def received(self, name: str, message: AnyMessage) -> None:
         """A message of a client."""
-        sends, for_coordinator = self.switchboard.take(name, message)
-        self._hand_on(sends)
-        if for_coordinator:
-            self.handle(Received(name, message))
+        if not self.coordinator.refusal(name, message):
+            sends, for_coordinator = self.switchboard.take(name, message)
+            self._hand_on(sends)
+            if not for_coordinator:
+                return
+        self.handle(Received(name, message))
 
     def lost(self, name: str) -> None:
         """A client's connection has ended."""
@@ -197,13 +206,22 @@ class ControlServer:
         self._round_ns = 0
 
     def refuse(self, peer: str, reason: str) -> None:
-        """A stranger was turned away: count it, and say so at most once a second."""
-        self.refused += 1
-        now = time.monotonic()
-        if now - self._complained_s >= _COMPLAIN_EVERY_S:
-            self._complained_s = now
-            text = f"refused a connection from {peer}: {reason} ({self.refused} refused so far)"
-            self._warn(Why(Cause.REFUSED, text))
+        """Somebody was turned away: count it, and say so now and then."""
+        self._complaints.refused(peer, reason, time.monotonic())
+
+    def arrived(self, stranger: ControlSocket) -> None:
+        """Somebody has connected: one of those who have been there for too long may have to go for it."""
+        out = self.strangers.arrive(stranger, stranger.host, time.monotonic())
+        if out is not None:
+            out.turn_away("too many connections at once have not proved the token")
+        if self._late is None:
+            self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off)
+
+    def _send_off(self) -> None:
+        for stranger in self.strangers.late(time.monotonic()):
+            stranger.turn_away("the handshake took too long")
+        there = len(self.strangers) > 0
+        self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
     def _frame(self, message: AnyMessage) -> bytes:
         """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
@@ -252,25 +270,20 @@ class ControlSocket(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._name = ""
-        self._nonce = b""
-        self._early = bytearray()
-        self._reader = wire.FrameReader()
-        self._timeout: asyncio.TimerHandle | None = None
-        self._peer = ""
+        self._greeter: Greeter | None = None
+        self._seals: Seals | None = None
+        self._reader: wire.FrameReader | None = None
+        self.host = "?"
+        self.peer = "?"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, which is no subclass of it
-        host = transport.get_extra_info("peername") or ("?", 0)
-        self._peer = f"{host[0]}:{host[1]}"
-        self._server.strangers += 1
-        if self._server.strangers > MAX_STRANGERS:
-            self._refuse("too many connections at once have not proved the token")
-            return
-        sent, self._nonce = wire.greeting()
-        self._transport.write(sent)
-        self._timeout = asyncio.get_running_loop().call_later(
-            wire.HANDSHAKE_TIMEOUT_S, self._refuse, "the handshake took too long"
-        )
+        peer = transport.get_extra_info("peername") or ("?", 0)
+        self.host, self.peer = str(peer[0]), f"{peer[0]}:{peer[1]}"
+        here = wire.address_text(transport.get_extra_info("sockname"))
+        self._greeter = Greeter(self._server.keys, here)
+        self._server.arrived(self)
+        self._transport.write(self._greeter.greeting)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -280,27 +293,27 @@ class ControlSocket(asyncio.Protocol):
                 self._handshake(data)
         except ProtocolError as error:
             if self._name:
-                self._server.refuse(self._peer, str(error))
+                self._server.refuse(self.peer, str(error))
                 self.end()
             else:
-                self._refuse(str(error))
+                self.turn_away(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._stop_timeout()
         if self._name:
             self._server.lost(self._name)
         else:
-            self._server.strangers -= 1
+            self._server.strangers.leave(self)
 
     def send(self, data: bytes) -> None:
         """Queue a frame. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`; it will reconnect."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        transport, seals = self._transport, self._seals
+        if transport is None or seals is None or transport.is_closing():
             return
         transport.write(data)
+        transport.write(seals.tag(data))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._server.refuse(self._peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
+            self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
 
     def end(self) -> None:
@@ -309,43 +322,34 @@ class ControlSocket(asyncio.Protocol):
             self._transport.close()
 
     def _handshake(self, data: bytes) -> None:
-        early = self._early
-        early += data
-        if len(early) < 2:
+        transport, greeter = self._transport, self._greeter
+        if transport is None or greeter is None or transport.is_closing():
             return
-        end = 2 + wire.answer_length(bytes(early[:2]))
-        if len(early) < end:
+        reply = greeter.feed(data)
+        seals = greeter.seals
+        if seals is None:
             return
-        role, reply = wire.verify(self._server.token, self._nonce, bytes(early[2:end]))
-        if role not in ("agent", "worker", "job", "client"):
-            raise ProtocolError(f"expected the role agent, worker, job or client, got {role!r}")
-        if self._transport is None:
-            return
-        self._stop_timeout()
-        self._transport.write(reply)
-        rest = bytes(early[end:])
-        self._early = bytearray()
+        transport.write(reply)
+        self._greeter, self._seals = None, seals
+        most = MAX_ASKED_BYTES if seals.role in PEOPLE else MAX_FRAME_BYTES
+        self._reader = wire.FrameReader(seals, most_bytes=most)
         self._name = self._server.next_name()
-        self._server.strangers -= 1
+        self._server.strangers.leave(self)
         self._server.connections[self._name] = self
-        self._server.handle(Connected(self._name, role))
-        if rest:
-            self._frames(rest)
+        self._server.handle(Connected(self._name, seals.role, seals.name))
 
     def _frames(self, data: bytes) -> None:
-        for body in self._reader.feed(data):
+        for body in self._reader.feed(data) if self._reader is not None else ():
+            if self._transport is None or self._transport.is_closing():
+                return
             self._server.received(self._name, decode(body))
 
-    def _refuse(self, reason: str) -> None:
-        self._stop_timeout()
-        self._server.refuse(self._peer, reason)
+    def turn_away(self, reason: str) -> None:
+        """A stranger has to go."""
+        self._server.strangers.leave(self)
+        self._server.refuse(self.peer, reason)
         if self._transport is not None:
             self._transport.abort()
-
-    def _stop_timeout(self) -> None:
-        if self._timeout is not None:
-            self._timeout.cancel()
-            self._timeout = None
 
 
 def coordinator_config(config: Config) -> CoordinatorConfig:

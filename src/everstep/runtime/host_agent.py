@@ -20,6 +20,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.errors import EverstepError
+from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
@@ -29,6 +30,7 @@ from everstep.protocol.messages import (
     SetSlots,
     WorkerLife,
 )
+from everstep.protocol.roles import WORKER
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
 from everstep.runtime.agent_link import AgentLink
@@ -36,6 +38,7 @@ from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
+from everstep.runtime.handshake import PEER, role_token
 from everstep.runtime.process import (
     Inbox,
     die_with_parent,
@@ -346,7 +349,8 @@ class Host:
             worker_id=worker_id,
             incarnation=incarnation,
             host=self._joining.host,
-            token=self._token.hex(),
+            token=role_token(self._token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
+            peer_token=role_token(self._token, PEER).hex(),
             coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
             board_fd=self._board.fd,
             config=self.facts.config,

@@ -30,6 +30,7 @@ from everstep.protocol.messages import (
     Ping,
     Pong,
 )
+from everstep.protocol.roles import JOB, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import (
     COORDINATOR_FILE,
@@ -37,9 +38,11 @@ from everstep.runtime.address import (
     JOURNAL_FILE,
     LOGS_FOLDER,
     TOKEN_FILE,
+    role_file,
     write_atomically,
 )
 from everstep.runtime.control import ControlClient
+from everstep.runtime.handshake import role_token
 from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, readable, taking_signals
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 
@@ -124,6 +127,8 @@ class Job:
         (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
         (self.run_dir / JOURNAL_FILE).unlink(missing_ok=True)
         wire.write_token(self.run_dir / TOKEN_FILE, self._token)
+        for role in PEOPLE:
+            wire.write_token(self.run_dir / role_file(role), role_token(self._token, role))
         job: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads((self.run_dir / JOB_FILE).read_text())
@@ -385,7 +390,9 @@ class JobLink:
         self._next_s = 0.0
         self._unanswered = 0
         self._heard_s = time.monotonic()
-        self._client = ControlClient(coordinator_file, token, "job", f"job-{os.getpid()}", JobHello, self._receive)
+        self._client = ControlClient(
+            coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", JobHello, self._receive
+        )
 
     def due_in(self, now_s: float) -> float:
         """Seconds until the next ping."""

@@ -1,4 +1,4 @@
-"""Connections between workers for bulk data (healing): a token handshake, a JSON request, then raw bytes.
+"""Connections between workers for bulk data (healing): a handshake, a JSON request, then runs of bytes.
 
 Blocking and threaded on purpose: the streams are gigabytes long, few, and beside a training loop that asyncio would
 have to share. `sendall` of memoryviews and `recv_into` of memory that is already there: no copies in between.
@@ -13,23 +13,21 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
-from everstep.runtime.wire import (
-    HANDSHAKE_TIMEOUT_S,
-    handshake_client,
-    handshake_server,
-    recv_exact_into,
-    recv_frame,
-    send_frame,
-)
+from everstep.runtime.handshake import PEER, TAG_BYTES, Seals, peer_keys
+from everstep.runtime.porch import Complaints, Porch
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, handshake_client, recv_exact_into, recv_frame, send_frame
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 256
+_BACKLOG = 1024
+_ACCEPT_WAIT_S = 0.5
+_PIECE_BYTES = 1 << 20
 _SIZE = struct.Struct(">Q")
 
 
@@ -38,13 +36,14 @@ class PeerConnection:
 
     Every operation raises `CollectiveAborted` when the other side is gone, when nothing moves for `timeout_s`, and
     when another thread calls `abort`; `ProtocolError` when it says something that was not asked for. `sent_bytes`
-    counts what `send_bytes` sent.
+    counts what `send_bytes` sent. All that is said is tagged, and so are runs of bytes that leave the host.
     """
 
-    def __init__(self, sock: socket.socket, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, sock: socket.socket, seals: Seals, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
         self._sock = sock
+        self._seals = seals
         self.sent_bytes = 0
 
     def fileno(self) -> int:
@@ -54,12 +53,12 @@ class PeerConnection:
     def send_json(self, value: Any) -> None:
         """Send a small JSON-able value."""
         with _faults("sending to a peer"):
-            send_frame(self._sock, json.dumps(value).encode())
+            send_frame(self._sock, self._seals, json.dumps(value).encode())
 
     def recv_json(self) -> Any:
         """Receive what `send_json` sent."""
         with _faults("receiving from a peer"):
-            body = recv_frame(self._sock)
+            body = recv_frame(self._sock, self._seals)
         try:
             return json.loads(body)
         except ValueError:
@@ -70,9 +69,16 @@ class PeerConnection:
         views = [memoryview(part).cast("B") for part in parts if len(memoryview(part)) > 0]
         size = sum(v.nbytes for v in views)
         with _faults("sending to a peer"):
-            self._sock.sendall(_SIZE.pack(size))
-            for view in views:
-                self._sock.sendall(view)
+            send_frame(self._sock, self._seals, _SIZE.pack(size))
+            if self._seals.bulk_tags:
+                tag = self._seals.bulk_tag()
+                for piece in _pieces(views):
+                    tag.add(piece)
+                    self._sock.sendall(piece)
+                self._sock.sendall(tag.tag())
+            else:
+                for view in views:
+                    self._sock.sendall(view)
         self.sent_bytes += size
 
     def recv_into(self, out: memoryview | bytearray) -> None:
@@ -108,13 +114,28 @@ class PeerConnection:
         self.close()
 
     def _recv_size(self) -> int:
-        header = bytearray(_SIZE.size)
-        self._fill(memoryview(header))
+        with _faults("receiving from a peer"):
+            header = recv_frame(self._sock, self._seals, _SIZE.size)
+        if len(header) != _SIZE.size:
+            raise ProtocolError(f"expected the size of what a peer sends, got {len(header)} bytes")
         return int(_SIZE.unpack(header)[0])
 
     def _fill(self, view: memoryview) -> None:
         with _faults("receiving from a peer"):
-            recv_exact_into(self._sock, view)
+            if not self._seals.bulk_tags:
+                recv_exact_into(self._sock, view)
+                return
+            check, tag = self._seals.bulk_check(), bytearray(TAG_BYTES)
+            for piece in _pieces([view]):
+                recv_exact_into(self._sock, piece)
+                check.add(piece)
+            recv_exact_into(self._sock, memoryview(tag))
+            check.check(tag)
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """So that one is on its way while the next one's tag is made."""
+    return (view[at : at + _PIECE_BYTES] for view in views for at in range(0, view.nbytes, _PIECE_BYTES))
 
 
 class _faults(contextlib.AbstractContextManager[None]):
@@ -134,13 +155,15 @@ PeerHandler = Callable[[PeerConnection, dict[str, Any]], None]
 class PeerServer:
     """Listens for peers on a port of the kernel's choice; each request is handled in a daemon thread of its own.
 
-    handler: called with the connection and the request (a JSON object); the connection is closed when it returns.
+    key: the token of the role `peer`. Who has not proved it waits beside the others and gets no thread. handler: called
+    with the connection and the request (a JSON object); the connection is closed when it returns.
     """
 
-    def __init__(self, host: str, token: bytes, handler: PeerHandler) -> None:
-        self._token = token
+    def __init__(self, host: str, key: bytes, handler: PeerHandler) -> None:
         self._handler = handler
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._complaints = Complaints(log.warning)
+        self._porch = Porch(self._listener, peer_keys(key), self._complaints)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -169,37 +192,33 @@ class PeerServer:
     def close(self) -> None:
         """Stop listening and end every conversation."""
         self._closed = True
-        _hang_up(self._listener)
-        self._listener.close()
+        _hang_up(self._listener)  # which its thread sees, and ends
         self.abort_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
+        self._listener.close()
 
     def _accept(self) -> None:
         while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue
-            with self._lock:
-                if len(self._open) >= MAX_CONNECTIONS or time.monotonic_ns() < self._deaf_until_ns:
-                    sock.close()
-                    continue
-                self._open.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+            for sock, seals in self._porch.turn(_ACCEPT_WAIT_S):
+                with self._lock:
+                    full = len(self._open) >= MAX_CONNECTIONS
+                    if full or self._closed or time.monotonic_ns() < self._deaf_until_ns:
+                        sock.close()
+                        continue
+                    self._open.add(sock)
+                threading.Thread(target=self._serve, args=(sock, seals), name="peer", daemon=True).start()
+        self._porch.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, seals: Seals) -> None:
         try:
             try:
-                handshake_server(sock, self._token)
-                connection = PeerConnection(sock)
+                connection = PeerConnection(sock, seals)
                 request = connection.recv_json()
                 if not isinstance(request, dict):
                     raise ProtocolError("expected a request as a JSON object")
             except (OSError, EverstepError) as error:
-                log.warning("refused a peer: %s", error)
+                log.info("a peer made no request: %s", error)
                 return
             try:
                 self._handler(connection, request)
@@ -220,9 +239,9 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 def peer_connect(
-    address: str, token: bytes, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    address: str, key: bytes, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> PeerConnection:
-    """Connect to a `PeerServer` at "host:port", prove the token and make the request.
+    """Connect to a `PeerServer` at "host:port", prove the token of the role `peer` and make the request.
 
     Raises: CollectiveAborted if nobody answers there; ProtocolError if it is not a peer of this job.
     """
@@ -234,8 +253,8 @@ def peer_connect(
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
     try:
         with _faults(f"greeting the peer at {address}"):
-            handshake_client(sock, token, "peer", "peer")
-        connection = PeerConnection(sock, timeout_s)
+            seals = handshake_client(sock, key, PEER, PEER)
+        connection = PeerConnection(sock, seals, timeout_s)
         connection.send_json(request)
     except BaseException:
         sock.close()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.config_keys import SINKS
+from everstep.protocol.roles import PEOPLE
 from everstep.runtime import address
 
 _OTHERS = 0o077
@@ -20,6 +21,7 @@ _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
+    *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS),
 }
 _OURS_TOO = re.compile(

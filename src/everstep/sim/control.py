@@ -25,6 +25,7 @@ from everstep.protocol.coordinator.types import (
     Tick,
 )
 from everstep.protocol.driver.driver import Driver
+from everstep.protocol.roles import COMMANDS
 from everstep.sim.life import Life, SimSite
 from everstep.sim.mesh import SimControlClient
 from everstep.sim.worker import SimWorker
@@ -68,7 +69,8 @@ class SimCoordinator(Process):
             self.feed(Received(name, wire.decode(body)))
         else:
             self.peers[name] = connection
-            self.feed(Connected(name, role))
+            proved, _, who = role.partition(" ")
+            self.feed(Connected(name, proved, who or None))
 
     def _lost(self, name: str) -> None:
         if self.peers.pop(name, None) is not None:
@@ -160,7 +162,7 @@ class AgentProcess(Process):
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
         self.ended = False
-        self.client = SimControlClient(self, control.dial, "agent", self._hello, self._deliver)
+        self.client = SimControlClient(self, control.dial, f"agent {self.name}", self._hello, self._deliver)
         for worker_id in self.slots:
             self.start(worker_id)
         self.client.begin()
@@ -234,7 +236,7 @@ class Client(Process):
     def __init__(self, world: World, control: Control, name: str, args: dict[str, Any]) -> None:
         super().__init__(world, f"client-{name}-{control.connections}", CONTROL_HOST)
         self.command = wire.Command(request=1, name=name, args=args)
-        self.link = SimControlClient(self, control.dial, "client", lambda: [self.command], self._deliver)
+        self.link = SimControlClient(self, control.dial, COMMANDS[name], lambda: [self.command], self._deliver)
         self.link.begin()
 
     def _deliver(self, message: wire.AnyMessage) -> None:

@@ -235,7 +235,7 @@ class Ties:
     def __init__(self, life: Life, dial: Dial, mesh: Mesh) -> None:
         self.life = life
         self.mesh = mesh
-        self.client = SimControlClient(life, dial, "worker", self._hello, self.deliver)
+        self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
 
     def _hello(self) -> list[wire.AnyMessage]:

@@ -43,8 +43,9 @@ Hello = Callable[[], wire.AnyMessage]
 class WorkerLink:
     """One worker's ties to its job; those of one that has no peers, as far as they are here.
 
-    `run_dir` None: nothing is written. `task`: as job.json names it, or "". `flip`: a scripted fault, for whoever has
-    the state: one bit of it changes. `fault_now`: faults that are asked for while the job runs.
+    `run_dir` None: nothing is written. `token`: of the role `peer`. `task`: as job.json names it, or "". `flip`: a
+    scripted fault, for whoever has the state: one bit of it changes. `fault_now`: faults that are asked for while the
+    job runs.
     `regular_saves`: checkpoints are taken by themselves, beside those that are asked for.
     """
 
@@ -107,7 +108,7 @@ class LaunchedLink(WorkerLink):
     def __init__(self, context: WorkerContext, config: Config, faults: Faults) -> None:
         row = Board.attach(context.board_fd).row(context.worker_id)
         log = set_up_worker_log(2, context.worker_id, context.incarnation)
-        token, run_dir = context.token_bytes(), context.run_path
+        token, run_dir = context.peer_token_bytes(), context.run_path
         super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
@@ -128,7 +129,7 @@ class LaunchedLink(WorkerLink):
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._control = ControlClient(
             self._context.coordinator_file,
-            self.token,
+            self._context.token_bytes(),
             "worker",
             str(self.me),
             hello=hello,
@@ -163,7 +164,7 @@ class LaunchedLink(WorkerLink):
         else:
             last = ControlClient(
                 self._context.coordinator_file,
-                self.token,
+                self._context.token_bytes(),
                 "worker",
                 str(self.me),
                 hello=words,

@@ -57,7 +57,7 @@ class Session:
         meets = KINDS[kind].meets
         store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
         transport = StagedTransport(
-            link.me, config.lanes, lambda: link.row.tick(), kind=kind, store=store, device=device
+            link.me, config.lanes, lambda: link.row.tick(), kind=kind, store=store, key=link.token, device=device
         )
         publisher = Publisher(link.run_dir, link.me)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)

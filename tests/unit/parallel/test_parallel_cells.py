@@ -30,7 +30,7 @@ class Cells:
     def __init__(self, kind: str) -> None:
         store = HashStore()
         self.transports = {
-            (i, r): StagedTransport(WorkerKey(i, 0), LANES, lambda: None, kind=kind, store=store, cell_rank=r)
+            (i, r): StagedTransport(WorkerKey(i, 0), LANES, lambda: None, kind=kind, store=store, key=b"k", cell_rank=r)
             for i in range(WORKERS)
             for r in range(RANKS)
         }
@@ -56,7 +56,7 @@ class Cells:
             transport.close()
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "sockets", "gloo"])
 def cells(request: pytest.FixtureRequest) -> Iterator[Cells]:
     found = Cells(request.param)
     yield found

@@ -41,7 +41,9 @@ class Crew:
         if self.kind == "shm":
             self.channels[i] = SharedMemoryChannel(key, self.tick)
         else:
-            self.carriers[i] = GroupTransport(key, GradientLayout((), (), 0), LANES, self.store, self.tick)
+            self.carriers[i] = GroupTransport(
+                key, GradientLayout((), (), 0), LANES, self.store, self.tick, key=b"k" * 32, gloo=self.kind == "gloo"
+            )
             self.channels[i] = GroupChannel(key, self.carriers[i])
 
     def open(self, generation: int, ids: list[int]) -> Plan:
@@ -69,7 +71,7 @@ class Crew:
             found.close()
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "sockets", "gloo"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     found = Crew(request.param)
     yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +13,10 @@ from torch.distributed import HashStore, PrefixStore
 
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
-from everstep.parallel.peers import Meeting, PeerSockets
+from everstep.parallel.peers import _HEADER, Meeting, PeerSockets
 from everstep.parallel.reduction import batches
+from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact
 
 KEY = bytes(40)
 
@@ -28,32 +31,55 @@ def pair(store: HashStore) -> Iterator[list[PeerSockets]]:
     fence = Fence()
     fence.enter(1)
     place = PrefixStore("generation1", store)
-    found = [PeerSockets(Meeting((3, 7), me, place, "127.0.0.1", fence), lambda: None) for me in (3, 7)]
+    found = [PeerSockets(Meeting((3, 7), me, place, "127.0.0.1", fence, b"k" * 32), lambda: None) for me in (3, 7)]
     yield found
     for peer in found:
         peer.retire()
 
 
 def test_a_stranger_is_not_taken_for_a_member(pair: list[PeerSockets], store: HashStore) -> None:
-    """He calls first and says what a member would say, but for the word that only members know."""
+    """He calls first and says what a member would say, but for the proof that only members can make."""
     called = threading.Event()
+    ours: list[socket.socket] = []
 
     def stranger() -> None:
-        host, port, _ = store.get("generation1/records/3").decode().split()
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall((7).to_bytes(8, "little") + bytes(16))
-            called.set()
-            sock.recv(1)
+        host, port = store.get("generation1/records/3").decode().split()
+        sock = socket.create_connection((host, int(port)))
+        ours.append(sock)
+        greeting = recv_exact(sock, GREETING_BYTES)
+        sock.sendall(Caller(b"guessed", PEER, "1 7", ends(sock)).answer(greeting))
+        ours.extend(socket.create_connection((host, int(port))) for _ in range(20))  # and twenty who are silent
+        called.set()
 
     def member() -> None:
         called.wait(30)
         pair[1].connect()
 
     # The door of 7 must be known before 3 waits for calls.
-    store.set("generation1/records/7", "127.0.0.1 1 " + bytes(16).hex())
+    store.set("generation1/records/7", "127.0.0.1 1")
+    begin = time.monotonic()
     assert together(pair[0].connect, stranger, member) == [None] * 3
+    assert time.monotonic() - begin < HANDSHAKE_TIMEOUT_S, "the silent were waited for"
     found = together(lambda: pair[0].gather(KEY, b"three"), lambda: pair[1].gather(KEY, b"seven"))
     assert found == [{3: b"three", 7: b"seven"}] * 2
+    for sock in ours:
+        sock.close()
+
+
+def test_a_record_that_was_altered_on_its_way_is_not_believed(pair: list[PeerSockets]) -> None:
+    assert together(pair[0].connect, pair[1].connect) == [None, None]
+    pair[1]._sockets[3].sendall(_HEADER.pack(5, KEY) + b"seven" + bytes(TAG_BYTES))
+    with pytest.raises(CollectiveAborted, match="came damaged") as caught:
+        pair[0].gather(KEY, b"three")
+    assert caught.value.accused == (7,)
+
+
+def test_a_record_without_end_is_cut_off(pair: list[PeerSockets]) -> None:
+    assert together(pair[0].connect, pair[1].connect) == [None, None]
+    pair[1]._sockets[3].sendall(_HEADER.pack(1 << 40, KEY))
+    with pytest.raises(CollectiveAborted, match="expected a record of at most") as caught:
+        pair[0].gather(KEY, b"three")
+    assert caught.value.accused == (7,)
 
 
 def test_another_exchange_is_a_bug_and_says_so(pair: list[PeerSockets]) -> None:

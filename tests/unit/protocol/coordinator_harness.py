@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from everstep.protocol.coordinator.types import (
     Send,
     Tick,
 )
+from everstep.protocol.roles import COMMANDS, OPERATE
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -166,8 +168,7 @@ class World:
         self.say(agent, m.Heartbeat(agent_id=agent, seq=self.seq, rtt_ms=1.0, workers=said))
 
     def command(self, name: str, **args: Any) -> m.CommandReply:
-        if "c1" not in self.coordinator.job.desk.connections:
-            self.connect("c1", "client")
+        self.connect("c1", COMMANDS.get(name, OPERATE))
         self.say("c1", m.Command(request=1, name=name, args=args))
         reply = self.last(m.CommandReply, "c1")
         assert reply is not None
@@ -226,10 +227,12 @@ class World:
         self.reports.clear()
 
 
-def running(workers: int = 3, **config: Any) -> World:
-    """A job in generation 1 that computes step 1."""
+def running(workers: int = 3, *, elsewhere: Sequence[int] = (), **config: Any) -> World:
+    """A job in generation 1 that computes step 1. elsewhere: these run under an agent a2 on a host h2."""
     world = World(workers=workers, **config)
-    world.agent(*range(workers))
+    world.agent(*(i for i in range(workers) if i not in elsewhere))
+    if elsewhere:
+        world.agent(*elsewhere, name="a2", host="h2")
     for i in range(workers):
         world.hello(i)
     for i in range(workers):

@@ -40,11 +40,12 @@ def _is_seen_no_more(world: World) -> None:
             world.beat(*[(i, 0, "forward", 0) for i in range(seen)])
 
 
-def _loses_its_host(world: World) -> None:
-    world.agent(2, name="a2", host="h2")
+def _loses_its_host(world: World) -> World:
+    world = running(elsewhere=(2,))
     for _ in range(30):
         world.now += 500 * MS
         world.beat(agent="a1")
+    return world
 
 
 def _loses_its_connection(world: World) -> None:
@@ -318,7 +319,7 @@ def test_the_end() -> None:
 @pytest.mark.parametrize(("said", "cause"), [({}, Cause.REQUESTED), ({"cause": "preempted"}, Cause.PREEMPTED)])
 def test_a_checkpoint_is_asked_for(said: dict[str, str], cause: Cause) -> None:
     world = running()
-    world.connect("c1", "client")
+    world.connect("c1", "operate")
     world.say("c1", m.Command(request=1, name="checkpoint", args=said))
     assert world.last(m.SaveNow, "w0.0").cause is cause
 

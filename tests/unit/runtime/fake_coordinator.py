@@ -7,11 +7,37 @@ import socket
 import threading
 from typing import Any, TypeVar
 
+from everstep.base.errors import ProtocolError
 from everstep.protocol import messages as m
+from everstep.protocol.roles import CONTROL_ROLES
 from everstep.runtime import wire
+from everstep.runtime.handshake import Caller, Ends, Greeter, Keys, Seals, keys_of, role_token
 
 PATIENCE_S = 30.0
 T = TypeVar("T")
+
+
+def handshake_server(sock: socket.socket, keys: Keys) -> Seals:
+    """The server's side of one handshake, over a blocking socket."""
+    sock.settimeout(PATIENCE_S)
+    greeter = Greeter(keys, wire.ends(sock).here)
+    sock.sendall(greeter.greeting)
+    while greeter.seals is None:
+        data = sock.recv(1024)
+        if not data:
+            raise ProtocolError("it hung up")
+        sock.sendall(greeter.feed(data))
+    sock.settimeout(None)
+    return greeter.seals
+
+
+def both_ends(role: str = "agent", name: str = "a", *, token: bytes = b"t" * 32) -> tuple[Seals, Seals]:
+    """A client's end and the server's end of one connection."""
+    greeter = Greeter(keys_of(token, CONTROL_ROLES), "10.0.0.1:5")
+    caller = Caller(role_token(token, role), role, name, Ends("10.0.0.2:7", "10.0.0.1:5"))
+    client = caller.accept(greeter.feed(caller.answer(greeter.greeting)))
+    assert greeter.seals is not None
+    return client, greeter.seals
 
 
 class FakeCoordinator:
@@ -24,6 +50,7 @@ class FakeCoordinator:
         self.port: int = self._listener.getsockname()[1]
         self._heard: queue.Queue[m.AnyMessage] = queue.Queue()
         self._sock: socket.socket | None = None
+        self._seals: Seals | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
     def hear(self, kind: type[T]) -> T:
@@ -41,8 +68,8 @@ class FakeCoordinator:
                 return notice.fields
 
     def say(self, message: m.AnyMessage) -> None:
-        assert self._sock is not None
-        wire.send_frame(self._sock, m.encode(message))
+        assert self._sock is not None and self._seals is not None
+        wire.send_frame(self._sock, self._seals, m.encode(message))
 
     def hang_up(self) -> None:
         """The connection ends; the other side may connect again."""
@@ -56,15 +83,15 @@ class FakeCoordinator:
         while True:
             try:
                 sock, _ = self._listener.accept()
-                wire.handshake_server(sock, self.token)
-                self._sock = sock
-                self._converse(sock)
-            except OSError:
+                seals = handshake_server(sock, keys_of(self.token, CONTROL_ROLES))
+                self._sock, self._seals = sock, seals
+                self._converse(sock, seals)
+            except (OSError, ProtocolError):
                 if self._listener.fileno() < 0:
                     return
 
-    def _converse(self, sock: socket.socket) -> None:
-        reader = wire.FrameReader()
+    def _converse(self, sock: socket.socket, seals: Seals) -> None:
+        reader = wire.FrameReader(seals)
         while data := sock.recv(1 << 16):
             for message in map(m.decode, reader.feed(data)):
                 if isinstance(message, m.Ping | m.Heartbeat):

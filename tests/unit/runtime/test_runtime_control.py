@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from fake_coordinator import handshake_server
 
 from everstep.base.errors import EverstepError
 from everstep.protocol.messages import (
@@ -23,10 +25,13 @@ from everstep.protocol.messages import (
     decode,
     encode,
 )
+from everstep.protocol.roles import CONTROL_ROLES
 from everstep.runtime.control import ControlClient
-from everstep.runtime.wire import handshake_server, recv_frame, send_frame
+from everstep.runtime.handshake import Seals, keys_of, role_token
+from everstep.runtime.wire import recv_frame, send_frame
 
 TOKEN = b"t" * 32
+KEY = role_token(TOKEN, "agent")
 
 
 def _hello() -> AnyMessage:
@@ -41,6 +46,19 @@ def _passing(seq: int) -> Heartbeat:
     return Heartbeat(agent_id="a", seq=seq, rtt_ms=0.0, workers=[])
 
 
+class Line(NamedTuple):
+    """The server's end of one connection."""
+
+    sock: socket.socket
+    seals: Seals
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def recv(self, size: int) -> bytes:
+        return self.sock.recv(size)
+
+
 class Server:
     """A stand-in for the coordinator: accepts one connection at a time, on a port it can give up and take again."""
 
@@ -49,12 +67,12 @@ class Server:
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # of what it accepts: fills soon
         self.port: int = self.listener.getsockname()[1]
 
-    def accept(self) -> socket.socket:
+    def accept(self) -> Line:
         self.listener.settimeout(30)
         sock, _ = self.listener.accept()
-        handshake_server(sock, TOKEN)
+        seals = handshake_server(sock, keys_of(TOKEN, CONTROL_ROLES))
         sock.settimeout(30)
-        return sock
+        return Line(sock, seals)
 
     def write_address(self, path: Path) -> None:
         path.write_text(
@@ -70,14 +88,14 @@ def clients() -> object:
         client.close(flush_s=0)
 
 
-def _read(sock: socket.socket) -> AnyMessage:
-    return decode(recv_frame(sock))
+def _read(line: Line) -> AnyMessage:
+    return decode(recv_frame(line.sock, line.seals))
 
 
 def test_hello_comes_first_and_messages_go_both_ways(clients: Callable[[ControlClient], None]) -> None:
     server = Server()
     arrived: queue.Queue[AnyMessage] = queue.Queue()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, arrived.put)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, arrived.put)
     clients(client)
     client.send(_important(1))
     sock = server.accept()
@@ -86,7 +104,7 @@ def test_hello_comes_first_and_messages_go_both_ways(clients: Callable[[ControlC
     assert client.wait_connected(30)
     client.send(_important(2))
     assert _read(sock) == _important(2)
-    send_frame(sock, encode(Pong(seq=5)))
+    send_frame(*sock, encode(Pong(seq=5)))
     assert arrived.get(timeout=30) == Pong(seq=5)
 
 
@@ -97,7 +115,7 @@ def test_what_matters_survives_an_absence_and_what_passes_does_not(
     file = tmp_path / "coordinator.json"
     server.write_address(file)
     states: queue.Queue[bool] = queue.Queue()
-    client = ControlClient(file, TOKEN, "agent", "a", _hello, lambda m: None, states.put)
+    client = ControlClient(file, KEY, "agent", "a", _hello, lambda m: None, states.put)
     clients(client)
     sock = server.accept()
     assert isinstance(_read(sock), AgentHello)
@@ -121,7 +139,7 @@ def test_what_matters_survives_an_absence_and_what_passes_does_not(
 
 def test_a_reader_that_stands_still_does_not_block_the_sender(clients: Callable[[ControlClient], None]) -> None:
     server = Server()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     clients(client)
     sock = server.accept()
     assert client.wait_connected(30)
@@ -140,7 +158,7 @@ def test_the_queue_is_bounded_by_dropping_what_passes(
 ) -> None:
     monkeypatch.setattr("everstep.runtime.control.MAX_QUEUED", 10)
     server = Server()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     clients(client)
     sock = server.accept()
     assert client.wait_connected(30)
@@ -164,11 +182,11 @@ def test_a_failing_callback_does_not_end_the_connection(clients: Callable[[Contr
             raise RuntimeError("broken callback")
         arrived.put(message)
 
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, on_message)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, on_message)
     clients(client)
     sock = server.accept()
-    send_frame(sock, encode(Pong(seq=0)))
-    send_frame(sock, encode(Pong(seq=1)))
+    send_frame(*sock, encode(Pong(seq=0)))
+    send_frame(*sock, encode(Pong(seq=1)))
     assert arrived.get(timeout=30) == Pong(seq=1)
 
 
@@ -184,7 +202,7 @@ def test_a_wrong_token_never_connects(clients: Callable[[ControlClient], None]) 
 
 def test_close_lets_the_last_words_out_and_ends_the_thread() -> None:
     server = Server()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     sock = server.accept()
     assert client.wait_connected(30)
     client.send(_important(3))
@@ -200,7 +218,7 @@ def test_a_mute_connection_goes_on_where_it_was(clients: Callable[[ControlClient
     server = Server()
     arrived: queue.Queue[tuple[AnyMessage, float]] = queue.Queue()
     client = ControlClient(
-        ("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda x: arrived.put((x, time.monotonic()))
+        ("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda x: arrived.put((x, time.monotonic()))
     )
     clients(client)
     sock = server.accept()
@@ -209,7 +227,7 @@ def test_a_mute_connection_goes_on_where_it_was(clients: Callable[[ControlClient
     begin = time.monotonic()
     client.cut(0.3, breaks=False)
     client.send(_important(1))
-    send_frame(sock, encode(Pong(seq=7)))
+    send_frame(*sock, encode(Pong(seq=7)))
     assert _read(sock) == _important(1)
     assert time.monotonic() - begin >= 0.3
     message, came = arrived.get(timeout=30)
@@ -219,7 +237,7 @@ def test_a_mute_connection_goes_on_where_it_was(clients: Callable[[ControlClient
 
 def test_a_broken_connection_is_made_again_only_after_the_cut(clients: Callable[[ControlClient], None]) -> None:
     server = Server()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     clients(client)
     sock = server.accept()
     assert isinstance(_read(sock), AgentHello)
@@ -252,7 +270,7 @@ def test_closing_while_the_thread_has_just_ended_its_own_end(monkeypatch: pytest
         go_on.set()
 
     server = Server()
-    client = ControlClient(("127.0.0.1", server.port), TOKEN, "agent", "a", _hello, lambda m: None)
+    client = ControlClient(("127.0.0.1", server.port), KEY, "agent", "a", _hello, lambda m: None)
     sock = server.accept()
     assert isinstance(_read(sock), AgentHello)
     assert client.wait_connected(30)

@@ -22,6 +22,7 @@ from everstep.runtime import host_agent
 from everstep.runtime.board import Board
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
+from everstep.runtime.handshake import role_token
 from everstep.runtime.host_agent import HostAgent, Left
 from everstep.runtime.process import machine
 
@@ -145,7 +146,7 @@ def test_it_starts_what_it_is_told_to_with_what_it_was_told(started: Started) ->
     assert (context["worker_id"], context["incarnation"], request["entry"]) == (1, 4, "module:entry")
     context = request["context"]
     assert (context["task"], context["argv"], context["host"]) == ("task", ["--one"], "here")
-    assert context["run_dir"] == str(started.run_dir) and context["token"] == TOKEN.hex()
+    assert context["run_dir"] == str(started.run_dir) and context["token"] == role_token(TOKEN, "worker", "1.4").hex()
     life = started.coordinator.hear(m.WorkerStarted).worker
     assert (life.worker_id, life.incarnation, life.pid) == (1, 4, started.server.workers[0].pid)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_coordinator import both_ends
 
 from everstep.base.errors import CollectiveAborted, ProtocolError
 from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
@@ -31,9 +32,10 @@ def _handler(connection: PeerConnection, request: dict[str, Any]) -> None:
             raise RuntimeError("handler broke")
 
 
-@pytest.fixture
-def server() -> Iterator[PeerServer]:
-    server = PeerServer("127.0.0.1", TOKEN, _handler)
+@pytest.fixture(params=["127.0.0.1", "127.0.0.2"])
+def server(request: pytest.FixtureRequest) -> Iterator[PeerServer]:
+    """At the second address callers seem to come from another host: every byte is tagged."""
+    server = PeerServer(request.param, TOKEN, _handler)
     yield server
     server.close()
 
@@ -57,6 +59,33 @@ def test_a_size_that_was_not_asked_for_is_refused(server: PeerServer) -> None:
         peer.recv_json()
         with pytest.raises(ProtocolError, match="at most 10 bytes"):
             peer.recv_bytes(10)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        return left, listener.accept()[0]
+
+
+@pytest.mark.parametrize("at", [None, 40, 90, -1])
+def test_between_hosts_not_one_byte_can_be_changed(at: int | None) -> None:
+    """Somebody on the way changes one, of the bytes or of the tag behind them."""
+    ours, way_in = tcp_pair()
+    way_out, theirs = tcp_pair()
+    there, here = both_ends()
+    assert there.bulk_tags
+    with PeerConnection(ours, there) as sender, PeerConnection(theirs, here) as receiver, way_in, way_out:
+        sender.send_bytes([b"x" * 100])
+        sender.close()
+        data = bytearray(b"".join(iter(lambda: way_in.recv(4096), b"")))
+        if at is None:
+            way_out.sendall(data)
+            assert receiver.recv_bytes(1000) == b"x" * 100
+        else:
+            data[at] ^= 1
+            way_out.sendall(data)
+            with pytest.raises(ProtocolError, match="got others"):
+                receiver.recv_bytes(1000)
 
 
 def test_many_at_once(server: PeerServer) -> None:

@@ -12,10 +12,12 @@ from everstep.protocol.coordinator.desk import listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.messages import Command, CommandReply, InjectFault
+from everstep.protocol.roles import command_refusal
 
 INTERRUPTED = 130
 TERMINATED = 143
 _MOST_FAULT = 500
+_MOST_NAME = 40
 
 _Args = dict[str, Any]
 _Reply = tuple[str, dict[str, Any]]
@@ -25,8 +27,14 @@ _Reply = tuple[str, dict[str, Any]]
 def command(job: JobState, connection: str, message: Command) -> None:
     """Carry out a command, or say in one line why not."""
     name, ended = message.name, job.progress.ended
+    role = job.desk.connections[connection].role
+    refused = command_refusal(role, name)
     result: dict[str, Any]
-    if name not in _ACTS and name != "checkpoint":
+    if name != "status":
+        _tell_who_asked(job, role, name[:_MOST_NAME], refused)
+    if refused:
+        error, result = refused, {}
+    elif name not in _ACTS and name != "checkpoint":
         error, result = f"unknown command '{name}': expected one of {', '.join(sorted({*_ACTS, 'checkpoint'}))}", {}
     elif ended is not None and name != "status":
         error, result = f"the job is over ({ended.state}): {name} has no effect", {}
@@ -37,6 +45,14 @@ def command(job: JobState, connection: str, message: Command) -> None:
         error, result = _ACTS[name](job, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
     job.desk.send(connection, reply)
+    if refused:
+        job.desk.close(connection, refused, foul=True)
+
+
+def _tell_who_asked(job: JobState, role: str, name: str, refused: str) -> None:
+    text = f"{name} was asked for with the token for {role!r}{': refused' if refused else ''}"
+    why = Why(Cause.REFUSED if refused else Cause.REQUESTED, text)
+    job.desk.report("commanded", why, command=name, role=role)
 
 
 def _stop(job: JobState, args: _Args) -> _Reply:

@@ -16,7 +16,7 @@ from typing import Any
 
 from everstep.base.errors import check
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import commands, joins, liveness, plans, types, workers
+from everstep.protocol.coordinator import commands, joins, liveness, permits, plans, types, workers
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState, replay
@@ -76,7 +76,10 @@ def received(job: JobState, event: types.Received) -> None:
     connection, kind = job.desk.connections.get(name), type(message)
     if connection is None:
         return
-    if kind in FROM_ANYBODY:
+    refused = permits.refusal(job, name, message)
+    if refused:
+        job.desk.close(name, refused, foul=True)
+    elif kind in FROM_ANYBODY:
         FROM_ANYBODY[kind](job, name, message)
     elif job.progress.ended is not None:
         return
@@ -98,7 +101,7 @@ def received(job: JobState, event: types.Received) -> None:
 
 
 EVENTS: dict[type, Callable[[JobState, Any], None]] = {
-    types.Connected: lambda job, event: job.desk.connected(event.connection, event.role),
+    types.Connected: lambda job, event: job.desk.connected(event.connection, event.role, event.who),
     types.Received: received,
     types.Disconnected: liveness.disconnected,
     types.Tick: lambda job, event: None,
@@ -122,6 +125,10 @@ class Coordinator:
     def next_deadline_ns(self) -> int | None:
         """When to call with `Tick` at the latest, if nothing happens before; None: nothing is timed."""
         return None if self.job.progress.ended is not None else self.job.desk.alarms.next_ns
+
+    def refusal(self, connection: str, message: m.AnyMessage) -> str:
+        """Why a message may not be said over this connection, "" if it may. `handle` ends the connection then."""
+        return permits.refusal(self.job, connection, message)
 
     def status(self) -> dict[str, Any]:
         """The shape of `status --json`, without the coordinator's own pid."""

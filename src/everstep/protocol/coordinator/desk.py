@@ -12,6 +12,7 @@ from everstep.base.cause import Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol.coordinator.types import Close, CoordinatorConfig, CoordinatorEffect, Persist, Report, Send
 from everstep.protocol.messages import AnyMessage
+from everstep.protocol.roles import PEOPLE
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
@@ -81,9 +82,10 @@ class Alarms:
 
 @dataclass(frozen=True)
 class Connection:
-    """A control connection; `worker` or `agent_id` is known from the hello on."""
+    """A control connection, of whom it has proved to be; `worker` or `agent_id` is known from the hello on."""
 
     role: str
+    who: str | None = None
     worker: WorkerKey | None = None
     agent_id: str | None = None
 
@@ -119,9 +121,9 @@ class Desk:
 
     # ---- connections
 
-    def connected(self, name: str, role: str) -> None:
+    def connected(self, name: str, role: str, who: str | None) -> None:
         """A connection was opened."""
-        self.connections[name] = Connection(role)
+        self.connections[name] = Connection(role, who)
 
     def introduce(self, name: str, **who: Any) -> None:
         """Whose connection it is (`worker` or `agent_id`), as a hello has said."""
@@ -149,12 +151,15 @@ class Desk:
     def send_all(self, message: AnyMessage) -> None:
         """Send to all workers and agents."""
         for name, connection in sorted(self.connections.items()):
-            if connection.role != "client":
+            if connection.role not in PEOPLE:
                 self.send(name, message)
 
-    def close(self, connection: str | None, reason: str) -> None:
-        """End a connection, if there is one."""
-        if connection is not None and self.connections.pop(connection, None) is not None:
+    def close(self, connection: str | None, reason: str, *, foul: bool = False) -> None:
+        """End a connection, if there is one. foul: because of what came over it; to the rest of the coordinator it ends
+        as any other does."""
+        if connection is not None and foul and connection in self.connections:
+            self._effects.append(Close(connection, reason, foul))
+        elif connection is not None and self.connections.pop(connection, None) is not None:
             self._effects.append(Close(connection, reason))
 
     def take_effects(self) -> list[CoordinatorEffect]:

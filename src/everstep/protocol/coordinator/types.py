@@ -49,10 +49,12 @@ class CoordinatorConfig:
 
 
 class Connected(NamedTuple):
-    """A connection proved the token. `connection` names it; role: 'agent', 'worker', 'job' or 'client'."""
+    """A connection proved a token. `connection` names it; role: one of `protocol.roles`; who: in that role, as it has
+    proved (see `roles.refusal`)."""
 
     connection: str
     role: str
+    who: str | None = None
 
 
 class Disconnected(NamedTuple):
@@ -91,10 +93,11 @@ class Send(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End a connection."""
+    """End a connection. foul: because of what came over it, which people are told of."""
 
     connection: str
     reason: str
+    foul: bool = False
 
 
 class Report(NamedTuple):

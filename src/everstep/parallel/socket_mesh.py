@@ -1,0 +1,389 @@
+"""One generation's own sockets for bulk data: what `GlooMesh` does, over connections whose ends have proved the token.
+
+Apart from gloo, which takes whoever connects for a member and loses a descriptor to each stranger, because here each
+connection is authenticated before anything is read from it, and abort is a shutdown. Whoever receives says so first
+(`ask`), and whoever has it then sends: so each byte goes straight into the memory where it is wanted, and what nobody
+asks for stays with its sender. Two threads move all bytes of a mesh, one out and one in, as nobody computes in them.
+Between hosts every byte is covered by a tag; on one host the frames around the bytes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from everstep.base.errors import CollectiveAborted, ProtocolError
+from everstep.base.ports import OnTick
+from everstep.parallel.mesh import Batch, Transfer
+from everstep.parallel.peers import Meeting, PeerSockets
+from everstep.runtime.handshake import TAG_BYTES, Seals
+
+_GRACE_S = 0.1
+_WAIT_S = 0.05
+_PIECE_BYTES = 1 << 20
+_HEAD = struct.Struct(">BqQ")
+_ASK, _CONTENT = 1, 2
+
+_Address = tuple[int, int]
+"""(worker id of the other side, tag)."""
+
+
+class _Parcel:
+    """One tensor that is sent; it is kept by whoever sent it until it may be forgotten."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.content = content
+
+
+class _Receipt:
+    """One tensor that is received. `is_completed`: it is there."""
+
+    def __init__(self, worker_id: int, content: memoryview) -> None:
+        self.worker_id = worker_id
+        self.content = content
+        self._there = False
+
+    def is_completed(self) -> bool:
+        return self._there
+
+    def complete(self) -> None:
+        """All of it has come."""
+        self._there = True
+        self.content = memoryview(b"")
+
+    def give_up(self) -> None:
+        """Nothing is to be written any more."""
+        self.content = memoryview(b"")
+
+
+class _Line(NamedTuple):
+    """The connection with one member. out: frames that have not left yet, each of them pieces in order."""
+
+    worker_id: int
+    sock: socket.socket
+    seals: Seals
+    out: deque[Iterator[memoryview]]
+
+
+class SocketMesh:
+    """The connections of one generation; see `GlooMesh` for what the methods promise."""
+
+    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
+        self._fence = meeting.fence
+        self._generation = meeting.fence.generation
+        self._peers = PeerSockets(meeting, tick, "bulk")
+        self._lines: dict[int, _Line] = {}
+        self._changed = threading.Condition()
+        self._lost: dict[int, str] = {}
+        self._wanted: defaultdict[_Address, deque[_Receipt]] = defaultdict(deque)
+        self._parcels: defaultdict[_Address, deque[weakref.ref[_Parcel]]] = defaultdict(deque)
+        self._asked: defaultdict[_Address, deque[int]] = defaultdict(deque)
+        self._sent: list[_Parcel] = []
+        self._posted: list[Batch] = []
+        self._over = False
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._threads: list[threading.Thread] = []
+
+    def connect(self) -> None:
+        """Meet the others. Raises: CollectiveAborted."""
+        self._peers.connect()
+        for worker_id, (sock, seals) in self._peers.lines().items():
+            self._lines[worker_id] = _Line(worker_id, sock, seals, deque())
+        self._fence.check()
+        for name, run in (("in", self._run_in), ("out", self._run_out)):
+            thread = threading.Thread(target=run, name=f"everstep-bulk-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # ---- what is sent and received
+
+    def receive(self, transfers: Sequence[Transfer]) -> Batch:
+        """Begin to receive contiguous tensors; `wait` says when they are there. Raises: CollectiveAborted."""
+        batch = Batch([self._want(*transfer) for transfer in transfers], [])
+        self._posted.append(batch)
+        return batch
+
+    def send(self, transfers: Sequence[Transfer]) -> None:
+        """Begin to send contiguous tensors, which must not change until a later exchange. Raises: CollectiveAborted."""
+        self._sent += [self._give(*transfer) for transfer in transfers]
+
+    def receive_apart(self, transfer: Transfer) -> Batch:
+        """Begin one receive; the caller keeps the batch. Raises: CollectiveAborted."""
+        return Batch([self._want(*transfer)], [])
+
+    def send_apart(self, transfer: Transfer) -> list[object]:
+        """The other side of it; the caller keeps what this returns until all has been received.
+
+        Raises: CollectiveAborted.
+        """
+        return [self._give(*transfer)]
+
+    def wait(self, batch: Batch) -> None:
+        """Until all of the batch has come. Raises: CollectiveAborted."""
+        for receipt in batch.works:
+            with self._changed:
+                while not (receipt.is_completed() or receipt.worker_id in self._lost or self._fence.down):
+                    self._changed.wait(_WAIT_S)
+            if not receipt.is_completed():
+                self._fail(receipt.worker_id)
+
+    def forget(self) -> None:
+        """Afterwards nothing writes to receive buffers any more, whether or not the batches have come."""
+        with self._changed:
+            receipts = [receipt for batch in self._posted for receipt in batch.works]
+            whole = all(receipt.is_completed() for receipt in receipts)
+            for receipt in receipts:
+                receipt.give_up()
+            self._posted.clear()
+        if not whole:
+            self.cut()  # the rest of what was under way would be taken for something else
+
+    def settled(self) -> None:
+        """All members are known to have received all that was sent here."""
+        self._sent.clear()
+
+    def cut(self) -> None:
+        """Thread-safe. All pending transfers raise within milliseconds, here and at the other ends."""
+        with self._changed:
+            self._over = True
+            for line in self._lines.values():
+                self._lost.setdefault(line.worker_id, "the connections were cut")
+                with contextlib.suppress(OSError):
+                    line.sock.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+            self._wake()
+
+    def retire(self) -> None:
+        """Give everything back."""
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._sent.clear()
+        self.forget()
+        self._peers.retire()
+        with self._changed:
+            if self._wake_w >= 0:
+                os.close(self._wake_w)
+                os.close(self._wake_r)
+                self._wake_w = -1
+
+    # ---- inside
+
+    def _want(self, tensor: torch.Tensor, w: int, tag: int) -> _Receipt:
+        receipt = _Receipt(w, _bytes_of(tensor))
+        size = len(receipt.content)
+        self._check(w)
+        with self._changed:
+            self._wanted[w, tag].append(receipt)
+            self._queue(w, _ASK, tag, size, None)
+        return receipt
+
+    def _give(self, tensor: torch.Tensor, w: int, tag: int) -> _Parcel:
+        parcel = _Parcel(_bytes_of(tensor))
+        self._check(w)
+        with self._changed:
+            waiting = self._parcels[w, tag]
+            while waiting and waiting[0]() is None:
+                waiting.popleft()
+            waiting.append(weakref.ref(parcel))
+            self._match(w, tag)
+        return parcel
+
+    def _check(self, w: int) -> None:
+        self._fence.check()
+        if w in self._lost:
+            self._fail(w)
+
+    def _match(self, w: int, tag: int) -> None:
+        """Send what was asked for, as far as it is there."""
+        asked, waiting = self._asked[w, tag], self._parcels[w, tag]
+        while asked and waiting:
+            parcel = waiting.popleft()()
+            if parcel is None:
+                continue
+            size = asked.popleft()
+            if size == len(parcel.content):
+                self._queue(w, _CONTENT, tag, size, parcel)
+            else:
+                self._lost[w] = f"it wants {size} bytes where {len(parcel.content)} are sent"
+                self._changed.notify_all()
+
+    def _fail(self, worker_id: int) -> None:
+        """A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us."""
+        until = time.monotonic() + _GRACE_S
+        while not self._fence.down and time.monotonic() < until:
+            time.sleep(0.001)
+        why = self._lost.get(worker_id, "the connections were cut")
+        self.cut()
+        self._fence.check()
+        raise CollectiveAborted(f"generation {self._generation}: transfer with [{worker_id}]: {why}", [worker_id])
+
+    def _queue(self, w: int, kind: int, tag: int, size: int, parcel: _Parcel | None) -> None:
+        line = self._lines[w]
+        line.out.append(_pieces(line.seals, _HEAD.pack(kind, tag, size), parcel))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_w >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake_w, b"\0")
+
+    def _gone(self, line: _Line, why: str) -> None:
+        with self._changed:
+            self._lost.setdefault(line.worker_id, why)
+            line.out.clear()
+            self._changed.notify_all()
+
+    # ---- the thread that sends
+
+    def _run_out(self) -> None:
+        leaving: dict[int, memoryview] = {}
+        poller = select.poll()
+        poller.register(self._wake_r, select.POLLIN)
+        registered: set[int] = set()
+        while not self._over:
+            for fd, _ in poller.poll():
+                if fd == self._wake_r:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_r, 4096)
+            for line in self._lines.values():
+                busy = line.worker_id not in self._lost and self._send(line, leaving)
+                if busy and line.worker_id not in registered:
+                    poller.register(line.sock, select.POLLOUT)
+                    registered.add(line.worker_id)
+                elif not busy and line.worker_id in registered:
+                    poller.unregister(line.sock)
+                    registered.discard(line.worker_id)
+
+    def _send(self, line: _Line, leaving: dict[int, memoryview]) -> bool:
+        """As much as the kernel takes at once. Returns whether there is more."""
+        while True:
+            piece = leaving.pop(line.worker_id, None) or self._next(line)
+            if piece is None:
+                return False
+            try:
+                sent = line.sock.send(piece)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._gone(line, str(error))
+                return False
+            if sent < len(piece):
+                leaving[line.worker_id] = piece[sent:]
+                return True
+
+    def _next(self, line: _Line) -> memoryview | None:
+        with self._changed:
+            while line.out:
+                piece = next(line.out[0], None)
+                if piece is not None:
+                    return piece
+                line.out.popleft()
+        return None
+
+    # ---- the thread that receives
+
+    def _run_in(self) -> None:
+        poller = select.poll()
+        talks = {line.sock.fileno(): (line, self._converse(line)) for line in self._lines.values()}
+        space = {fd: next(talk) for fd, (_, talk) in talks.items()}
+        for fd in talks:
+            poller.register(fd, select.POLLIN)
+        while talks and not self._over:
+            for fd, _ in poller.poll():
+                line, talk = talks[fd]
+                try:
+                    space[fd] = self._fill(line, talk, space[fd])
+                except (OSError, ProtocolError) as error:
+                    self._gone(line, str(error))
+                    poller.unregister(fd)
+                    del talks[fd]
+
+    def _fill(self, line: _Line, talk: Iterator[memoryview], space: memoryview) -> memoryview:
+        """Read what is there. Returns the space that is still to be filled."""
+        while True:
+            with self._changed:  # so that nothing is written to what has been given up
+                try:
+                    got = line.sock.recv_into(space)
+                except BlockingIOError:
+                    return space
+            if got == 0:
+                raise ConnectionError("it closed the connection")
+            space = space[got:]
+            if not space:
+                space = next(talk)
+
+    def _converse(self, line: _Line) -> Iterator[memoryview]:
+        """The spaces that what comes is written to, one after the other; none of them is empty."""
+        head, tag_bytes = bytearray(_HEAD.size + TAG_BYTES), bytearray(TAG_BYTES)
+        while True:
+            yield memoryview(head)
+            line.seals.check(memoryview(head)[_HEAD.size :], memoryview(head)[: _HEAD.size])
+            kind, tag, size = _HEAD.unpack_from(head)
+            if kind == _ASK:
+                self._was_asked(line.worker_id, tag, size)
+                continue
+            receipt = self._receipt(line.worker_id, tag, size)
+            content = receipt.content
+            check = line.seals.bulk_check() if line.seals.bulk_tags else None
+            step = _PIECE_BYTES if check is not None else max(size, 1)
+            for at in range(0, len(content), step):
+                yield content[at : at + step]
+                if check is not None:
+                    check.add(content[at : at + step])
+            if check is not None:
+                yield memoryview(tag_bytes)
+                check.check(tag_bytes)
+            with self._changed:
+                receipt.complete()
+                self._changed.notify_all()
+
+    def _was_asked(self, w: int, tag: int, size: int) -> None:
+        with self._changed:
+            self._asked[w, tag].append(size)
+            self._match(w, tag)
+
+    def _receipt(self, w: int, tag: int, size: int) -> _Receipt:
+        with self._changed:
+            wanted = self._wanted[w, tag]
+            if not wanted:
+                raise ProtocolError(f"worker {w} sends {size} bytes that nobody asked for")
+            receipt = wanted.popleft()
+        if size != len(receipt.content):
+            raise ProtocolError(f"worker {w} sends {size} bytes where {len(receipt.content)} are wanted")
+        return receipt
+
+
+def _pieces(seals: Seals, head: bytes, parcel: _Parcel | None) -> Iterator[memoryview]:
+    """One frame, piece by piece: tags are made in the order in which the pieces leave."""
+    yield memoryview(head + seals.tag(head))
+    if parcel is None:
+        return
+    tag = seals.bulk_tag() if seals.bulk_tags else None
+    step = _PIECE_BYTES if tag is not None else max(len(parcel.content), 1)
+    for at in range(0, len(parcel.content), step):
+        piece = parcel.content[at : at + step]
+        if tag is not None:
+            tag.add(piece)
+        yield piece
+    if tag is not None:
+        yield memoryview(tag.tag())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,38 @@
+"""Whether whoever speaks may say what it says: its role, for whom it speaks, and whose lives it speaks of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as m
+from everstep.protocol import roles
+from everstep.protocol.coordinator.job import JobState
+
+
+def refusal(job: JobState, name: str, message: m.AnyMessage) -> str:
+    """Why what came over this connection may not be said there, "" if it may."""
+    connection = job.desk.connections.get(name)
+    if connection is None:
+        return ""
+    refused = roles.refusal(connection.role, connection.who, message)
+    if refused or connection.role != roles.AGENT:
+        return refused
+    speaker = message.agent_id if isinstance(message, m.FromAgent) else None
+    for key in _lives(message):
+        worker = job.membership.alive(key)
+        if worker is not None and worker.agent_id not in (None, speaker):
+            return f"expected {type(message).__name__} about worker {key} from its own agent {worker.agent_id!r}"
+    return ""
+
+
+def _lives(message: m.AnyMessage) -> Iterable[WorkerKey]:
+    """The lives for which an agent's message speaks."""
+    match message:
+        case m.Heartbeat(workers=said) | m.AgentHello(workers=said):
+            return [WorkerKey(life.worker_id, life.incarnation) for life in said]
+        case m.WorkerStarted(worker=life):
+            return [WorkerKey(life.worker_id, life.incarnation)]
+        case m.WorkerExited():
+            return [WorkerKey(message.worker_id, message.incarnation)]
+    return ()

@@ -1,0 +1,85 @@
+"""Who may say what to the coordinator. Pure.
+
+Each role has a token of its own (`runtime.handshake.role_token`), so a role is a permission that can be handed out
+alone. Agents and the job's process have the job's token, from which all others are made; a worker has its own life's
+and the peers'.
+"""
+
+from __future__ import annotations
+
+from everstep.base.plan import WorkerKey
+from everstep.protocol import messages as m
+
+AGENT = "agent"
+WORKER = "worker"
+JOB = "job"
+READ = "read"
+OPERATE = "operate"
+INJECT = "inject"
+
+PEOPLE = (READ, OPERATE, INJECT)
+"""Roles of people and their programs, which have their tokens in the run directory."""
+
+CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
+
+COMMANDS = {
+    "status": READ,
+    "scale": OPERATE,
+    "drain": OPERATE,
+    "checkpoint": OPERATE,
+    "stop": OPERATE,
+    "profile": OPERATE,
+    "chaos": INJECT,
+}
+"""The role that a command needs. Everybody who may say a command at all may ask for the status."""
+
+_JOBS_OWN = frozenset({"stop", "checkpoint"})
+
+SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
+    **dict.fromkeys(
+        (m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.AgentNotice),
+        frozenset({AGENT}),
+    ),
+    **dict.fromkeys(
+        (
+            *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
+            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StoreSet, m.StoreGet),
+        ),
+        frozenset({WORKER}),
+    ),
+    **dict.fromkeys((m.JobHello, m.Ping), frozenset({JOB})),
+    m.Command: frozenset({JOB, *PEOPLE}),
+}
+"""The roles that may say a message. What is not here is the coordinator's to say."""
+
+
+def refusal(role: str, who: str | None, message: m.AnyMessage) -> str:
+    """Why whoever has proved this role, and this name, may not say this; "" if it may. who: an agent's id, or a
+    worker's life as `WorkerKey` writes it; None where names are not proven."""
+    kind = type(message)
+    if role not in SAYS.get(kind, ()):
+        allowed = " or ".join(sorted(SAYS.get(kind, ()))) or "nobody but the coordinator"
+        return f"expected {kind.__name__} from {allowed}, got it from the role {role!r}"
+    said = _speaker(message)
+    if who is not None and said is not None and said != who:
+        return f"expected {role} {who!r} to speak for itself, it spoke as {said!r}"
+    return ""
+
+
+def command_refusal(role: str, name: str) -> str:
+    """Why this role may not ask for this command, in one line for people; "" if it may."""
+    needed = COMMANDS.get(name, OPERATE)
+    if role == needed or name == "status" or (role == JOB and name in _JOBS_OWN):
+        return ""
+    return f"expected the token for {needed!r} with the command {name!r}, got that for {role!r}"
+
+
+def _speaker(message: m.AnyMessage) -> str | None:
+    """For whom a message speaks, None if for nobody in particular."""
+    if isinstance(message, m.FromAgent):
+        return message.agent_id
+    if isinstance(message, m.WorkerHello):
+        return str(WorkerKey(message.member.worker_id, message.member.incarnation))
+    if isinstance(message, m.OfLife):
+        return str(WorkerKey(message.worker_id, message.incarnation))
+    return None

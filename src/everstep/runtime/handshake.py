@@ -1,0 +1,233 @@
+"""How two ends of a connection prove a token to each other, and what makes every frame after that theirs alone. Pure.
+
+Each role has a token of its own, made from the job's (`role_token`), and so may be handed out without the others.
+
+    server -> client   MAGIC, version (2 bytes), server nonce (32)
+    client -> server   length (2); client nonce (32), role, NUL, name, NUL, address, NUL, bulk; proof (32)
+    server -> client   proof (32)
+
+A proof is the HMAC-SHA256, with the role's token, of the side's label, both nonces and all that the client says. The
+address is the one that the client dialled, and the server goes on only if it is its own: so nobody can pass a
+connection on to another server of the job. bulk: whether long runs of bytes bear a tag too; the client, which knows
+both addresses, leaves it out where they do not leave the host.
+
+From the same bytes both derive two keys, one for each direction. Behind each frame comes a tag of 16 bytes: BLAKE2b,
+with the direction's key, of the number of the frame and the frame. So what is injected, altered, repeated, left out,
+reordered, reflected or taken from another connection ends the connection, before anything of it is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from everstep.base.errors import ProtocolError
+from everstep.protocol.messages import VERSION
+from everstep.protocol.roles import WORKER
+
+MAGIC = b"EVST"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TAG_BYTES = 16
+GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
+MAX_ANSWER_BYTES = 640
+MAX_NAME_BYTES = 255
+PEER = "peer"
+_SHORT = struct.Struct(">H")
+_NUMBER = struct.Struct(">Q")
+
+Keys = Callable[[str, str], bytes | None]
+"""The token of a role (and name), None if a server does not deal with that role."""
+
+
+def role_token(token: bytes, role: str, name: str = "") -> bytes:
+    """The token of one role, made from the job's. name: of the life that speaks, where each has a token of its own, as
+    workers do; others of a role share one."""
+    return hmac.digest(token, b"everstep role\0" + role.encode() + b"\0" + name.encode(), "sha256")
+
+
+def keys_of(token: bytes, roles: frozenset[str]) -> Keys:
+    """For a server that has the job's token and deals with these roles."""
+    return lambda role, name: role_token(token, role, name if role == WORKER else "") if role in roles else None
+
+
+def peer_keys(token: bytes) -> Keys:
+    """For a server that has the peers' token alone."""
+    return lambda role, name: token if role == PEER else None
+
+
+class Ends(NamedTuple):
+    """Addresses of the two ends of a connection, as "host:port"; "" where there are none."""
+
+    here: str
+    there: str
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether nothing that is sent leaves the host."""
+        return self.here.rpartition(":")[0] == self.there.rpartition(":")[0]
+
+
+class Seals:
+    """One end of a connection after the handshake. Each direction is for one thread at a time.
+
+    role, name: of the client. bulk_tags: whether long runs of bytes bear tags too.
+    """
+
+    def __init__(self, role: str, name: str, bulk_tags: bool, send_key: bytes, receive_key: bytes) -> None:
+        self.role = role
+        self.name = name
+        self.bulk_tags = bulk_tags
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._sent = 0
+        self._received = 0
+
+    def tag(self, *parts: bytes | memoryview) -> bytes:
+        """The tag of the next frame that is sent, which consists of these parts."""
+        self._sent += 1
+        return _tag(self._send_key, self._sent, parts)
+
+    def check(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
+        """Raises: ProtocolError if these are not the next frame that the other end has sent."""
+        self._received += 1
+        if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, parts)):
+            raise ProtocolError(f"expected frame {self._received} of the other end, got something else: cut off")
+
+    def bulk_tag(self) -> BulkTag:
+        """For the next long run of bytes that is sent."""
+        self._sent += 1
+        return BulkTag(self._send_key, self._sent)
+
+    def bulk_check(self) -> BulkTag:
+        """For the next long run of bytes that is received."""
+        self._received += 1
+        return BulkTag(self._receive_key, self._received)
+
+
+class BulkTag:
+    """The tag of a long run of bytes, as they pass. HMAC-SHA256: with the instructions that processors have for it
+    twice as fast as BLAKE2b (1.8 GB/s against 0.95, measured)."""
+
+    def __init__(self, key: bytes, number: int) -> None:
+        self._mac = hmac.new(key, b"bulk" + _NUMBER.pack(number), hashlib.sha256)
+
+    def add(self, part: bytes | bytearray | memoryview) -> None:
+        """These bytes come next."""
+        self._mac.update(part)
+
+    def tag(self) -> bytes:
+        """Of all of them."""
+        return self._mac.digest()[:TAG_BYTES]
+
+    def check(self, tag: bytes | bytearray) -> None:
+        """Raises: ProtocolError if that is the tag of other bytes."""
+        if not hmac.compare_digest(tag, self.tag()):
+            raise ProtocolError("expected the bytes that the peer has sent, got others: cut off")
+
+
+def _tag(key: bytes, number: int, parts: tuple[bytes | memoryview, ...]) -> bytes:
+    mac = hashlib.blake2b(_NUMBER.pack(number), key=key, digest_size=TAG_BYTES)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()
+
+
+class Greeter:
+    """The server's side of one handshake. `greeting` goes out first; then it is fed what comes.
+
+    here: the address at which the client reached it. seals: set once the client has proved the token.
+    """
+
+    def __init__(self, keys: Keys, here: str) -> None:
+        self._keys = keys
+        self._here = here
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._heard = b""
+        self.greeting = MAGIC + _SHORT.pack(VERSION) + self._nonce
+        self.seals: Seals | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Returns what to send: nothing as long as the answer is not complete.
+
+        Raises: ProtocolError if the client does not know the token of the role that it claims, dialled another address,
+        or says more than is asked for.
+        """
+        self._heard += data
+        if len(self._heard) < _SHORT.size:
+            return b""
+        end = _SHORT.size + _answer_length(self._heard[: _SHORT.size])
+        if len(self._heard) < end:
+            return b""
+        if len(self._heard) > end:
+            raise ProtocolError(f"expected {end} bytes until the token is proven, got {len(self._heard)}")
+        body, proof = self._heard[_SHORT.size : -PROOF_BYTES], self._heard[-PROOF_BYTES:]
+        words = body[NONCE_BYTES:].decode("utf-8", "replace").split("\0")
+        if len(words) != 4:
+            raise ProtocolError("expected role, name and address of a client, got something else")
+        role, name, address, bulk = words
+        key = self._keys(role, name)
+        if key is None:
+            raise ProtocolError(f"expected a role that is served here, got {role[:40]!r}")
+        if not hmac.compare_digest(proof, _proof(key, b"client", self._nonce, body)):
+            raise ProtocolError(f"expected proof of the job's token for the role {role!r}, got a wrong one")
+        if address != self._here:
+            raise ProtocolError(f"expected a client of {self._here}, got one that dialled {address[:80]!r}: a relay?")
+        to_server, to_client = _directions(key, self._nonce, body)
+        self.seals = Seals(role, name, bulk == "tags", to_client, to_server)
+        return _proof(key, b"server", self._nonce, body)
+
+
+class Caller:
+    """The client's side of one handshake: `answer` the greeting, then look at the server's proof (`accept`)."""
+
+    def __init__(self, key: bytes, role: str, name: str, ends: Ends) -> None:
+        self._key = key
+        self._role = role
+        self._name = name
+        self._ends = ends
+        self._nonce = b""
+        self._body = b""
+
+    def answer(self, greeting: bytes) -> bytes:
+        """What to send. Raises: ProtocolError if the greeting is not that of a server of our version."""
+        if greeting[: len(MAGIC)] != MAGIC:
+            raise ProtocolError("expected an Everstep server, something else answered: check host and port")
+        version = _SHORT.unpack_from(greeting, len(MAGIC))[0]
+        if version != VERSION:
+            raise ProtocolError(f"expected protocol version {VERSION}, the server speaks {version}: use one release")
+        if len(self._name.encode()) > MAX_NAME_BYTES or "\0" in self._name:
+            raise ProtocolError(f"expected a name of at most {MAX_NAME_BYTES} bytes, got {self._name[:40]!r}")
+        self._nonce = greeting[len(MAGIC) + _SHORT.size :]
+        words = (self._role, self._name, self._ends.there, "" if self._ends.on_one_host else "tags")
+        self._body = secrets.token_bytes(NONCE_BYTES) + "\0".join(words).encode()
+        sent = self._body + _proof(self._key, b"client", self._nonce, self._body)
+        return _SHORT.pack(len(sent)) + sent
+
+    def accept(self, proof: bytes) -> Seals:
+        """Raises: ProtocolError if the server does not know the token."""
+        if not hmac.compare_digest(proof, _proof(self._key, b"server", self._nonce, self._body)):
+            raise ProtocolError("the server does not know this job's token: it serves another job")
+        to_server, to_client = _directions(self._key, self._nonce, self._body)
+        return Seals(self._role, self._name, not self._ends.on_one_host, to_server, to_client)
+
+
+def _answer_length(prefix: bytes) -> int:
+    length: int = _SHORT.unpack(prefix)[0]
+    if not NONCE_BYTES + PROOF_BYTES < length <= MAX_ANSWER_BYTES:
+        raise ProtocolError(f"expected a handshake of at most {MAX_ANSWER_BYTES} bytes, got one of {length}")
+    return length
+
+
+def _proof(key: bytes, side: bytes, nonce: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, side + b" proves\0" + nonce + body, "sha256")
+
+
+def _directions(key: bytes, nonce: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """Keys for what goes to the server, and to the client (the two steps of HKDF, one block each)."""
+    secret = hmac.digest(key, b"everstep connection\0" + nonce + body, "sha256")
+    return hmac.digest(secret, b"to server\1", "sha256"), hmac.digest(secret, b"to client\1", "sha256")

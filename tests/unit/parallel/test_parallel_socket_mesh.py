@@ -1,0 +1,169 @@
+"""Bulk data over our own sockets: bytes arrive where they are wanted, and nobody else's are taken."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from parallel_cases import same_bits, together
+from torch.distributed import HashStore, PrefixStore
+
+from everstep.base.errors import CollectiveAborted
+from everstep.parallel.fence import Fence
+from everstep.parallel.peers import Meeting
+from everstep.parallel.socket_mesh import SocketMesh
+
+ELSEWHERE = "127.0.0.2"
+"""Callers come from 127.0.0.1, so this counts as another host: every byte is tagged."""
+
+
+@pytest.fixture(params=["127.0.0.1", ELSEWHERE])
+def meshes(request: pytest.FixtureRequest) -> Iterator[list[SocketMesh]]:
+    place = PrefixStore("generation1", HashStore())
+    found = []
+    for me in (3, 7):
+        fence = Fence()
+        fence.enter(1)
+        found.append(SocketMesh(Meeting((3, 7), me, place, request.param, fence, b"k" * 32), lambda: None))
+    assert together(found[0].connect, found[1].connect) == [None, None]
+    tagged = all(line.seals.bulk_tags for mesh in found for line in mesh._lines.values())
+    assert tagged is (request.param == ELSEWHERE)
+    yield found
+    for mesh in found:
+        mesh.retire()
+
+
+def tensors(count: int, size: int) -> list[torch.Tensor]:
+    return [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k in range(count)]
+
+
+def test_tensors_arrive_whoever_is_first(meshes: list[SocketMesh]) -> None:
+    """Large and empty ones, both ways at once, asked for before and after they are sent, out of order."""
+    given = [*tensors(4, 700_000), torch.empty(0)]
+
+    def give_and_take(mesh: SocketMesh, other: int, first: bool) -> list[torch.Tensor]:
+        got = [torch.empty_like(t) for t in given]
+        if first:
+            mesh.send([(t, other, 2 + k) for k, t in enumerate(given)])
+        batch = mesh.receive([(got[k], other, 2 + k) for k in reversed(range(len(given)))])
+        if not first:
+            mesh.send([(t, other, 2 + k) for k, t in enumerate(given)])
+        mesh.wait(batch)
+        mesh.forget()
+        return got
+
+    for _ in range(3):
+        found = together(lambda: give_and_take(meshes[0], 7, True), lambda: give_and_take(meshes[1], 3, False))
+        for got in found:
+            assert isinstance(got, list), got
+            assert all(same_bits(ours, theirs) for ours, theirs in zip(got, given, strict=True))
+        for mesh in meshes:
+            mesh.settled()
+
+
+def test_two_under_one_tag_come_in_the_order_in_which_they_were_sent(meshes: list[SocketMesh]) -> None:
+    first, second = tensors(2, 1000)
+    got = [torch.empty(1000), torch.empty(1000)]
+    batch = meshes[1].receive([(got[0], 3, 5), (got[1], 3, 5)])
+    meshes[0].send([(first, 7, 5)])
+    meshes[0].send([(second, 7, 5)])
+    meshes[1].wait(batch)
+    assert same_bits(got[0], first) and same_bits(got[1], second)
+
+
+def test_what_was_let_go_of_is_not_sent(meshes: list[SocketMesh]) -> None:
+    old, new = tensors(2, 100)
+    kept = meshes[0].send_apart((old, 7, 9))
+    kept.clear()
+    kept = meshes[0].send_apart((new, 7, 9))
+    got = torch.empty(100)
+    meshes[1].wait(meshes[1].receive_apart((got, 3, 9)))
+    assert same_bits(got, new) and kept
+
+
+def test_another_size_than_was_asked_for_ends_the_generation_and_nothing_else(meshes: list[SocketMesh]) -> None:
+    kept = meshes[0].send_apart((torch.zeros(10), 7, 9))
+    batch = meshes[1].receive_apart((torch.empty(20), 3, 9))
+    with pytest.raises(CollectiveAborted, match="it wants 80 bytes where 40 are sent"):
+        for _ in range(1000):
+            meshes[0].receive_apart((torch.empty(1), 7, 11))
+            threading.Event().wait(0.01)
+    with pytest.raises(CollectiveAborted) as caught:
+        meshes[1].wait(batch)
+    assert caught.value.accused == (3,) and kept
+
+
+@pytest.mark.parametrize("what", [b"\xff" * 33, bytes(33), b"\x02" + bytes(32)])
+def test_bytes_of_somebody_on_the_way_are_not_taken(meshes: list[SocketMesh], what: bytes) -> None:
+    got = torch.zeros(1000)
+    batch = meshes[1].receive_apart((got, 3, 9))
+    meshes[0]._lines[7].sock.sendall(what)
+    with pytest.raises(CollectiveAborted, match="something else") as caught:
+        meshes[1].wait(batch)
+    assert caught.value.accused == (3,) and not got.any()
+
+
+class Relay:
+    """A socket behind which somebody changes one byte of whatever is long."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def send(self, piece: memoryview) -> int:
+        changed = bytearray(piece)
+        if len(changed) > 100:
+            changed[50] ^= 1
+        return self.sock.send(changed)
+
+
+def test_between_hosts_not_one_byte_can_be_changed(meshes: list[SocketMesh]) -> None:
+    line = meshes[0]._lines[7]
+    meshes[0]._lines[7] = line._replace(sock=Relay(line.sock))  # type: ignore[arg-type]
+    batch = meshes[1].receive_apart((torch.empty(1000), 3, 9))
+    kept = meshes[0].send_apart((torch.zeros(1000), 7, 9))
+    if line.seals.bulk_tags:
+        with pytest.raises(CollectiveAborted, match="got others") as caught:
+            meshes[1].wait(batch)
+        assert caught.value.accused == (3,)
+    else:
+        meshes[1].wait(batch)
+    assert kept
+
+
+def test_who_gives_up_in_the_middle_leaves_for_good(meshes: list[SocketMesh]) -> None:
+    """Else the rest of what is under way would be taken for the next one."""
+    meshes[1].receive([(torch.empty(4), 3, 9)])
+    meshes[1].forget()
+    for mesh, other in zip(meshes, (7, 3), strict=True):
+        with pytest.raises(CollectiveAborted):
+            mesh.wait(mesh.receive([(torch.empty(4), other, 9)]))
+
+
+def test_nobody_is_sent_what_it_did_not_ask_for(meshes: list[SocketMesh]) -> None:
+    batch = meshes[1].receive_apart((torch.empty(4), 3, 9))
+    meshes[0]._queue(7, 2, 12345, 1 << 50, None)
+    with pytest.raises(CollectiveAborted, match="that nobody asked for"):
+        meshes[1].wait(batch)
+
+
+def test_a_cut_frees_who_waits_and_nothing_is_written_any_more(meshes: list[SocketMesh]) -> None:
+    got = torch.zeros(1000)
+    batch = meshes[1].receive([(got, 3, 9)])
+    waiter = threading.Timer(0.05, meshes[1]._fence.abort, (1,))
+    waiter.start()
+    with pytest.raises(CollectiveAborted):
+        meshes[1].wait(batch)
+    meshes[1].forget()
+    waiter.join()
+    with pytest.raises(CollectiveAborted):
+        for _ in range(1000):
+            meshes[0].send([(torch.ones(1000), 7, 9)])
+            threading.Event().wait(0.01)
+    assert not got.any()

@@ -1,0 +1,96 @@
+"""Who may say what to the coordinator: every message has its roles, and nobody speaks for somebody else."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_harness import World, member, running
+
+from everstep.protocol import messages as m
+from everstep.protocol import roles
+from everstep.protocol.coordinator import commands
+from everstep.protocol.coordinator.coordinator import FROM_AGENTS, FROM_ANYBODY, FROM_WORKERS
+from everstep.protocol.coordinator.types import Close, Connected, Received, Send
+
+EXITED = {"reason": "killed", "died_unix_ns": 1}
+
+
+def test_every_message_that_the_coordinator_hears_has_its_roles() -> None:
+    heard = {*FROM_ANYBODY, *FROM_AGENTS, *FROM_WORKERS, m.StoreGet, m.Ping, m.AgentNotice}
+    assert heard == set(roles.SAYS)
+    assert set(roles.SAYS) < set(m.KINDS)
+    assert set().union(*roles.SAYS.values()) == roles.CONTROL_ROLES
+    assert set(roles.COMMANDS) == {*commands._ACTS, "checkpoint"}
+
+
+def connected(world: World, role: str, who: str) -> str:
+    world.handle(Connected("x", role, who))
+    return "x"
+
+
+def verdict(world: World, role: str, who: str, message: m.AnyMessage) -> str:
+    """The reason for which the connection is closed, "" if it is not."""
+    effects = world.handle(Received(connected(world, role, who), message))
+    closed = [effect for effect in effects if isinstance(effect, Close) and effect.connection == "x"]
+    assert all(effect.foul for effect in closed)
+    return closed[0].reason if closed else ""
+
+
+def test_a_worker_speaks_for_its_own_life_alone() -> None:
+    world = running()
+    fault = m.PeerFault(worker_id=1, incarnation=0, generation=1, accused=[0], reason="lies")
+    assert "expected worker '2.0' to speak for itself, it spoke as '1.0'" in verdict(world, "worker", "2.0", fault)
+    hello = m.WorkerHello(member=member(1), step=0, plan=None)
+    assert "it spoke as '1.0'" in verdict(world, "worker", "1.1", hello)
+    assert "from agent, got it from the role 'worker'" in verdict(
+        world, "worker", "1.0", m.WorkerExited(agent_id="a1", worker_id=2, incarnation=0, **EXITED)
+    )
+    assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
+    assert verdict(world, "worker", "1.0", hello) == ""
+
+
+def test_an_agent_speaks_for_its_own_workers_alone() -> None:
+    world = running(elsewhere=(2,))
+    life = m.WorkerLife(worker_id=0, incarnation=0, pid=4)
+    pulse = m.WorkerPulse(worker_id=0, incarnation=0, step=1, phase="load", still_ms=10**9, samples_per_s=0.0)
+    foreign = [
+        m.WorkerExited(agent_id="a2", worker_id=0, incarnation=0, **EXITED),
+        m.WorkerStarted(agent_id="a2", worker=life),
+        m.Heartbeat(agent_id="a2", seq=1, rtt_ms=0.0, workers=[pulse]),
+        m.AgentHello(agent_id="a2", host="h2", workers=[life], slots=1),
+    ]
+    for message in foreign:
+        assert "about worker 0.0 from its own agent 'a1'" in verdict(world, "agent", "a2", message)
+    assert "it spoke as 'a1'" in verdict(world, "agent", "a2", m.HostFailed(agent_id="a1", reason="lies"))
+    assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
+    own = m.WorkerExited(agent_id="a2", worker_id=2, incarnation=0, **EXITED)
+    world.say("a2", own)
+    assert world.plan.worker_ids == (0, 1)
+
+
+@pytest.mark.parametrize("role", roles.PEOPLE)
+def test_people_ask_for_what_their_token_is_for(role: str) -> None:
+    for name, needed in roles.COMMANDS.items():
+        world = running()
+        effects = world.handle(Received(connected(world, role, "me"), m.Command(request=1, name=name, args={})))
+        replies = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, m.CommandReply)]
+        closed = any(isinstance(e, Close) for e in effects)
+        allowed = needed in (role, roles.READ)
+        assert closed is not allowed
+        if not allowed:
+            assert (
+                replies[0].error
+                == f"expected the token for {needed!r} with the command {name!r}, got that for {role!r}"
+            )
+            assert world.coordinator.job.progress.ended is None
+        told = [r.fields for r in world.reports if r.kind == "commanded"]
+        if name == "status":
+            assert told == []
+        else:
+            assert [(t["command"], t["role"]) for t in told] == [(name, role)]
+            assert (told[0]["cause"] == "refused") is not allowed
+
+
+def test_what_only_the_coordinator_says_comes_from_nobody() -> None:
+    world = running()
+    for role in sorted(roles.CONTROL_ROLES):
+        assert "nobody but the coordinator" in verdict(world, role, "a1", m.Pong(seq=1))
