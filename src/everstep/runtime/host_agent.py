@@ -37,6 +37,7 @@ from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.process import (
+    END_ALONE,
     Inbox,
     die_with_parent,
     last_line,
@@ -49,7 +50,7 @@ from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
 SERVER_HOPELESS = 3
 _END_WAIT_S = 5.0
 
@@ -123,6 +124,9 @@ class HostAgent:
         host = self._host
         if item == signal.SIGUSR1:
             return  # for the job to act upon
+        if item == END_ALONE:
+            self._end_alone()
+            return
         if isinstance(item, int):
             self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}"))
         elif isinstance(item, JobFacts):
@@ -139,6 +143,13 @@ class HostAgent:
             self._idle = False
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
+
+    def _end_alone(self) -> None:
+        """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
+        if self._host is None:
+            self._leave(Left(0))
+        else:
+            self._host.workers.end_alone()
 
     def _kill(self, host: Host, message: KillWorker) -> None:
         if host.workers.kill(message.worker_id, message.incarnation):
@@ -190,12 +201,15 @@ class HostAgent:
             self._leave(Left(3, f"the job at {self._joining.address} has not answered for {AWAY_LIMIT_S:g} s"))
 
     def _look_at_end(self, now_s: float) -> None:
+        host = self._host
+        if host is None or host.workers.none_live():
+            if self._ended is not None or (host is not None and host.workers.alone):
+                self._leave(Left(0))
+            return
         if self._ended is None:
             return
-        host, completed = self._host, self._ended.state == "completed"
-        if host is None or host.workers.none_live():
-            self._leave(Left(0))
-        elif now_s < self._deadline_s:
+        completed = self._ended.state == "completed"
+        if now_s < self._deadline_s:
             return
         elif completed and host.finishing() and now_s < self._deadline_s + host.config.quorum_wait_s:
             return  # some worker still does what its script does after the last step

@@ -18,6 +18,8 @@ from typing import Generic, TypeVar
 from everstep.base.cause import Cause, Why
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
+END_ALONE = signal.SIGRTMIN + 5
+"""Tells a job's own agent to end the job in order, since no coordinator answers; no scheduler sends it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -215,7 +217,7 @@ def readable(fds: Iterable[int], timeout_s: float) -> set[int]:
 
 
 @contextlib.contextmanager
-def taking_signals(numbers: Iterable[signal.Signals], put: Callable[[int], None]) -> Iterator[None]:
+def taking_signals(numbers: Iterable[int], put: Callable[[int], None]) -> Iterator[None]:
     """Have these signals given to `put`, where this is the main thread; elsewhere nobody can have them."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, TOKEN_FILE, 
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.process import own_command, why_ended
+from everstep.runtime.process import END_ALONE, own_command, why_ended
 
 COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
 AGENT_MODULE = "everstep.runtime.host_agent"
@@ -174,6 +175,12 @@ class LocalHost(Supervised):
         self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())
         if early is not None:
             early.let_go()
+
+    def end_alone(self) -> None:
+        """Have its workers save and leave by themselves, as no coordinator tells them to."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, END_ALONE)
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again."""

@@ -34,7 +34,7 @@ class Workers:
 
     make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
     watches. collector: takes what the workers print and log. ranks: processes of each worker.
-    `hopeless`: why no restart can help, None while there is no such reason.
+    `alone`: they end the job by themselves. `hopeless`: why no restart can help, None while there is no such reason.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Workers:
         self._jitter = random.Random()
         self._server: ForkServerClient | None = None
         self._stopping = False
+        self.alone = False
         self.hopeless: Why | None = None
         self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
@@ -98,6 +99,14 @@ class Workers:
     def stop(self) -> None:
         """Start nothing any more."""
         self._stopping = True
+
+    def end_alone(self) -> None:
+        """Start nothing any more, and have those that run save and leave by themselves."""
+        self.stop()
+        self.alone = True
+        for slot in self.slots:
+            if slot.state in ("starting", "running"):
+                self._board.row(slot.worker_id).ask_end()
 
     def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
         """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.

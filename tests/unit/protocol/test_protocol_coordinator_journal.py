@@ -1,4 +1,4 @@
-"""A journal whose lines make no sense, though their checksums hold: the rest counts, and workers know what is lacking."""
+"""A journal with lines that make no sense though their checksums hold: they are left out, and learned from workers."""
 
 from __future__ import annotations
 

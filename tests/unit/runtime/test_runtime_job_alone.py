@@ -155,7 +155,7 @@ def test_signals_become_commands(started: Started) -> None:
     started.coordinator.say(m.CommandReply(request=saving.request, ok=False, error="no worker", result={}))
     started.job.interrupt(signal.SIGINT)
     stop = started.coordinator.hear(m.Command)
-    assert (stop.name, stop.args["exit_code"], stop.args["grace_s"]) == ("stop", 130, 3.0)
+    assert (stop.name, stop.args["exit_code"], stop.args["grace_s"]) == ("stop", 130, pytest.approx(1.8))
     started.over(130, "interrupted")
     assert started.end() == 130
     said = [event["reason"] for event in started.events if event["kind"] == "warning"]

@@ -11,11 +11,13 @@ from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.messages import Command, CommandReply, InjectFault
+from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
 
 INTERRUPTED = 130
 TERMINATED = 143
 _MOST_FAULT = 500
+MOST_ASKED = 16
+"""Requests that the job's process may have outstanding."""
 
 _Args = dict[str, Any]
 _Reply = tuple[str, dict[str, Any]]
@@ -37,6 +39,13 @@ def command(job: JobState, connection: str, message: Command) -> None:
         error, result = _ACTS[name](job, message.args)
     reply = CommandReply(request=message.request, ok=not error, error=error, result=result)
     job.desk.send(connection, reply)
+
+
+def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
+    """The job's process is there (again): what it has asked for of a coordinator that is gone counts here, too."""
+    if not job.progress.tell_end(connection):
+        for asked in hello.asked[:MOST_ASKED]:
+            command(job, connection, asked)
 
 
 def _stop(job: JobState, args: _Args) -> _Reply:

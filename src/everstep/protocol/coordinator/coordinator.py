@@ -31,7 +31,7 @@ _MOST_ROUNDS = 20
 FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
     m.WorkerHello: workers.worker_hello,
     m.AgentHello: liveness.agent_hello,
-    m.JobHello: lambda job, connection, message: job.progress.tell_end(connection),  # it need not know more
+    m.JobHello: commands.job_hello,
     m.Command: commands.command,
 }
 
