@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from job_harness import Job, Jobs, same
+from job_harness import Job, Jobs, healed, same
 
 ENDLESS = [{"kind": "job_completed"}]
 GRACE_S = 20.0
@@ -30,10 +31,30 @@ def test_without_a_coordinator_the_job_is_saved_and_ends(jobs: Jobs, how: int, n
     assert job.end() == 128 + number, job.account()
     assert time.monotonic() - began_s < GRACE_S, job.account()
     if how == signal.SIGSTOP:
-        assert any("among themselves" in event["reason"] for event in job.of_kind("warning")), job.account()
+        job.wait_for_words("no coordinator answers: the workers take the checkpoint among themselves")
     saved = job.of_kind("checkpoint_completed")
     assert saved and saved[-1]["step"] >= 4, job.account()
     job = jobs.start("Pictures", workers=2, run_dir=job.run_dir)
     assert job.end() == 0, job.account()
     same(jobs.reference("Pictures"), job)
     assert job.of_kind("job_started")[-1]["step"] == saved[-1]["step"], job.account()
+
+
+def parent(pid: int) -> int:
+    """Who has started it, or has it by now."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_workers_outlive_a_fork_server_that_is_frozen_and_get_another(jobs: Jobs) -> None:
+    """The one that the job itself has started: whoever is left without it is nobody's child here."""
+    job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)
+    job.wait_for("step_committed", lambda event: event["step"] >= 3)
+    os.kill(parent(job.pid_of(0)), signal.SIGSTOP)
+    job.wait_for_words("the fork server has not answered for")
+    job.wait_for_words("its workers go on")
+    assert not job.of_kind("worker_evicted"), job.account()
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    jobs.check(job, "Pictures")
+    gone = job.of_kind("worker_evicted")
+    assert [(e["worker_id"], e["cause"]) for e in gone] == [(1, "killed")], job.account()
+    assert len(job.of_kind("generation_started")) == 3, job.account()

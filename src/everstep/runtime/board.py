@@ -31,7 +31,7 @@ ROLES = ("", "leader", "active", "standby")
 _COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
     12
 )
-_RANKS, _ENDING = 12, 13
+_RANKS, _ENDING, _LEFT = 12, 13, 14
 _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
@@ -153,6 +153,15 @@ class Row:
     def end_asked(self) -> bool:
         """Whether the agent has asked for that in this life."""
         return bool(self._words[_ENDING])
+
+    def leave(self, exit_code: int) -> None:
+        """This process is about to end with this code: where nobody waits for it, that says how it ended."""
+        self._words[_LEFT] = exit_code + 1
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the process said that it ends with; None if it has not."""
+        return self._words[_LEFT] - 1 if self._words[_LEFT] else None
 
     def hide(self, until_ns: int) -> None:
         """A scripted partition: the agent is not to see this row before `until_ns` (monotonic)."""

@@ -41,7 +41,7 @@ from everstep.runtime.address import (
     write_atomically,
 )
 from everstep.runtime.control import ControlClient
-from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, readable, taking_signals
+from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 
 COORDINATOR_SILENT_S = 5.0
@@ -50,8 +50,6 @@ AGENTS_WAIT_S = 40.0
 INTERRUPTED_WAIT_S = 3.0
 LAST_WAIT_S = 15.0
 ALONE_S = 1.0
-PING_S = 0.25
-SILENT_PINGS = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
 
@@ -415,36 +413,29 @@ class JobLink:
         self._on_message = on_message
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Command, float | None]] = {}
-        self._next_s = 0.0
-        self._unanswered = 0
-        self._heard_s = self._spoke_s = time.monotonic()
+        self._watch = Pinged()
+        self._spoke_s = time.monotonic()
         self._client = ControlClient(coordinator_file, token, "job", f"job-{os.getpid()}", self._hello, self._receive)
 
     def due_in(self, now_s: float) -> float:
         """Seconds until the next ping."""
-        return max(0.0, self._next_s - now_s)
+        return self._watch.due_in(now_s)
 
     def ping(self, now_s: float) -> None:
         """Ask whether the coordinator answers, if it is time to. `now_s` is monotonic."""
-        if now_s >= self._next_s:
-            self._next_s = now_s + PING_S
-            self._unanswered += 1
-            if self._client.connected:
-                self._client.send(Ping(seq=next(self._numbers)))
+        if self._watch.ask(now_s) and self._client.connected:
+            self._client.send(Ping(seq=next(self._numbers)))
 
     def expect_anew(self) -> None:
         """The coordinator has just been started: its silence until now counts for nothing."""
-        self._unanswered, self._heard_s = 0, time.monotonic()
+        self._watch.answered()
 
     def silence_s(self, now_s: float) -> float:
-        """For how long the coordinator has answered nothing; 0 until several pings have had time for an answer.
-
-        So a process that was itself stopped for a while does not blame the coordinator.
-        """
-        return now_s - self._heard_s if self._unanswered > SILENT_PINGS else 0.0
+        """For how long the coordinator has answered nothing."""
+        return self._watch.silence_s(now_s)
 
     def unheard_s(self, now_s: float) -> float:
-        """Since the coordinator last said anything, or was last started anew."""
+        """Since the coordinator last said anything."""
         return now_s - self._spoke_s
 
     def command(self, name: str, args: dict[str, Any], until_s: float | None = None) -> None:
@@ -465,7 +456,7 @@ class JobLink:
 
     def _receive(self, message: AnyMessage) -> None:
         self.expect_anew()
-        self._spoke_s = self._heard_s
+        self._spoke_s = time.monotonic()
         if isinstance(message, CommandReply):
             asked = self._asked.get(message.request)
             if asked is not None and asked[0].name != "stop":

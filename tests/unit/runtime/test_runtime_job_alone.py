@@ -181,7 +181,7 @@ def test_a_coordinator_that_died_is_started_again(started: Started) -> None:
 
 def test_a_coordinator_that_does_not_answer_is_killed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.runtime.job.COORDINATOR_SILENT_S", 0.0)
-    monkeypatch.setattr("everstep.runtime.job.SILENT_PINGS", 0)
+    monkeypatch.setattr("everstep.runtime.process.SILENT_PINGS", 0)
     started.coordinator.answers = False
     assert started.process.kills.acquire(timeout=PATIENCE_S)
     started.over()
