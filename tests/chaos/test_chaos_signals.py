@@ -58,3 +58,24 @@ def test_workers_outlive_a_fork_server_that_is_frozen_and_get_another(jobs: Jobs
     gone = job.of_kind("worker_evicted")
     assert [(e["worker_id"], e["cause"]) for e in gone] == [(1, "killed")], job.account()
     assert len(job.of_kind("generation_started")) == 3, job.account()
+
+
+def test_an_agent_that_is_stopped_goes_on_and_its_workers_lose_nothing(jobs: Jobs) -> None:
+    job = jobs.start("Pictures", workers=2, pace=[healed(1)], lane_s=0.2)
+    job.wait_for("step_committed", lambda event: event["step"] >= 2)
+    agent = next(pid for pid in children(job.launcher_pid()) if b"host_agent" in cmdline(pid))
+    os.kill(agent, signal.SIGSTOP)
+    job.wait_for_words("it is continued")
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    jobs.check(job, "Pictures")
+    assert [e["worker_id"] for e in job.of_kind("worker_evicted")] == [1], job.account()
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for line in found for child in line]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

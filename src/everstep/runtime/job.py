@@ -157,7 +157,7 @@ class Job:
         now_s = time.monotonic()
         link.ping(now_s)
         if self._end.outcome is None:
-            self._check_coordinator(link, now_s)
+            self._check_processes(link, now_s)
             self._start_due(now_s)
             self._look_for_answer(link, now_s)
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0)
@@ -180,8 +180,11 @@ class Job:
             self._notify("warning", Why(Cause.INTERRUPTED, text))
             self._local.end_alone()
 
-    def _check_coordinator(self, link: JobLink, now_s: float) -> None:
+    def _check_processes(self, link: JobLink, now_s: float) -> None:
         """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        woken = self._local.wake(now_s) if self._local is not None else ""
+        if woken:
+            self._notify("warning", Why(Cause.HUNG, woken))
         if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced:
             return
         silence_s = link.silence_s(now_s)

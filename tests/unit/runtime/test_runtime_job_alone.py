@@ -37,6 +37,7 @@ class FakeProcess(Supervised):
         self.in_order = False
         self.started = threading.Semaphore(0)
         self.kills = threading.Semaphore(0)
+        self.alone = threading.Semaphore(0)
         self.ended = 0
 
     @property
@@ -50,6 +51,12 @@ class FakeProcess(Supervised):
         self.restart_at_s = inf
         self.starts += 1
         self.started.release()
+
+    def wake(self, now_s: float) -> str:
+        return ""
+
+    def end_alone(self) -> None:
+        self.alone.release()
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
