@@ -73,6 +73,13 @@ class Job:
             self.over(0.003)
         raise AssertionError(f"no {kind} {fields} within {LIMIT_S:g} s\n{self.account()}")
 
+    def wait_for_words(self, text: str) -> None:
+        """Until the command says this. Raises: AssertionError if it ends without it."""
+        errors, over = self.run_dir.with_suffix(".err"), False
+        while text not in errors.read_text(errors="replace"):
+            assert not over, f"ended without saying {text!r}\n{self.account()}"
+            over = self.over(0.01)
+
     def end(self) -> int:
         """Wait for the end; returns the exit code."""
         if not self.over(LIMIT_S):

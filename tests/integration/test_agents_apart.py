@@ -98,10 +98,15 @@ def test_every_fault_ends_with_the_bits_of_the_undisturbed_run(jobs: Jobs, agent
     restarted = job.wait_for("coordinator_restarted")
     assert parent(job.pid_of(0)) != 1, "workers go on while the coordinator is away"
 
-    os.kill(parent(job.pid_of(0)), signal.SIGKILL)  # the fork server
-    for worker_id in range(3):
-        gone = evicted(job, restarted["time_unix_ns"], worker_id=worker_id, cause="killed")
+    os.kill(parent(job.pid_of(0)), signal.SIGKILL)  # the fork server: its workers go on
+    job.wait_for_words("the fork server died (killed by SIGKILL) and is started again; its workers go on")
+    assert parent(job.pid_of(0)) == agents[0].pid
+    os.kill(job.pid_of(2), signal.SIGKILL)
+    gone = evicted(job, restarted["time_unix_ns"], worker_id=2, cause="killed")
     whole_again(job, gone["time_unix_ns"], 3)
+    others = [e for e in job.of_kind("worker_evicted") if e["time_unix_ns"] >= restarted["time_unix_ns"]]
+    assert [e["worker_id"] for e in others] == [2] and "nobody saw" not in others[0]["reason"], job.account()
+    assert parent(job.pid_of(2)) not in (1, agents[0].pid), "another fork server has made it"
 
     agents[0].kill()
     agents.append(Agent(job, "--host-name", "other"))

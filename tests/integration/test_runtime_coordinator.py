@@ -194,11 +194,14 @@ def test_the_fork_server_imports_torch_without_starting_threads(
         assert ready["op"] == "ready" and ready["threads"] == 1 and ready["skipped"] == []
         context = WorkerContext(str(tmp_path), 1, 0, "h", "00" * 32, "", board.fd, {}, "task")
         log = tmp_path / "worker.log"
-        fork_server.start("runtime_fake_worker:trains", context, [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))])
+        lifeline, owner = os.pipe()
+        outputs = [(os.open(log, os.O_WRONLY | os.O_CREAT), os.dup(2))]
+        fork_server.start("runtime_fake_worker:trains", context, outputs, lifeline)
         seen = []
         while not seen or seen[-1]["op"] != "exited":
             seen += fork_server.receive()
         assert seen[-1]["status"] == 0, log.read_text()
+        os.close(owner)
     finally:
         fork_server.close(5.0)
         board.close()

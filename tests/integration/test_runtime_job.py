@@ -215,15 +215,19 @@ def test_a_worker_and_the_coordinator_killed_at_once(start: Callable[..., Job]) 
     assert job.finish() == 0
 
 
-def test_a_killed_fork_server_takes_its_workers_along_and_all_come_back(start: Callable[..., Job]) -> None:
+def test_workers_outlive_a_killed_fork_server_and_the_next_one_makes_new_ones(start: Callable[..., Job]) -> None:
     job = start(min_workers=1)
     status = job.running({0: 0, 1: 0})
     os.kill(parent(status["workers"][0]["pid"]), signal.SIGKILL)
-    until(lambda: len(job.kinds("worker_exited")) == 2, "both workers gone")
-    assert all("fork server died" in e["reason"] for e in job.kinds("worker_exited"))
-    job.running({0: 1, 1: 1})
-    assert not any(runs(w["pid"]) for w in status["workers"])
+    until(lambda: len(job.kinds("fork_server_ready")) == 2, "another fork server")
+    assert any("its workers go on" in e["reason"] for e in job.kinds("warning"))
+    later = job.running({0: 0, 1: 0}, job.status()["step"] + 2)
+    os.kill(next(w["pid"] for w in later["workers"] if w["worker_id"] == 1), signal.SIGKILL)
+    job.running({0: 0, 1: 1}, later["step"] + 1)
+    (exited,) = job.kinds("worker_exited")
+    assert exited["cause"] == "killed" and "killed by SIGKILL" in exited["reason"]
     assert job.finish() == 0
+    assert processes_of(job.run_dir) == []
 
 
 def test_a_killed_agent_takes_its_workers_along_and_all_come_back(start: Callable[..., Job]) -> None:

@@ -85,13 +85,16 @@ def test_a_limb_that_raises_says_what(start: Callable[..., Job]) -> None:
     assert job.finish() == 0
 
 
-def test_a_killed_fork_server_takes_all_ranks_along(start: Callable[..., Job]) -> None:
+def test_cells_outlive_a_killed_fork_server_and_still_end_as_one(start: Callable[..., Job]) -> None:
     job = start(ranks=2, entry=ENTRY)
     job.running({0: 0, 1: 0})
     cells = [pids_of(job, i) for i in (0, 1)]
     os.kill(single.parent(cells[0][0]), signal.SIGKILL)
-    job.running({0: 1, 1: 1})
-    assert not any(runs(pid) for cell in cells for pid in cell)
+    until(lambda: len(job.kinds("fork_server_ready")) == 2, "another fork server")
+    assert all(runs(pid) for cell in cells for pid in cell)
+    os.kill(cells[1][1], signal.SIGKILL)
+    job.running({0: 0, 1: 1})
+    assert not any(runs(pid) for pid in cells[1]) and all(runs(pid) for pid in cells[0])
     assert job.finish() == 0
 
 

@@ -11,8 +11,7 @@ import os
 import select
 import signal
 import sys
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -99,22 +98,9 @@ def complain(text: str) -> None:
     print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point: runs a command, turns what it raises into a line and an exit code. What it writes is its owner's."""
-    write_privately()
-    signal.signal(signal.SIGTERM, _terminated)
-    sys.exit(run_command(argv))
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    """Whatever is being done ends, and what was opened is closed. A running job has a handler of its own."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    complain("interrupted by SIGTERM")
-    sys.exit(128 + number)
-
-
 def run_command(argv: list[str] | None = None) -> int:
-    """As `main`, returning the exit code."""
+    """Run a command, and turn what it raises into a line and an exit code. What it writes is its owner's."""
+    write_privately()
     try:
         result: Any = cli.main(args=argv, prog_name="everstep", standalone_mode=False)
         sys.stdout.flush()
@@ -143,7 +129,3 @@ def _reader_gone(fd: int) -> bool:
     poller = select.poll()
     poller.register(fd, 0)  # POLLERR and POLLHUP are always told
     return bool(poller.poll(0))
-
-
-if __name__ == "__main__":
-    main()

@@ -132,10 +132,6 @@ class AgentNotice(FromAgent, frozen=True, kw_only=True):
 # ---- the job's process -> coordinator
 
 
-class JobHello(AnyMessage, frozen=True, kw_only=True):
-    """First message of the process that the job is, also after a reconnect."""
-
-
 class Ping(AnyMessage, frozen=True, kw_only=True):
     """Do you still answer?"""
 
@@ -440,6 +436,13 @@ class CommandReply(AnyMessage, frozen=True, kw_only=True):
     ok: bool
     error: str
     result: dict[str, Any]
+
+
+class JobHello(AnyMessage, frozen=True, kw_only=True):
+    """First message of the process that the job is, also after a reconnect. asked: what it has asked for and has not
+    come yet, for a coordinator that has never heard of it."""
+
+    asked: list[Command] = []
 
 
 KINDS: tuple[type[AnyMessage], ...] = tuple(

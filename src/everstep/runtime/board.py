@@ -31,7 +31,7 @@ ROLES = ("", "leader", "active", "standby")
 _COUNTER, _BEAT_NS, _STEP, _PHASE, _SAMPLES, _INCARNATION, _PID, _GENERATION, _LANES, _UNSEEN_NS, _STAGE, _ROLE = range(
     12
 )
-_RANKS = 12
+_RANKS, _ENDING, _LEFT = 12, 13, 14
 _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
@@ -78,7 +78,7 @@ class Pulse:
 
 
 class Row:
-    """A process's own row. Only that writes it, apart from `reset` by the agent between two lives."""
+    """A process's own row. Only that writes it, apart from the agent: `reset` between two lives, and `ask_end`."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -144,6 +144,24 @@ class Row:
     def set_pid(self, pid: int) -> None:
         """Name the process of this life."""
         self._words[_PID] = pid
+
+    def ask_end(self) -> None:
+        """The job's host ends the job, and no coordinator answers: this worker is to have all save and leave."""
+        self._words[_ENDING] = 1
+
+    @property
+    def end_asked(self) -> bool:
+        """Whether the agent has asked for that in this life."""
+        return bool(self._words[_ENDING])
+
+    def leave(self, exit_code: int) -> None:
+        """This process is about to end with this code: where nobody waits for it, that says how it ended."""
+        self._words[_LEFT] = exit_code + 1
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the process said that it ends with; None if it has not."""
+        return self._words[_LEFT] - 1 if self._words[_LEFT] else None
 
     def hide(self, until_ns: int) -> None:
         """A scripted partition: the agent is not to see this row before `until_ns` (monotonic)."""

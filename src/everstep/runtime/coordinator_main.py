@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +65,7 @@ from everstep.runtime.process import die_with_parent, machine, raise_descriptor_
 
 MAX_STRANGERS = 2048
 MAX_ASKED_BYTES = 64 << 10
+MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
 _LATE_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
@@ -72,14 +74,15 @@ Sends = list[tuple[str, AnyMessage]]
 class Switchboard:
     """What passes between the job's process and its agents without the coordinator deciding anything.
 
-    Pure: what came in, what goes out. Knows which connections are agents' and which the job's. facts: what agents are
-    told.
+    Pure: what came in, what goes out. Knows which connections are agents' and which the job's. What agents say while
+    the job is not there waits for it. facts: what agents are told.
     """
 
     def __init__(self, facts: JobFacts) -> None:
         self._facts = facts
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
+        self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
 
     def take(self, connection: str, message: AnyMessage) -> tuple[Sends, bool]:
         """A message came. Returns what to send to which connections, and whether it is for the coordinator too."""
@@ -87,10 +90,14 @@ class Switchboard:
             case Ping(seq=seq):
                 return [(connection, Pong(seq=seq))], False
             case AgentNotice():
+                if not self._jobs:
+                    self._unread.append(message)
                 return [(job, message) for job in sorted(self._jobs)], False
             case JobHello():
                 self._jobs.add(connection)
-                return [(connection, self._present())], True
+                unread = [(connection, notice) for notice in self._unread]
+                self._unread.clear()
+                return [(connection, self._present()), *unread], True
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True

@@ -5,18 +5,21 @@ one process or more.
 work, so what it forks is as good as fresh. Over the inherited socket it speaks JSON lines with its agent:
 
     <- {"op": "start", "entry": "module:function", "context": {...}}
-                                              with two descriptors per rank, which become its stdout and stderr
+                                              with two descriptors per rank, which become its stdout and stderr, and
+                                              the end of a pipe: when the other is closed, the worker is killed
     <- {"op": "call", "entry": "module:function", "question": ...}     also before it is ready
+    <- {"op": "ping"}
     <- {"op": "log", "path"}                                           where its own output goes from now on
     -> {"op": "ready", "seconds", "threads", "skipped": [...]}
+    -> {"op": "pong"}
     -> {"op": "answer", "answer": ...}                                 from the fork that was called
     -> {"op": "called", "status": wait status}                         that fork has ended
     -> {"op": "started", "worker_id", "incarnation", "pids": the head's first}
     -> {"op": "exited", "worker_id", "incarnation", "cell_rank", "status": wait status, "unix_ns"}
                                               once per worker, when none of its ranks is left; whose death ended it
 
-The death of one rank ends the others of its cell. The end of the socket ends the server, and its children with it
-(PR_SET_PDEATHSIG); what dead workers leave running, it ends.
+The death of one rank ends the others of its cell; what dead workers leave running, it ends. The end of the socket ends
+the server, and its children with it. If it dies itself, its workers go on: they are their agent's.
 """
 
 from __future__ import annotations
@@ -44,13 +47,14 @@ from typing import Any
 
 from everstep.base.cause import Why
 from everstep.base.errors import cause_of
-from everstep.runtime.board import MAX_RANKS
+from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.process import (
     adopt_orphans,
     children,
     close_descriptors,
     die_with_parent,
+    die_with_writer,
     outlives_workers,
     thread_count,
 )
@@ -130,7 +134,7 @@ class ForkServer:
                 os.waitpid(-1, 0)
 
     def _requests(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 2 * MAX_RANKS, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 2 * MAX_RANKS + 1, socket.MSG_CMSG_CLOEXEC)
         self._outputs.extend(fds)
         if not data:
             return False
@@ -141,6 +145,8 @@ class ForkServer:
                 self._start(request)
             elif request["op"] == "call":
                 self._call(request)
+            elif request["op"] == "ping":
+                self.tell(op="pong")
             elif request["op"] == "log":
                 redirect_output(Path(request["path"]))
         return True
@@ -155,6 +161,7 @@ class ForkServer:
         context = WorkerContext(**request["context"])
         size = context.cell_size
         outputs = [(self._outputs.popleft(), self._outputs.popleft()) for _ in range(size)]
+        lifeline = self._outputs.popleft()
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(size - 1)]
         ends = [[ours.fileno() for ours, _ in pairs], *([theirs.fileno()] for _, theirs in pairs)]
         ranks: dict[int, int] = {}
@@ -162,11 +169,11 @@ class ForkServer:
             pid = os.fork()
             if pid == 0:
                 own = replace(context, cell_rank=cell_rank, cell_fds=ends[cell_rank])
-                self._become_worker(request["entry"], own, outputs[cell_rank])
+                self._become_worker(request["entry"], own, outputs[cell_rank], lifeline)
             ranks[pid] = cell_rank
         for end in (end for pair in pairs for end in pair):
             end.close()
-        for fd in (fd for pair in outputs for fd in pair):
+        for fd in (lifeline, *(fd for pair in outputs for fd in pair)):
             os.close(fd)
         cell = ForkedCell(context.worker_id, context.incarnation, ranks)
         self._children.update(dict.fromkeys(ranks, cell))
@@ -213,17 +220,19 @@ class ForkServer:
         finally:
             os._exit(code)
 
-    def _become_worker(self, entry: str, context: WorkerContext, outputs: tuple[int, int]) -> None:
+    def _become_worker(self, entry: str, context: WorkerContext, outputs: tuple[int, int], lifeline: int) -> None:
         """In the child: leave everything of the server behind, run the entry point, and never return."""
         code = 1
         try:
-            _leave_server_behind()
+            _reset_signals()
+            lifeline = die_with_writer(lifeline)
             for number, fd in enumerate(outputs, 1):
                 os.dup2(fd, number)
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a print is one write
-            close_descriptors({self._board_fd, *context.cell_fds})
+            close_descriptors({self._board_fd, lifeline, *context.cell_fds})
             code = run_entry(entry, context)
+            Board.attach(self._board_fd).row(context.worker_id, context.cell_rank).leave(code)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -241,6 +250,10 @@ _SERVER_PID = os.getpid()
 
 def _leave_server_behind() -> None:
     die_with_parent(_SERVER_PID)
+    _reset_signals()
+
+
+def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -312,9 +325,7 @@ def main(argv: list[str] | None = None) -> int:
         fork_server.run()
     except ConnectionError:
         pass
-    finally:
-        if os.getpid() == _SERVER_PID:
-            fork_server.end_children()
+    fork_server.end_children()  # the agent is gone, or wants no more; without that word they go on
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from everstep.base.errors import EverstepError
 from everstep.runtime.board import MAX_ROWS, create_board_memory
 from everstep.runtime.context import Handed, WorkerContext
-from everstep.runtime.process import own_command, pinned_environment, readable, why_ended
+from everstep.runtime.process import Pinged, own_command, pinned_environment, readable, why_ended
 
 MODULE = "everstep.runtime.fork_server"
 _DEATH_WAIT_S = 5.0
@@ -28,6 +28,7 @@ class ForkEnded(EverstepError):
 
 class ForkServerClient:
     """A fork server that runs. `ready` once it has imported everything; `fd` is readable when it has said something.
+    `watch`: whether it answers pings.
 
     sock: the way to it. process: where it is a child of this process. heard, greeting: as `Handed` has them.
     """
@@ -45,6 +46,7 @@ class ForkServerClient:
         self.greeting = greeting or {}
         self.ready = bool(greeting)
         self._sock = sock
+        self.watch = Pinged()
         self._process = process
         self._buffer = heard.encode()
 
@@ -61,12 +63,13 @@ class ForkServerClient:
     def fd(self) -> int:
         return self._sock.fileno()
 
-    def start(self, entry: str, context: WorkerContext, outputs: Sequence[tuple[int, int]]) -> None:
+    def start(self, entry: str, context: WorkerContext, outputs: Sequence[tuple[int, int]], lifeline: int) -> None:
         """Ask for a worker, of as many processes as its context says. A fork server that is dead is noticed elsewhere.
 
-        outputs: for each of them the descriptors that become its stdout and stderr; they are closed here.
+        outputs: for each of them the descriptors that become its stdout and stderr. lifeline: the reading end of a
+        pipe; the worker dies when the other is closed. All of these are closed here.
         """
-        fds = [fd for pair in outputs for fd in pair]
+        fds = [*(fd for pair in outputs for fd in pair), lifeline]
         self._ask(fds, op="start", entry=entry, context=asdict(context))
         for fd in fds:
             os.close(fd)
@@ -82,7 +85,14 @@ class ForkServerClient:
         for message in messages:
             if message["op"] == "ready":
                 self.ready, self.greeting = True, message
+        if messages:
+            self.watch.answered()
         return messages
+
+    def ping(self, now_s: float) -> None:
+        """Ask whether it answers, if it is time to; while it imports it does not have to. `now_s` is monotonic."""
+        if self.ready and self.watch.ask(now_s):
+            self._ask(op="ping")
 
     def call(self, entry: str, question: Any) -> Any:
         """What "module:function" answers in a fork of the server. Before there are workers: it waits.
@@ -113,22 +123,23 @@ class ForkServerClient:
         self._sock.close()
 
     def kill(self) -> None:
-        """SIGKILL, to it and by that to its children."""
+        """SIGKILL, to it alone."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def close(self, timeout_s: float) -> None:
-        """End it and its children; SIGKILL after `timeout_s`."""
+    def close(self, timeout_s: float) -> str:
+        """End it and its children; SIGKILL after `timeout_s`. Returns how it ended."""
         self._sock.close()
         if self.pidfd < 0:
-            return
+            return ""
         if not readable([self.pidfd], timeout_s):
             self.kill()
             readable([self.pidfd], _DEATH_WAIT_S)
         os.close(self.pidfd)
         self.pidfd = -1
-        if self._process is not None:
-            self._process.wait()
+        if self._process is None:
+            return "how it ended was for its parent to see"
+        return why_ended(self._process.wait()).reason
 
 
 def start_fork_server(log_path: Path | None, board_fd: int, threads: int, preload: Sequence[str]) -> ForkServerClient:

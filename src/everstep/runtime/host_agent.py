@@ -40,8 +40,11 @@ from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.handshake import PEER, role_token
 from everstep.runtime.process import (
+    END_ALONE,
     Inbox,
+    adopt_orphans,
     die_with_parent,
+    is_stopped,
     last_line,
     machine,
     raise_descriptor_limit,
@@ -52,8 +55,9 @@ from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
 SERVER_HOPELESS = 3
+SERVER_SILENT_S = 5.0
 _END_WAIT_S = 5.0
 
 
@@ -103,9 +107,14 @@ class HostAgent:
     def _turn(self) -> None:
         now_s = time.monotonic()
         server_fd = self._host.server_fd if self._host is not None else -1
-        ready = readable((self._inbox.fd, server_fd, self._job_fd), self._patience(now_s))
-        if self._host is not None and server_fd in ready:
-            self._host.hear_server()
+        orphans = self._host.workers.orphan_fds if self._host is not None else []
+        ready = readable((self._inbox.fd, server_fd, self._job_fd, *orphans), self._patience(now_s))
+        if self._host is not None:
+            if server_fd in ready:
+                self._host.hear_server()
+            if ready.intersection(orphans):
+                self._host.workers.look_at_orphans()
+            self._host.watch_server(time.monotonic())
         for item in self._inbox.take():
             self._take(item)
         now_s = time.monotonic()
@@ -117,9 +126,10 @@ class HostAgent:
         self._look_at_end(now_s)
 
     def _patience(self, now_s: float) -> float:
-        start_s = self._host.workers.due_in(now_s) if self._host is not None else inf
+        host = self._host
+        start_s, ping_s = (inf, inf) if host is None else (host.workers.due_in(now_s), host.ping_in(now_s))
         end_s = self._deadline_s - now_s  # once it is past, only what workers still do keeps it here
-        return min(1.0, self._link.due_in(now_s), start_s, end_s if end_s > 0 else inf)
+        return min(1.0, self._link.due_in(now_s), start_s, ping_s, end_s if end_s > 0 else inf)
 
     # ---- what comes
 
@@ -127,6 +137,9 @@ class HostAgent:
         host = self._host
         if item == signal.SIGUSR1:
             return  # for the job to act upon
+        if item == END_ALONE:
+            self._end_alone()
+            return
         if isinstance(item, int):
             self._leave(Left(128 + item, f"interrupted by {signal.Signals(item).name}"))
         elif isinstance(item, JobFacts):
@@ -143,6 +156,13 @@ class HostAgent:
             self._idle = False
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
+
+    def _end_alone(self) -> None:
+        """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
+        if self._host is None:
+            self._leave(Left(0))
+        else:
+            self._host.workers.end_alone()
 
     def _kill(self, host: Host, message: KillWorker) -> None:
         if host.workers.kill(message.worker_id, message.incarnation):
@@ -194,15 +214,16 @@ class HostAgent:
             self._leave(Left(3, f"the job at {self._joining.address} has not answered for {AWAY_LIMIT_S:g} s"))
 
     def _look_at_end(self, now_s: float) -> None:
-        if self._ended is None:
-            return
-        host, completed = self._host, self._ended.state == "completed"
+        host = self._host
         if host is None or host.workers.none_live():
-            self._leave(Left(0))
-        elif now_s < self._deadline_s:
+            if self._ended is not None or (host is not None and host.workers.alone):
+                self._leave(Left(0))
             return
-        elif completed and host.finishing() and now_s < self._deadline_s + host.config.quorum_wait_s:
-            return  # some worker still does what its script does after the last step
+        if self._ended is None or now_s < self._deadline_s:
+            return
+        patient = self._ended.state == "completed" and now_s < self._deadline_s + host.config.quorum_wait_s
+        if patient and host.finishing():
+            host.kill_idle()  # some worker still does what its script does after the last step
         elif self._killed:
             self._leave(Left(0))
         else:
@@ -299,6 +320,23 @@ class Host:
         if not messages:
             self._server_died()
 
+    def ping_in(self, now_s: float) -> float:
+        """Seconds until the fork server is asked whether it answers."""
+        return self._server.watch.due_in(now_s) if self._server.ready and self._server.fd >= 0 else inf
+
+    def watch_server(self, now_s: float) -> None:
+        """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        server = self._server
+        if server.fd < 0:
+            return  # there is none any more
+        server.ping(now_s)
+        silence_s = server.watch.silence_s(now_s)
+        if silence_s >= SERVER_SILENT_S:
+            text = f"the fork server has not answered for {silence_s:.1f} s: it is killed and started again"
+            self._notify("warning", Why(Cause.HUNG, text))
+            server.kill()
+            self._server_died()
+
     def _new_server(self) -> ForkServerClient:
         return start_fork_server(self._log_path, self._board.fd, self.config.threads, self._joining.preload)
 
@@ -314,11 +352,13 @@ class Host:
 
     def _server_died(self) -> None:
         was_ready = self._server.ready
-        self._server.close(timeout_s=2.0)
+        how = self._server.close(timeout_s=2.0)
         self.workers.server_died()
         self._failures = 0 if was_ready else self._failures + 1
-        said = last_line(self._log_path)
-        self._notify("warning", Why(Cause.EXITED, f"the fork server died and is started again: {said}"))
+        words = last_line(self._log_path)
+        said = f"{how}; its last words: {words}" if words else how
+        text = f"the fork server died ({said}) and is started again; its workers go on"
+        self._notify("warning", Why(Cause.EXITED, text))
         if self._failures >= SERVER_HOPELESS:
             self._failed = Why(Cause.CRASH_LOOP, f"the fork server cannot start: {said}")
             return
@@ -335,9 +375,19 @@ class Host:
     def hopeless(self) -> Why | None:
         return self._failed or self.workers.hopeless
 
-    def finishing(self) -> bool:
-        """Whether some worker still runs what its script does after the last step."""
-        return any(self._board.read(life.worker_id).phase == "finish" for life in self.workers.lives())
+    def finishing(self) -> list[WorkerLife]:
+        """Who still runs what its script does after the last step; a process that is stopped does nothing."""
+        return [life for life in self.workers.lives() if self._finishes(life)]
+
+    def _finishes(self, life: WorkerLife) -> bool:
+        pids = (life.pid, *life.limbs)
+        return self._board.read(life.worker_id).phase == "finish" and not any(map(is_stopped, pids))
+
+    def kill_idle(self) -> None:
+        """SIGKILL to the others."""
+        for life in self.workers.lives():
+            if not self._finishes(life):
+                self.workers.kill(life.worker_id, life.incarnation)
 
     def reached(self) -> int:
         """The newest step that a worker of this host has applied."""
@@ -385,12 +435,13 @@ class Host:
         self.workers.kill_all()
         # While it imports it hears nothing.
         self._server.close(timeout_s=_END_WAIT_S if self._server.ready and not at_once else 0.0)
-        self.workers.server_died()
+        self.workers.end_all()
 
 
 def take_part(joining: Joining, token: bytes) -> Left:
     """Be the agent of this host until the job is over."""
     raise_descriptor_limit()
+    adopt_orphans()  # workers whose fork server dies
     if joining.server is not None:
         for fd in (joining.server.fd, joining.server.board_fd):
             os.set_inheritable(fd, False)

@@ -19,6 +19,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
+from everstep.protocol.coordinator.commands import MOST_ASKED
 from everstep.protocol.messages import (
     AgentCount,
     AgentNotice,
@@ -43,15 +44,15 @@ from everstep.runtime.address import (
 )
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
-from everstep.runtime.process import Inbox, last_line, raise_descriptor_limit, readable, taking_signals
+from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
 
 COORDINATOR_SILENT_S = 5.0
 GRACE_S = 10.0
 AGENTS_WAIT_S = 40.0
+INTERRUPTED_WAIT_S = 3.0
 LAST_WAIT_S = 15.0
-PING_S = 0.25
-SILENT_PINGS = 20
+ALONE_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
 
@@ -161,23 +162,34 @@ class Job:
         now_s = time.monotonic()
         link.ping(now_s)
         if self._end.outcome is None:
-            self._check_coordinator(link, now_s)
+            self._check_processes(link, now_s)
             self._start_due(now_s)
+            self._look_for_answer(link, now_s)
         self._end.look(now_s, self._local is not None and self._local.pidfd >= 0)
 
     def _patience(self, link: JobLink, now_s: float) -> float:
         restarts = [process.restart_at_s for process in (self._coordinator, self._local) if process is not None]
-        restart_s = min(restarts) - now_s if self._end.outcome is None else inf
+        restart_s = min(restarts) - now_s if self._end.outcome is None and not self._end.alone else inf
         return min(1.0, link.due_in(now_s), self._end.due_in(now_s), restart_s)
 
     def _start_due(self, now_s: float) -> None:
         if self._coordinator.restart_at_s <= now_s:
             self._start_coordinator()
-        if self._local is not None and self._local.restart_at_s <= now_s:
+        if self._local is not None and self._local.restart_at_s <= now_s and not self._end.alone:
             self._start_local()
 
-    def _check_coordinator(self, link: JobLink, now_s: float) -> None:
+    def _look_for_answer(self, link: JobLink, now_s: float) -> None:
+        """The job is to end, and no coordinator says how: the workers do it among themselves."""
+        if self._local is not None and self._end.goes_alone(now_s, link.unheard_s(now_s)):
+            text = "no coordinator answers: the workers take the checkpoint among themselves, and leave"
+            self._notify("warning", Why(Cause.INTERRUPTED, text))
+            self._local.end_alone()
+
+    def _check_processes(self, link: JobLink, now_s: float) -> None:
         """One that lives and answers nothing (stopped, or stuck in the kernel) is as good as dead."""
+        woken = self._local.wake(now_s) if self._local is not None else ""
+        if woken:
+            self._notify("warning", Why(Cause.HUNG, woken))
         if self._coordinator.pidfd < 0 or self._coordinator.pid == self._silenced:
             return
         silence_s = link.silence_s(now_s)
@@ -248,7 +260,9 @@ class Job:
         if not self._end.signal(number, time.monotonic(), grace_s):
             return
         why = Why(Cause.INTERRUPTED, f"interrupted by {name}")
-        link.command("stop", {**vars(why), "exit_code": 128 + number, "grace_s": grace_s})
+        save_s = 0.8 * (grace_s - _reserve_s(grace_s))
+        args = {**vars(why), "exit_code": 128 + number, "grace_s": save_s}
+        link.command("stop", args, time.monotonic() + save_s)
         self._notify("warning", Why(why.cause, f"{why.reason}: ending in order, once more ends at once"))
 
     # ---- the end
@@ -257,13 +271,13 @@ class Job:
         """All of it is done, whatever a part of it raises, or a signal interrupts."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._inbox.close)
-            last_first.callback(self._forget_coordinator)
+            last_first.callback(_forget, self.run_dir / COORDINATOR_FILE)
             last_first.callback(self._coordinator.end)
             last_first.callback(self._hear_the_last)
             if self._link is not None:
                 last_first.callback(self._link.close)
             if self._local is not None:
-                last_first.callback(self._local.end)
+                last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
 
     def _hear_the_last(self) -> None:
         """What an agent has said before it left, and the loop has not seen."""
@@ -271,16 +285,17 @@ class Job:
             if isinstance(item, AgentNotice):
                 self._on_notice(item)
 
-    def _forget_coordinator(self) -> None:
-        with contextlib.suppress(OSError):
-            (self.run_dir / COORDINATOR_FILE).unlink(missing_ok=True)
-
     # ---- small things
 
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         if self._on_event is not None:
             said = vars(why) if why is not None else {}
             self._on_event({"time_unix_ns": time.time_ns(), "kind": kind, **said, **fields})
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 # ---- how it comes to its end; time is passed in
@@ -296,15 +311,19 @@ class Outcome:
 
 
 class JobEnd:
-    """Says when the job is over, and how. finish_s: how long workers may go on after the last step."""
+    """Says when the job is over, and how. finish_s: how long workers may go on after the last step.
+
+    alone: the workers of this host end it, since it was interrupted and no coordinator answered.
+    """
 
     def __init__(self, finish_s: float) -> None:
         self._finish_s = finish_s
         self._signals = 0
         self._left: set[str] = set()
         self._present: set[str] = set()
-        self._deadline_s = inf
+        self._deadline_s = self._asked_s = inf
         self.interrupted = 0
+        self.alone = False
         self.outcome: Outcome | None = None
         self.over = False
 
@@ -313,7 +332,7 @@ class JobEnd:
         return self._deadline_s - now_s
 
     def signal(self, number: int, now_s: float, grace_s: float) -> bool:
-        """One that is to end the job. grace_s: for a checkpoint before that.
+        """One that is to end the job. grace_s: for a checkpoint and until all is over; 0: there is none.
 
         Returns whether the coordinator is to be asked to end it; a second one ends everything now.
         """
@@ -325,7 +344,15 @@ class JobEnd:
         self.interrupted = number
         if self.outcome is not None:
             return False
-        self._deadline_s = now_s + grace_s + GRACE_S
+        self._asked_s, self._deadline_s = now_s, now_s + (grace_s - _reserve_s(grace_s) or GRACE_S)
+        return True
+
+    def goes_alone(self, now_s: float, unheard_s: float) -> bool:
+        """Whether the workers of this host are to end the job from now on, by themselves. unheard_s: since the
+        coordinator was heard of."""
+        if self.alone or self.outcome is not None or min(now_s - self._asked_s, unheard_s) < ALONE_S:
+            return False
+        self.alone = True
         return True
 
     def told(self, message: JobEnded, now_s: float) -> None:
@@ -336,7 +363,8 @@ class JobEnd:
             outcome = Outcome(128 + self.interrupted, "interrupted", why)
         if self.outcome is None:
             self.outcome = outcome
-            self._deadline_s = now_s + AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
+            wait_s = AGENTS_WAIT_S + (self._finish_s if message.state == "completed" else 0.0)
+            self._deadline_s = min(now_s + wait_s, self._deadline_s if self.interrupted else inf)
 
     def fail(self, why: Why) -> None:
         """It cannot go on, and nobody is there who could end it in order."""
@@ -362,7 +390,7 @@ class JobEnd:
         if self.outcome is not None:
             self.over = self.over or late or not (local or self._present)
         elif self.interrupted:
-            if late:
+            if late or (self.alone and not local):
                 self.outcome = _interrupted(self.interrupted, "; the coordinator did not answer")
                 self.over = True
         elif not self._left or self._left < self._present:
@@ -371,6 +399,11 @@ class JobEnd:
             self._deadline_s = now_s + LAST_WAIT_S
         elif late:
             self.fail(Why(Cause.UNKNOWN, "all workers have left, but the coordinator has not said how the job ended"))
+
+
+def _reserve_s(grace_s: float) -> float:
+    """So much of the time between a signal and the end is for ending processes."""
+    return min(5.0, grace_s / 4)
 
 
 def _interrupted(number: int, more: str = "") -> Outcome:
@@ -387,39 +420,45 @@ class JobLink:
     def __init__(self, coordinator_file: Path, token: bytes, on_message: Callable[[AnyMessage], None]) -> None:
         self._on_message = on_message
         self._numbers = itertools.count(1)
-        self._next_s = 0.0
-        self._unanswered = 0
-        self._heard_s = time.monotonic()
+        self._asked: dict[int, tuple[Command, float | None]] = {}
+        self._watch = Pinged()
+        self._spoke_s = time.monotonic()
         self._client = ControlClient(
-            coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", JobHello, self._receive
+            coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", self._hello, self._receive
         )
 
     def due_in(self, now_s: float) -> float:
         """Seconds until the next ping."""
-        return max(0.0, self._next_s - now_s)
+        return self._watch.due_in(now_s)
 
     def ping(self, now_s: float) -> None:
         """Ask whether the coordinator answers, if it is time to. `now_s` is monotonic."""
-        if now_s >= self._next_s:
-            self._next_s = now_s + PING_S
-            self._unanswered += 1
-            if self._client.connected:
-                self._client.send(Ping(seq=next(self._numbers)))
+        if self._watch.ask(now_s) and self._client.connected:
+            self._client.send(Ping(seq=next(self._numbers)))
 
     def expect_anew(self) -> None:
         """The coordinator has just been started: its silence until now counts for nothing."""
-        self._unanswered, self._heard_s = 0, time.monotonic()
+        self._watch.answered()
 
     def silence_s(self, now_s: float) -> float:
-        """For how long the coordinator has answered nothing; 0 until several pings have had time for an answer.
+        """For how long the coordinator has answered nothing."""
+        return self._watch.silence_s(now_s)
 
-        So a process that was itself stopped for a while does not blame the coordinator.
-        """
-        return now_s - self._heard_s if self._unanswered > SILENT_PINGS else 0.0
+    def unheard_s(self, now_s: float) -> float:
+        """Since the coordinator last said anything."""
+        return now_s - self._spoke_s
 
-    def command(self, name: str, args: dict[str, Any]) -> None:
-        """Ask for something, as the command line would; the reply goes to `on_message`."""
-        self._client.send(Command(request=next(self._numbers), name=name, args=args))
+    def command(self, name: str, args: dict[str, Any], until_s: float | None = None) -> None:
+        """Ask for something, as the command line would; the reply goes to `on_message`. It is said again in every
+        hello until it has come: a stop, until the job is over. until_s: when what "grace_s" allows has to be over."""
+        message = Command(request=next(self._numbers), name=name, args=args)
+        if len(self._asked) >= MOST_ASKED:
+            self._asked.pop(min(self._asked))
+        self._asked[message.request] = (message, until_s)
+        self._client.send(message)
+
+    def _hello(self) -> JobHello:
+        return JobHello(asked=[_what_is_left(*asked) for asked in tuple(self._asked.values())])
 
     def close(self) -> None:
         """End the connection."""
@@ -427,5 +466,18 @@ class JobLink:
 
     def _receive(self, message: AnyMessage) -> None:
         self.expect_anew()
+        self._spoke_s = time.monotonic()
+        if isinstance(message, CommandReply):
+            asked = self._asked.get(message.request)
+            if asked is not None and asked[0].name != "stop":
+                self._asked.pop(message.request, None)
         if not isinstance(message, Pong):
             self._on_message(message)
+
+
+def _what_is_left(asked: Command, until_s: float | None) -> Command:
+    """The same, said later."""
+    if until_s is None:
+        return asked
+    left = {"grace_s": max(0.0, until_s - time.monotonic())}
+    return Command(request=asked.request, name=asked.name, args={**asked.args, **left})

@@ -72,7 +72,7 @@ def parse(data: bytes) -> tuple[list[dict[str, Any]], int]:
             if int(checksum, 16) != zlib.crc32(body):
                 break
             entry = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(entry, dict):
             break

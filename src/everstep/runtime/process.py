@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import select
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from everstep.base.cause import Cause, Why
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
+END_ALONE = signal.SIGRTMIN + 5
+"""Tells a job's own agent to end the job in order, since no coordinator answers; no scheduler sends it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -33,6 +37,24 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def die_with_writer(fd: int) -> int:
+    """Have the kernel SIGKILL this process when nobody has the other end of this pipe open any more, whoever is its
+    parent by then; exit at once if that has happened already. Nobody may ever write to it.
+
+    The descriptor is closed; the one that is returned has to stay open.
+
+    Source: fcntl(2): F_SETOWN and F_SETSIG belong to an open file, so every process needs one of its own.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.close(fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    if readable([own], 0.0):
+        os._exit(1)
+    return own
 
 
 def adopt_orphans() -> None:
@@ -60,6 +82,24 @@ def children() -> list[int]:
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
             found += [int(pid) for pid in file.read().split()]
     return found
+
+
+def end_strays(known: Container[int]) -> None:
+    """SIGKILL this process's children that it does not know: what the dead have left running."""
+    for pid in children():
+        if pid not in known and not outlives_workers(pid):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process. Source: proc(5): the state in /proc/PID/stat."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "tT"
+    except (OSError, IndexError):
+        return False
 
 
 def outlives_workers(pid: int) -> bool:
@@ -176,6 +216,42 @@ def _counter() -> Path:
     return _ROOT / paths.get("", "") / "memory.events"
 
 
+PING_S = 0.25
+SILENT_PINGS = 20
+
+
+class Pinged:
+    """Whether a process that is asked again and again still answers.
+
+    Silence counts once several pings have had time for an answer, so a process that was itself stopped for a while does
+    not blame the other.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self.answered()
+
+    def due_in(self, now_s: float) -> float:
+        """Seconds until the next ping."""
+        return max(0.0, self._next_s - now_s)
+
+    def ask(self, now_s: float) -> bool:
+        """Whether it is time for a ping, which counts from now on."""
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + PING_S
+        self._unanswered += 1
+        return True
+
+    def answered(self) -> None:
+        """It has said something, or was started anew."""
+        self._unanswered, self._heard_s = 0, time.monotonic()
+
+    def silence_s(self, now_s: float) -> float:
+        """For how long it has answered nothing."""
+        return now_s - self._heard_s if self._unanswered > SILENT_PINGS else 0.0
+
+
 T = TypeVar("T")
 
 
@@ -215,7 +291,7 @@ def readable(fds: Iterable[int], timeout_s: float) -> set[int]:
 
 
 @contextlib.contextmanager
-def taking_signals(numbers: Iterable[signal.Signals], put: Callable[[int], None]) -> Iterator[None]:
+def taking_signals(numbers: Iterable[int], put: Callable[[int], None]) -> Iterator[None]:
     """Have these signals given to `put`, where this is the main thread; elsewhere nobody can have them."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -18,11 +19,12 @@ from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, TOKEN_FILE, 
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import EarlyForkServer
-from everstep.runtime.process import own_command, why_ended
+from everstep.runtime.process import END_ALONE, Pinged, is_stopped, own_command, why_ended
 
 COORDINATOR_MODULE = "everstep.runtime.coordinator_main"
 AGENT_MODULE = "everstep.runtime.host_agent"
 SHORT_LIFE_S = 2.0
+STOPPED_S = 5.0
 HOPELESS = 8
 MAX_BACKOFF_S = 5.0
 LAST_WAIT_S = 15.0
@@ -154,6 +156,8 @@ class LocalHost(Supervised):
         self._early = early
         self._ranks = ranks
         self._handed = False
+        self._moves = Pinged()
+        self._continued = False
 
     def start(self) -> None:
         """Start an agent, with the early fork server if there is one that nobody has had yet."""
@@ -174,6 +178,33 @@ class LocalHost(Supervised):
         self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())
         if early is not None:
             early.let_go()
+
+    def wake(self, now_s: float) -> str:
+        """One that a signal has stopped speaks for its workers no more: it is continued, and killed if that is no help.
+        Call again and again. Returns what was done, in words."""
+        if self.pidfd < 0 or not self._moves.ask(now_s):
+            return ""
+        if not is_stopped(self.pid):
+            self._moves.answered()
+            self._continued = False
+            return ""
+        stopped_s = self._moves.silence_s(now_s)
+        words = f"the agent of this host has been stopped for {stopped_s:.1f} s: it is"
+        if stopped_s >= 2 * STOPPED_S:
+            self._moves.answered()
+            self.kill()
+            return f"{words} killed and started again"
+        if stopped_s >= STOPPED_S and not self._continued:
+            self._continued = True
+            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)  # killed, it would take the workers' state along
+            return f"{words} continued"
+        return ""
+
+    def end_alone(self) -> None:
+        """Have its workers save and leave by themselves, as no coordinator tells them to."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, END_ALONE)
 
     def died(self, now_s: float) -> tuple[Why, bool]:
         """As ever; but an agent that was told of the job's end, maybe before the job was, is not started again."""

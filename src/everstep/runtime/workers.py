@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
@@ -22,9 +22,9 @@ from everstep.runtime.board import MAX_RANKS, Board
 from everstep.runtime.collector import Collector
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient
-from everstep.runtime.process import MemoryKills, killed_from_outside, readable, why_ended
+from everstep.runtime.process import MemoryKills, end_strays, killed_from_outside, why_ended
+from everstep.runtime.running import Running
 
-_DEATH_WAIT_S = 2.0
 _COMPUTING = ("load", "forward", "backward", "reduce", "agree", "update", "evaluate")
 _ORDERLY_CODES = (0, 75)  # done; evicted, as it was told
 
@@ -34,7 +34,7 @@ class Workers:
 
     make_context: (worker_id, incarnation) -> what the worker is given. link: tells the coordinator; notify: whoever
     watches. collector: takes what the workers print and log. ranks: processes of each worker.
-    `hopeless`: why no restart can help, None while there is no such reason.
+    `alone`: they end the job by themselves. `hopeless`: why no restart can help, None while there is no such reason.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Workers:
         self._collector = collector
         self._ranks = ranks
         self._slots: dict[int, Slot] = {}
-        self._pidfds: dict[int, list[int]] = {}
+        self._running: dict[int, Running] = {}
         self._lives: tuple[WorkerLife, ...] = ()
         self._jitter = random.Random()
         self._server: ForkServerClient | None = None
+        self._server_pids: set[int] = set()
         self._stopping = False
+        self.alone = False
         self.hopeless: Why | None = None
         self._memory_kills = MemoryKills()
         self._crashes = StepCrashes()
@@ -94,10 +96,19 @@ class Workers:
     def use(self, server: ForkServerClient) -> None:
         """From now on this fork server makes the workers."""
         self._server = server
+        self._server_pids = {server.pid}
 
     def stop(self) -> None:
         """Start nothing any more."""
         self._stopping = True
+
+    def end_alone(self) -> None:
+        """Start nothing any more, and have those that run save and leave by themselves."""
+        self.stop()
+        self.alone = True
+        for slot in self.slots:
+            if slot.state in ("starting", "running"):
+                self._board.row(slot.worker_id).ask_end()
 
     def want(self, worker_ids: Sequence[int], first: Sequence[int] = ()) -> None:
         """Keep these slots filled and let the others end; what is missing starts at the next `start_due`.
@@ -139,20 +150,30 @@ class Workers:
                     context.last_words_path.unlink(missing_ok=True)
                 self._board.begin(slot.worker_id, incarnation, self._ranks)
                 ends = [self._collector.open(slot.worker_id, incarnation, rank) for rank in range(self._ranks)]
-                self._server.start(self._entry, context, ends)
+                theirs, ours = os.pipe()
+                self._running[slot.worker_id] = Running(ours)
+                self._server.start(self._entry, context, ends, theirs)
 
     def kill(self, worker_id: int, incarnation: int) -> bool:
         """SIGKILL this life, all of it. Returns False if it does not run."""
         slot = self._slots.get(worker_id)
         if slot is None or slot.incarnation != incarnation:
             return False
-        reached = [_kill(pidfd) for pidfd in self._pidfds.get(worker_id, ())]
-        return any(reached)
+        running = self._running.get(worker_id)
+        return running is not None and running.kill()
 
     def kill_all(self) -> None:
         """SIGKILL everyone."""
-        for pidfd in [pidfd for pidfds in self._pidfds.values() for pidfd in pidfds]:
-            _kill(pidfd)
+        for running in self._running.values():
+            running.kill()
+
+    def end_all(self) -> None:
+        """SIGKILL everyone, and wait for their ends."""
+        for slot in self.slots:
+            if slot.state in ("starting", "running"):
+                self._running[slot.worker_id].end()
+                why = Why(Cause.KILLED, "killed by SIGKILL, because its agent ended")
+                self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
 
     # ---- what the fork server says
 
@@ -161,42 +182,58 @@ class Workers:
         if message["op"] == "started":
             self._started(message["worker_id"], message["incarnation"], message["pids"])
         elif message["op"] == "exited":
-            code = os.waitstatus_to_exitcode(message["status"])
-            why = why_ended(code)
-            if code == -signal.SIGKILL and self._memory_kills.lately(time.monotonic()):
-                why = Why(Cause.OOM, f"{why.reason}: the kernel ran out of memory")
-            if self._ranks > 1:
-                how = "was" if code < 0 else "ended with"
-                why = Why(why.cause, f"its rank {message['cell_rank']} {how} {why.reason}")
-            self._exited(message["worker_id"], message["incarnation"], code, why, message["unix_ns"])
+            self._died(message["worker_id"], message["incarnation"], message["status"], message)
+
+    def _died(self, worker_id: int, incarnation: int, status: int, about: Mapping[str, Any], unseen: str = "") -> None:
+        code = os.waitstatus_to_exitcode(status)
+        why = why_ended(code)
+        if code == -signal.SIGKILL and self._memory_kills.lately(time.monotonic()):
+            why = Why(Cause.OOM, f"{why.reason}: the kernel ran out of memory")
+        if self._ranks > 1:
+            how = "was" if code < 0 else "ended with"
+            why = Why(why.cause, f"its rank {about['cell_rank']} {how} {why.reason}")
+        self._exited(worker_id, incarnation, code, Why(why.cause, why.reason + unseen), about["unix_ns"])
+
+    # ---- without a fork server
 
     def server_died(self) -> None:
-        """The fork server is dead, and its children with it."""
+        """The fork server is dead. Its workers go on; one of which it has not said that it started is started anew."""
         self._server = None
         for slot in self.slots:
-            if slot.state not in ("starting", "running"):
-                continue
-            for pidfd in self._pidfds.get(slot.worker_id, ()):
-                _kill(pidfd)
-                readable([pidfd], _DEATH_WAIT_S)
-            why = Why(Cause.KILLED, "killed by SIGKILL, because its fork server died")
-            self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
+            running = self._running.get(slot.worker_id)
+            if running is not None and slot.state == "running":
+                running.adopt(slot.worker_id, slot.incarnation, slot.pids)
+            elif slot.state == "starting":
+                why = Why(Cause.KILLED, "killed while it was started, because its fork server died")
+                self._exited(slot.worker_id, slot.incarnation, -signal.SIGKILL, why, time.time_ns())
+
+    @property
+    def orphan_fds(self) -> list[int]:
+        """Readable when a worker has ended whose fork server is dead."""
+        return [fd for running in self._running.values() for fd in running.fds]
+
+    def look_at_orphans(self) -> None:
+        """Take in what became of those whose fork server is dead; what they leave running is ended."""
+        for worker_id, running in list(self._running.items()):
+            cell = running.look(lambda cell_rank, worker_id=worker_id: self._board.row(worker_id, cell_rank))  # type: ignore[misc]
+            if cell is not None and cell.status is not None:
+                unseen = ", it seems: nobody saw its end, as its fork server was dead" if running.unseen else ""
+                self._died(worker_id, cell.incarnation, cell.status, vars(cell), unseen)
+                end_strays({pid for slot in self.slots for pid in slot.pids} | self._server_pids)
 
     def _started(self, worker_id: int, incarnation: int, pids: list[int]) -> None:
         slot = self._slots[worker_id]
         slot.started(*pids)
-        pidfds = self._pidfds[worker_id] = []
+        running = self._running[worker_id]
+        running.started(pids)
         for cell_rank, pid in enumerate(pids):
             self._board.row(worker_id, cell_rank).set_pid(pid)
-            with contextlib.suppress(ProcessLookupError):  # dead and reaped already: a later message says so
-                pidfds.append(os.pidfd_open(pid))
         self._lives = self._list_lives()
         self._link.worker_started(_life(slot))
         cell = {"pids": pids} if len(pids) > 1 else {}
         self._notify("worker_started", worker_id=worker_id, incarnation=incarnation, pid=slot.pid, **cell)
         if self._stopping:
-            for pidfd in pidfds:
-                _kill(pidfd)
+            running.kill()
 
     def _exited(self, worker_id: int, incarnation: int, code: int, why: Why, unix_ns: int) -> None:
         slot, in_order = self._slots[worker_id], code == 0
@@ -210,8 +247,9 @@ class Workers:
         lost = slot.exited(now_s, self._config, why, in_order=in_order, ready=ready, killed=killed, random=random)
         self._lives = self._list_lives()
         self._link.worker_exited(worker_id, incarnation, why, unix_ns, in_order)
-        for pidfd in self._pidfds.pop(worker_id, ()):
-            os.close(pidfd)
+        running = self._running.pop(worker_id, None)
+        if running is not None:
+            running.close()
         self._notify("worker_exited", why, **about)
         if self._stopping:
             return
@@ -242,14 +280,6 @@ class Workers:
 
 def _life(slot: Slot) -> WorkerLife:
     return WorkerLife(worker_id=slot.worker_id, incarnation=slot.incarnation, pid=slot.pid, limbs=slot.pids[1:])
-
-
-def _kill(pidfd: int) -> bool:
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # ---- when a dead worker is started again, and when its slot is given up; time and random numbers are passed in

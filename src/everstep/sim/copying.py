@@ -120,15 +120,30 @@ class SimSaver:
         life = self.life
         if operation.save is not None:
             self._save(operation.save)
+            life.site.disk.saving.setdefault(operation.step, set()).add(life.me.worker_id)
         if operation.plan.leader(0) == life.me.worker_id:
             life.later(_GRACE_NS, life.done, operation, "")
             self._saved(operation)
         else:
-            life.soon(MS, 60 * MS, life.done, operation, "")
+            life.soon(MS, 60 * MS, self._others_saved, operation)
+
+    def _others_saved(self, operation: do.SaveLast) -> None:
+        """Nobody leaves before the job's leader has all parts."""
+        if self._lacks_parts(operation):
+            self.life.during(operation, 5 * MS, self._others_saved)
+        else:
+            self.life.done(operation, "")
+
+    def _lacks_parts(self, operation: do.SaveLast) -> bool:
+        """Of members who have not come so far, or are still writing, where no plan has brought all there."""
+        life, disk = self.life, self.life.site.disk
+        there, written = disk.saving.get(operation.step, set()), disk.parts.get(operation.step, ())
+        whole = there.issuperset(operation.plan.worker_ids) and len(written) == life.job.stages
+        return not operation.plan.save and operation.save is not None and not whole
 
     def _saved(self, operation: do.SaveLast) -> None:
         life, disk = self.life, self.life.site.disk
-        if len(disk.parts.get(operation.step, ())) < life.job.stages:
+        if len(disk.parts.get(operation.step, ())) < life.job.stages or self._lacks_parts(operation):
             life.during(operation, 5 * MS, self._saved)
             return
         life.site.checks.exact.saved(operation.step, disk.parts[operation.step])

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from everstep.base.cause import Cause, Why
 from everstep.base.extents import Extents
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as wire
+from everstep.protocol.driver import operations as do
 from everstep.sim.control import CONTROL_HOST, Control
 from everstep.sim.model import PLANES
 from everstep.sim.worker import SimWorker
@@ -397,6 +399,34 @@ def _stop(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
         injector.control.command("stop", {"grace_s": fault.for_ms / 1000})
 
 
+def _end_alone(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A signal to the job while its coordinator is dead: the workers of its own host are told, and no others."""
+    control, why = injector.control, Why(Cause.INTERRUPTED, "interrupted")
+    control.coordinator.die("SIGKILL")
+    for target in control.live_workers():
+        if target.host == control.hosts[0]:
+            target.later(0, target.handle, do.EndOrdered(why))
+    _all_gone(injector)
+
+
+def _all_gone(injector: SimInjector) -> None:
+    """The job's process leaves with the last worker."""
+    if injector.control.live_workers():
+        injector.world.later(5 * MS, _all_gone, injector)
+    else:
+        injector.control.fate.began("interrupted")
+
+
+def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A plan in the journal makes no sense when the coordinator is started again."""
+    control = injector.control
+    control.coordinator.die("SIGKILL")
+    plans = [n for n, entry in enumerate(control.journal) if entry["kind"] == "plan"]
+    if plans:
+        control.journal[plans[-1 - fault.pick % len(plans)]] = {"kind": "plan", "plan": {"generation": "none"}}
+    injector.for_a_while(fault, control.start_coordinator)
+
+
 _KINDS: dict[str, tuple[int, Strikes]] = {
     "kill": (8, _one(_kill)),
     "freeze": (3, _one(_freeze)),
@@ -423,7 +453,9 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "lose_all": (0, _lose_all),
     "lose_kept": (0, _lose_kept),
     "flip": (0, _flip),
+    "end_alone": (0, _end_alone),
+    "senseless": (0, _senseless),
 }
 """How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
-KNOWN = tuple(("faults", kind) for kind in _KINDS if kind != "flip")
-"""What `World.seen` counts of them; few seeds flip a bit."""
+KNOWN = tuple(("faults", kind) for kind in _KINDS if kind not in ("flip", "end_alone", "senseless"))
+"""What `World.seen` counts of them; few seeds flip a bit, and some faults have scenarios of their own."""

@@ -64,6 +64,8 @@ class Disk:
         self.hosts = hosts
         self.parts: dict[int, dict[int, Blocks]] = {}
         self.damaged: set[int] = set()
+        self.saving: dict[int, set[int]] = {}
+        """By step, the workers that have begun the last checkpoint, which has a part of each."""
         self._asking: dict[int, Callable[[], None]] = {}
 
     def ask(self, step: int, complete: Callable[[], None]) -> None:

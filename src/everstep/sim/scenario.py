@@ -416,7 +416,7 @@ def run_many(start: int, stop: int | None, split: bool, keep_going: bool, as_jso
                 _tell(tally, outcome, split)
             if not outcome.ok and not keep_going:
                 break
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         if stop is not None:
             raise
     if as_json:

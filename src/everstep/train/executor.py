@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from everstep.base.cause import Why
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
@@ -22,6 +22,7 @@ from everstep.protocol.step_types import LaneDone
 from everstep.runtime.peer import PeerConnection
 
 _WAIT_S = 0.02
+END_ALONE = Why(Cause.INTERRUPTED, "the job was interrupted while its coordinator did not answer")
 _ANSWERS = (do.Arrived, do.Stepped, do.GatherDone, do.Evaluated, do.JobOver, do.Released)
 
 
@@ -99,10 +100,15 @@ class Executor:
     out gets that handed out, in place of an answer, and says what becomes of it.
     """
 
-    def __init__(self, driver: Driver, cutter: Cutter, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, driver: Driver, cutter: Cutter, tick: Callable[[], None], end_asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """end_asked: whether this worker's host ends the job, while no coordinator answers."""
         self._driver = driver
         self._cutter = cutter
         self._tick = tick
+        self._end_asked = end_asked
+        self._end_told = False
         self._handlers: dict[type, list[Callable[[Any], Any]]] = {}
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._effects: deque[do.Effect] = deque()
@@ -175,6 +181,7 @@ class Executor:
                 event = self._inbox.get(timeout=_WAIT_S)
             except queue.Empty:
                 event = do.TimePassed()
+            self._look_for_the_end()
             self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
         return answer
 
@@ -215,6 +222,12 @@ class Executor:
 
     def _handle(self, event: object) -> None:
         """What has come before goes first; while an operation is outstanding it waits in the driver."""
+        self._look_for_the_end()
         while self.news:
             self._effects.extend(self._driver.handle(time.monotonic_ns(), self._inbox.get()))
         self._effects.extend(self._driver.handle(time.monotonic_ns(), event))
+
+    def _look_for_the_end(self) -> None:
+        if not self._end_told and self._end_asked():
+            self._end_told = True
+            self._effects.extend(self._driver.handle(time.monotonic_ns(), do.EndOrdered(END_ALONE)))

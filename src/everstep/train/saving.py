@@ -298,14 +298,25 @@ class LastCheckpoint:
         saver, number = self._saver, operation.step
         there = saver.has(number)
         self._take(operation, uploads=True)
+        self._await_manifest(operation)
         return saver.where(number) if there or saver.has(number) else ""
 
     def linger(self, operation: do.Linger) -> None:
-        """Until the generation is over, or for as long as the checkpoint before might have taken."""
-        deadline = time.monotonic() + self._view.config.checkpoint.grace_s
-        while not self._view.cutter.over(operation.generation) and time.monotonic() < deadline:
-            self._view.tick()
+        """Until the generation is over, or for as long as the checkpoint before might have taken; or this worker's host
+        ends the job."""
+        view, deadline = self._view, time.monotonic() + self._view.config.checkpoint.grace_s
+        while not (view.cutter.over(operation.generation) or view.link.row.end_asked) and time.monotonic() < deadline:
+            view.tick()
             time.sleep(0.005)
+
+    def _await_manifest(self, operation: do.SaveLast) -> None:
+        """Who leaves before the job's leader has completed it makes the others doubt that it can be."""
+        view, deadline = self._view, time.monotonic() + self._view.config.checkpoint.grace_s
+        while not (view.is_main or view.cutter.over(operation.generation) or self._saver.has(operation.step)):
+            if operation.save is None or time.monotonic() >= deadline:
+                return
+            view.tick()
+            time.sleep(0.02)
 
     def at_end(self, operation: do.Finish) -> None:
         """After the last step, in all workers: leave a checkpoint of it, and wait for what is being written."""

@@ -24,7 +24,7 @@ from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.handshake import role_token
 from everstep.runtime.host_agent import HostAgent, Left
-from everstep.runtime.process import machine
+from everstep.runtime.process import END_ALONE, machine
 
 TOKEN = b"0123456789abcdef"
 
@@ -292,3 +292,34 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
     started._thread.join(PATIENCE_S)
     assert done == ["goodbye", "link"] and isinstance(seen[0], BrokenPipeError)
     assert not host._collector._thread.is_alive()
+
+
+def test_a_stopped_worker_keeps_no_job_from_ending(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one that does what its script does after the last step is waited for."""
+    monkeypatch.setattr("everstep.runtime.host_agent.GRACE_S", 0.05)
+    request = started.with_worker()
+    started.board.row(1).set(phase="finish")
+    started.server.workers[0].send_signal(signal.SIGSTOP)
+    started.coordinator.say(OVER)
+    started.server.exited(request)
+    assert started.server.workers[0].returncode == -signal.SIGKILL
+    assert started.end() == Left(0)
+
+
+def test_without_a_coordinator_the_workers_are_asked_to_end_the_job_and_it_leaves_after_them(started: Started) -> None:
+    request = started.with_worker()
+    assert not started.board.row(1).end_asked
+    started.agent._inbox.put(END_ALONE)
+    started.coordinator.hang_up()
+    while not started.board.row(1).end_asked:
+        assert not started.left
+    started.server.workers[0].terminate()
+    started.server.exited(request)
+    assert started.end() == Left(0)
+    assert len(started.server.workers) == 1, "nothing is started any more"
+
+
+def test_without_a_coordinator_and_without_workers_it_leaves_at_once(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.agent._inbox.put(END_ALONE)
+    assert started.end() == Left(0)

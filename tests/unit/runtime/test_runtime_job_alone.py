@@ -37,6 +37,7 @@ class FakeProcess(Supervised):
         self.in_order = False
         self.started = threading.Semaphore(0)
         self.kills = threading.Semaphore(0)
+        self.alone = threading.Semaphore(0)
         self.ended = 0
 
     @property
@@ -50,6 +51,12 @@ class FakeProcess(Supervised):
         self.restart_at_s = inf
         self.starts += 1
         self.started.release()
+
+    def wake(self, now_s: float) -> str:
+        return ""
+
+    def end_alone(self) -> None:
+        self.alone.release()
 
     def die(self) -> None:
         alive, self._alive = self._alive, -1
@@ -155,7 +162,7 @@ def test_signals_become_commands(started: Started) -> None:
     started.coordinator.say(m.CommandReply(request=saving.request, ok=False, error="no worker", result={}))
     started.job.interrupt(signal.SIGINT)
     stop = started.coordinator.hear(m.Command)
-    assert (stop.name, stop.args["exit_code"], stop.args["grace_s"]) == ("stop", 130, 3.0)
+    assert (stop.name, stop.args["exit_code"], stop.args["grace_s"]) == ("stop", 130, pytest.approx(1.8))
     started.over(130, "interrupted")
     assert started.end() == 130
     said = [event["reason"] for event in started.events if event["kind"] == "warning"]
@@ -181,7 +188,7 @@ def test_a_coordinator_that_died_is_started_again(started: Started) -> None:
 
 def test_a_coordinator_that_does_not_answer_is_killed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.runtime.job.COORDINATOR_SILENT_S", 0.0)
-    monkeypatch.setattr("everstep.runtime.job.SILENT_PINGS", 0)
+    monkeypatch.setattr("everstep.runtime.process.SILENT_PINGS", 0)
     started.coordinator.answers = False
     assert started.process.kills.acquire(timeout=PATIENCE_S)
     started.over()

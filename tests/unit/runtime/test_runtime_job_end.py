@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 from math import inf
 
+import pytest
+
 from everstep.base.cause import Cause, Why
 from everstep.protocol.messages import JobEnded
-from everstep.runtime.job import AGENTS_WAIT_S, GRACE_S, LAST_WAIT_S, JobEnd
+from everstep.runtime.job import AGENTS_WAIT_S, ALONE_S, GRACE_S, LAST_WAIT_S, JobEnd
 
 FINISH_S = 100.0
 
@@ -68,8 +70,41 @@ def test_a_signal_after_the_end_changes_nothing_and_the_next_does_not_wait() -> 
 def test_a_coordinator_that_does_not_answer_a_signal() -> None:
     end = JobEnd(FINISH_S)
     end.signal(signal.SIGINT, 0.0, 30.0)
-    end.look(30.0 + GRACE_S, True)
+    end.look(30.0, True)
     assert end.over and end.outcome is not None and "did not answer" in end.outcome.why.reason
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 2.0, 30.0])
+def test_all_is_over_within_the_grace(grace_s: float) -> None:
+    """However the coordinator ends it, or does not."""
+    for ended in (False, True):
+        end = JobEnd(FINISH_S)
+        end.present(["a"])
+        end.signal(signal.SIGTERM, 5.0, grace_s)
+        if ended:
+            told(end, "interrupted", 143, 6.0)
+        assert 0 < end.due_in(5.0) <= (0.9 * grace_s or GRACE_S)
+        end.look(5.0 + (grace_s or GRACE_S), True)
+        assert end.over
+
+
+def test_without_an_answer_the_workers_end_it_alone_and_are_told_once() -> None:
+    end = JobEnd(FINISH_S)
+    assert not end.goes_alone(10.0, 10.0), "nobody has asked for an end"
+    end.signal(signal.SIGTERM, 10.0, 30.0)
+    times = ((10.5, 9.0, False), (12.0, 0.3, False), (13.0, ALONE_S, True), (14.0, 2.0, False))
+    assert [end.goes_alone(now, unheard) for now, unheard, _ in times] == [expected for *_, expected in times]
+    end.look(14.0, True)
+    assert not end.over
+    end.look(15.0, False)
+    assert end.over and end.outcome is not None and (end.outcome.exit_code, end.outcome.state) == (143, "interrupted")
+
+
+def test_a_job_that_is_over_is_not_ended_alone() -> None:
+    end = JobEnd(FINISH_S)
+    end.signal(signal.SIGTERM, 0.0, 30.0)
+    told(end, "interrupted", 143)
+    assert not end.goes_alone(10.0, 10.0)
 
 
 def test_workers_that_all_leave_without_a_word() -> None:

@@ -41,3 +41,13 @@ def test_two_agents_of_one_name_are_told_apart_from_one_that_comes_back() -> Non
     board.gone("c1")
     board.gone("c2")
     assert board.take("c4", hello("a", "18-b"))[1]
+
+
+def test_notices_wait_for_a_job_that_is_away() -> None:
+    board = Switchboard(FACTS)
+    notices = [m.AgentNotice(agent_id="a", kind="worker_started", fields={"worker_id": i}) for i in range(2)]
+    for notice in notices:
+        assert board.take("c1", notice) == ([], False)
+    assert board.take("j", m.JobHello())[0] == [("j", m.AgentCount(agent_ids=[])), *(("j", n) for n in notices)]
+    board.gone("j")
+    assert board.take("j2", m.JobHello())[0] == [("j2", m.AgentCount(agent_ids=[]))], "once"

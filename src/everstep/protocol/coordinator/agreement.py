@@ -90,11 +90,7 @@ class Agreement:
                 raise InvariantViolation(f"worker {member.key} is not known to live")
             if worker.agent_id is not None:
                 agents[str(member.worker_id)] = worker.agent_id
-        check(bool(plan.members), "a plan needs members")
-        check({s.worker_id for s in plan.seats} == set(plan.worker_ids), "every member has a seat, and nobody else")
-        for stage in range(plan.stages):
-            lanes = sorted(lane for seat in plan.pool(stage) for lane in seat.lanes)
-            check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
+        check_seats(plan)
         self._desk.persist("plan", plan=msgspec.to_builtins(plan), agents=agents)
         self._take(plan, prepared=plan.prepared)
 
@@ -152,6 +148,15 @@ class Agreement:
         """The members had switched to the prepared plan."""
         if self.prepared is not None and self.prepared.generation == generation:
             self.plan, self.prepared = self.prepared, None
+
+
+def check_seats(plan: Plan) -> None:
+    """Raises: InvariantViolation unless the members have all seats, and these all lanes."""
+    check(bool(plan.members), "a plan needs members")
+    check({s.worker_id for s in plan.seats} == set(plan.worker_ids), "every member has a seat, and nobody else")
+    for stage in range(plan.stages):
+        lanes = sorted(lane for seat in plan.pool(stage) for lane in seat.lanes)
+        check(lanes == list(range(plan.lanes)), f"seats must cover each lane of stage {stage} once, got {lanes}")
 
 
 PHASES = ("notice", "decide", "unblock", "regroup", "settle", "redo", "heal")

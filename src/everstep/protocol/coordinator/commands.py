@@ -11,13 +11,15 @@ from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
-from everstep.protocol.messages import Command, CommandReply, InjectFault
+from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
 from everstep.protocol.roles import command_refusal
 
 INTERRUPTED = 130
 TERMINATED = 143
 _MOST_FAULT = 500
 _MOST_NAME = 40
+MOST_ASKED = 16
+"""Requests that the job's process may have outstanding."""
 
 _Args = dict[str, Any]
 _Reply = tuple[str, dict[str, Any]]
@@ -53,6 +55,13 @@ def _tell_who_asked(job: JobState, role: str, name: str, refused: str) -> None:
     text = f"{name} was asked for with the token for {role!r}{': refused' if refused else ''}"
     why = Why(Cause.REFUSED if refused else Cause.REQUESTED, text)
     job.desk.report("commanded", why, command=name, role=role)
+
+
+def job_hello(job: JobState, connection: str, hello: JobHello) -> None:
+    """The job's process is there (again): what it has asked for of a coordinator that is gone counts here, too."""
+    if not job.progress.tell_end(connection):
+        for asked in hello.asked[:MOST_ASKED]:
+            command(job, connection, asked)
 
 
 def _stop(job: JobState, args: _Args) -> _Reply:

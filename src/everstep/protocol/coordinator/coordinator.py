@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as m
 from everstep.protocol.coordinator import commands, joins, liveness, permits, plans, types, workers
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
-from everstep.protocol.coordinator.job import JobState, replay
+from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
+from everstep.protocol.coordinator.restoring import restore
 
 LATE_NS = 500 * MILLISECOND_NS
 _MOST_ROUNDS = 20
@@ -29,7 +31,7 @@ _MOST_ROUNDS = 20
 FROM_ANYBODY: dict[type, Callable[[JobState, str, Any], object]] = {
     m.WorkerHello: workers.worker_hello,
     m.AgentHello: liveness.agent_hello,
-    m.JobHello: lambda job, connection, message: job.progress.tell_end(connection),  # it need not know more
+    m.JobHello: commands.job_hello,
     m.Command: commands.command,
 }
 
@@ -111,13 +113,12 @@ EVENTS: dict[type, Callable[[JobState, Any], None]] = {
 class Coordinator:
     """The only arbiter of membership and generations.
 
-    journal: the entries persisted by earlier lives of this coordinator, oldest first.
-    Raises: ProtocolError if the journal holds a plan that is none.
+    journal: the entries persisted by earlier lives of this coordinator, oldest first; those that make no sense are set
+    aside, and told.
     """
 
     def __init__(self, config: types.CoordinatorConfig, journal: Iterable[dict[str, Any]] = ()) -> None:
-        self.job = JobState(config)
-        self._restored = replay(self.job, journal)
+        self.job, self._restored, self._aside = restore(config, journal)
         self._begun = False
         self._decided: tuple[int, ...] = ()  # the job's version when decisions were last made
 
@@ -162,6 +163,10 @@ class Coordinator:
         job = self.job
         if job.agreement.plan is NO_PLAN or job.agreement.broken:
             job.quorum.begin()
+        if self._aside:
+            more = f"; and {len(self._aside) - 3} more" if len(self._aside) > 3 else ""
+            text = f"of the journal is set aside what makes no sense: {'; '.join(self._aside[:3])}{more}"
+            job.desk.report("warning", Why(Cause.JOURNAL, f"{text}; the workers know what is lacking"))
         if self._restored:
             job.membership.begin_grace()
             liveness.expect_agents(job)

@@ -1,22 +1,11 @@
-"""The coordinator's parts, each with a state of its own, and how a journal makes them what they were. Pure.
+"""The coordinator's parts, each with a state of its own. Pure.
 
 What is said to one part alone is a method of it. What concerns several (a death, a plan, a hello) is a function over
 `JobState`, which looks at all parts it needs and tells each what has happened; nobody writes into a part.
-
-Entries of the journal are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, ended.
-Entries of a kind that is not known are passed over, so that an older program can read a newer journal's common part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import msgspec
-
-from everstep.base.cause import Cause, Why
-from everstep.base.errors import ProtocolError
-from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol.coordinator.agreement import NO_PLAN, Agreement, JobProgress, Recovery
 from everstep.protocol.coordinator.arrivals import Healing, Quorum
 from everstep.protocol.coordinator.desk import Desk
@@ -27,7 +16,6 @@ from everstep.protocol.coordinator.saving import Saving
 from everstep.protocol.coordinator.speeds import Speeds
 from everstep.protocol.coordinator.store import RendezvousStore
 from everstep.protocol.coordinator.types import CoordinatorConfig
-from everstep.protocol.messages import JobEnded
 
 
 class JobState:
@@ -59,61 +47,3 @@ class JobState:
         trains = self.agreement.plan is not NO_PLAN and not self.agreement.broken
         agents = 0 if trains and not self.slots.shared_out else self.agents.version
         return agents, self.desk.version, int(self.saving.ending is not None)
-
-
-def replay(job: JobState, journal: Iterable[dict[str, Any]]) -> bool:
-    """Bring the job to where the journal ends. Returns whether there was anything in it.
-
-    Raises: ProtocolError if the journal holds a plan that is none.
-    """
-    found = False
-    for entry in journal:
-        found = True
-        _replay(job, entry)
-    if job.agreement.plan is not NO_PLAN:
-        _look_for_members(job)
-    return found
-
-
-def _replay(job: JobState, entry: dict[str, Any]) -> None:
-    cause = Cause.read(entry.get("cause"))
-    match entry.get("kind"):
-        case "target":
-            job.slots.take_wish(entry["target"], set(entry["slots"]), cause)
-        case "plan":
-            _replay_plan(job, entry)
-        case "entered":
-            job.agreement.replay_entered(entry["generation"])
-        case "evict":
-            job.membership.replay_evict(WorkerKey(entry["worker_id"], entry["incarnation"]), cause)
-        case "ticket":
-            job.healing.replay_ticket(entry["ticket"])
-        case "slot_lost":
-            job.slots.replay_lost(entry["worker_id"], entry["reason"])
-        case "ended":
-            state, reason, exit_code = entry["state"], entry["reason"], entry["exit_code"]
-            job.progress.replay_ended(JobEnded(state=state, cause=cause, reason=reason, exit_code=exit_code))
-
-
-def _replay_plan(job: JobState, entry: dict[str, Any]) -> None:
-    try:
-        plan = msgspec.convert(entry["plan"], Plan)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"expected a plan in the coordinator's journal: {error}") from None
-    if job.agreement.replay_plan(plan, adopted=entry.get("adopted", False)):
-        job.speeds.replay_plan(plan)
-        job.progress.replay_plan(plan)
-        for member in plan.members:
-            job.membership.restore(member, entry.get("agents", {}).get(str(member.worker_id)))
-
-
-def _look_for_members(job: JobState) -> None:
-    agreement, membership = job.agreement, job.membership
-    wanted = {m.key for plan in (agreement.plan, agreement.prepared) if plan is not None for m in plan.members}
-    membership.keep_only(wanted)
-    job.slots.restore(key.worker_id for key in wanted)
-    lost = sorted(key for key in wanted if membership.alive(key) is None)
-    if lost:
-        names = ", ".join(str(key) for key in lost)
-        why = f"members evicted before the coordinator restarted: {names}"
-        agreement.break_off(Why(membership.fenced_for(lost[0].worker_id), why))

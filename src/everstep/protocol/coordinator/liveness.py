@@ -334,8 +334,7 @@ def expect_agents(job: JobState) -> None:
     for worker_id, worker in sorted(job.membership.workers.items()):
         if worker.agent_id is not None:
             job.slots.runs(worker_id, worker.agent_id)
-            first = worker.agent_id not in job.agents.known
-            job.agents.watch(worker.agent_id, worker.host).restore(worker.key, first=first)
+            job.agents.watch(worker.agent_id, worker.host).restore(worker.key)
 
 
 def pardon(job: JobState, gap_ns: int) -> None:

@@ -262,7 +262,7 @@ class Agent:
 
     def relist(self) -> set[WorkerKey]:
         """Empty the list of its processes, which it is about to give anew. Returns whom it was known to run."""
-        before = self.lives | self.restored
+        before = self.believed
         self.lives, self.restored = set(), set()
         return before
 
@@ -270,11 +270,14 @@ class Agent:
         """The agent's connection has ended."""
         self.connection = None
 
-    def restore(self, key: WorkerKey, *, first: bool) -> None:
-        """According to the journal it ran this process; `first`: the first of which that is known."""
+    def restore(self, key: WorkerKey) -> None:
+        """According to the journal it ran this process."""
         self.restored.add(key)
-        if first:
-            self.lives.add(key)
+
+    @property
+    def believed(self) -> set[WorkerKey]:
+        """What it runs, as far as anybody knows."""
+        return self.lives | self.restored
 
     def runs(self, key: WorkerKey) -> None:
         """It says that it runs this process."""
@@ -283,6 +286,7 @@ class Agent:
     def exited(self, key: WorkerKey) -> None:
         """It says that this process is dead."""
         self.lives.discard(key)
+        self.restored.discard(key)
         self._killed_ns.pop(key, None)
 
     def heartbeat(self, now_ns: int, rtt_ms: float, fixed_interval_ns: int | None) -> None:
@@ -368,8 +372,8 @@ class Agents:
         return same_host[0] if len(same_host) == 1 else None
 
     def run(self, key: WorkerKey) -> bool:
-        """Whether any agent runs this process."""
-        return any(key in agent.lives for agent in self.known.values())
+        """Whether any agent runs this process, as far as is known."""
+        return any(key in agent.believed for agent in self.known.values())
 
 
 class Slots:
@@ -429,7 +433,7 @@ class Slots:
 
     def want(self, target: int, ids: set[int], why: Why) -> None:
         """Change how many members, and which slots, are wanted."""
-        running = {key.worker_id for agent in self._agents.known.values() for key in agent.lives}
+        running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
         self._retiring = (self._retiring | (self.ids() & running)) - ids
         self.take_wish(target, ids, why.cause)

@@ -49,12 +49,16 @@ class Saving:
     # ---- before the end
 
     def end_after_saving(self, state: str, why: Why, exit_code: int, grace_ns: int) -> None:
-        """End the job, with a checkpoint first where that is possible; at once if not."""
+        """End the job, with a checkpoint first where that is possible; at once if not. Asked again it changes
+        nothing: the first one is being taken."""
+        if self.ending is not None:
+            return
         agreement, quorum = self._agreement, self._quorum
-        able = agreement.entered and not quorum.starting_over and not quorum.waiting and agreement.survivors()
+        there = agreement.entered or self._membership.in_grace  # after a restart members are yet to come back
+        able = there and not quorum.starting_over and not quorum.waiting and agreement.survivors()
         if not able or grace_ns <= 0:
             self._progress.end(state, why, exit_code)
-        elif self.ending is None:
+        else:
             self.ending = Ending(state, why, exit_code, self._desk.now + grace_ns)
             self._desk.alarms.set(Alarm.END, self.ending.until_ns)
             agreement.break_off(Why(why.cause, f"{why.reason}: a checkpoint is taken first"))

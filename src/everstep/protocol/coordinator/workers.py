@@ -44,6 +44,8 @@ def worker_hello(job: JobState, name: str, hello: m.WorkerHello) -> None:
         job.desk.report("worker_joined", Why(Cause.JOINED, "it is ready"), **worker.named, **pids, **where)
     _catch_up(job, worker, hello)
     job.profiling.remind(worker)
+    if job.agreement.plan.has(key) and key.worker_id == job.agreement.plan.leader(0):
+        job.saving.remind()
 
 
 def _refusal(job: JobState, hello: m.WorkerHello) -> Why | None:
@@ -106,6 +108,8 @@ def _adopt(job: JobState, plan: Plan, source: WorkerKey) -> None:
         if membership.alive(member.key) is None:
             cause = membership.fenced_for(member.worker_id)
             agreement.break_off(Why(cause, f"{describe(member.key)} was evicted before"))
+    if job.saving.ending is not None:
+        agreement.break_off(job.saving.ending.why)
     text = (
         f"{describe(source)} follows generation {plan.generation} with workers {listed(plan.worker_ids)}, "
         f"of which the journal, at generation {known}, knows nothing: adopted"

@@ -36,6 +36,7 @@ from everstep.protocol.step_phases import Phase
 from everstep.protocol.step_types import Key
 
 FOREVER = 1 << 62
+_INTERRUPTED = 130
 _DECIDED = step.StepDecided | step.Gathered | step.Release | step.Discard
 _READING = do.Compute | do.Update | do.Fetch | do.Restore | do.Adopt | do.Replay | do.Evaluate | do.SaveLast | do.Finish
 
@@ -154,6 +155,7 @@ class Driver:
             do.PartsThere: saver.parts_there,
             do.SaveEnded: saver.ended,
             do.FollowerAsked: lambda e: self._application.follower_asked(),
+            do.EndOrdered: lambda e: saver.ending.ask(e.why),
             do.TimePassed: lambda e: None,
         }
 
@@ -180,7 +182,24 @@ class Driver:
         differs = None if self.ended else self._joiner.go_on()
         if differs is not None:
             self._feeds_lost(differs.why)
-        self._application.go_on()
+        ending = self._saver.ending
+        if self.ended is not None or self._out.operation is not None:
+            self._application.go_on()
+        elif self.machine.plan is None and ending.asked is not None:
+            self._leave_alone(ending.asked)
+        elif ending.agreed is None:
+            self._application.go_on()
+        elif self._application.settled and ending.begin(self.machine.generation):
+            self._save_alone(ending.agreed)
+
+    def _save_alone(self, why: Why) -> None:
+        """The job ends here without its coordinator, and the application is not told of any step before that."""
+        machine, save = self.machine, self._saver.boundary(why, past=self._application.past)
+        self._out.start(do.SaveLast, machine.generation, machine.current_plan(), machine.position.step, save)
+
+    def _leave_alone(self, why: Why) -> None:
+        over = wire.JobEnded(state="interrupted", cause=why.cause, reason=why.reason, exit_code=_INTERRUPTED)
+        self._application.end(over)
 
     def _lost(self, event: step.BlocksLost) -> None:
         """Blocks of the state are gone: they are repaired when all settle, or with what else a joiner copies."""
@@ -330,7 +349,8 @@ class Driver:
             do.Evaluate: lambda operation, result: self._application.answer(do.Evaluated()),
             do.SaveLast: self._saved_last,
             do.Finish: self._finished,
-            **dict.fromkeys((do.Compute, do.Linger), lambda operation, result: None),
+            do.Compute: lambda operation, result: None,
+            do.Linger: self._lingered,
         }
 
     def _done(self, operation: do.Operation, result: Any) -> None:
@@ -350,12 +370,23 @@ class Driver:
         return self._stepper.updated(operation, began_unix_ns)
 
     def _replayed(self, operation: do.Replay, result: None) -> Iterable[step.StepEvent]:
+        self._saver.ending.decided(operation.outcome)
         self._keeper.updated(operation.outcome, operation.records)
         return self._joiner.replayed(operation)
 
     def _saved_last(self, operation: do.SaveLast, where: str) -> None:
         self._saver.last(operation, where)
-        self._out.start(do.Linger, operation.generation)
+        ending = self._saver.ending
+        if ending.agreed is not None:
+            self._leave_alone(ending.agreed)
+        else:
+            self._out.start(do.Linger, operation.generation)
+
+    def _lingered(self, operation: do.Linger, result: None) -> None:
+        """The coordinator that has had all save may be gone before it could end the job."""
+        asked = self._saver.ending.asked
+        if asked is not None and self.ended is None:
+            self._leave_alone(asked)
 
     def _finished(self, operation: do.Finish, written: bool) -> None:
         at = operation.step

@@ -215,6 +215,15 @@ class Seen(msgspec.Struct, frozen=True):
     records: Mapping[int, Record] = {}
 
 
+# ---- what else a driver is told
+
+
+class EndOrdered(msgspec.Struct, frozen=True):
+    """The job's own host ends the job, and no coordinator answers: all are to save the same step and leave."""
+
+    why: Why
+
+
 # ---- effects
 
 

@@ -14,8 +14,10 @@ from typing import Literal
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig, TierConfig
 
-Tier = Literal["memory", "disk", "object"]
+Tier = Literal["memory", "disk", "object", "end"]
 TIERS: tuple[Tier, ...] = ("memory", "disk", "object")
+END: Tier = "end"
+"""Among the tiers of an agree record: the job ends with the checkpoint of that step."""
 
 LEAST_INTERVAL_S = 10.0
 MOST_INTERVAL_S = 3600.0
@@ -27,7 +29,7 @@ _FIRST_S = 30.0
 
 @dataclass(frozen=True)
 class Due:
-    """The tiers that take a checkpoint after a step, and why."""
+    """The tiers that take a checkpoint after a step, and why. `END` among them: it is the last one."""
 
     tiers: tuple[Tier, ...] = ()
     reason: str = ""
@@ -155,6 +157,10 @@ class SaveSchedule:
         if "object" in reasons and "disk" not in reasons:
             reasons["disk"] = reasons["object"]
         return self._taken(now_s, tuple(t for t in TIERS if t in reasons), _said(reasons))
+
+    def last(self, why: Why) -> Due:
+        """What is due where the job ends after a step."""
+        return Due((END, *self._stored()), why.reason, why.cause)
 
     def _stored(self) -> tuple[Tier, ...]:
         return tuple(tier for tier in self.active() if tier != "memory")

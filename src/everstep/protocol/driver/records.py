@@ -18,7 +18,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import check
 from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
-from everstep.protocol.driver.policy import Due
+from everstep.protocol.driver.policy import END, Due
 from everstep.protocol.step_types import Holding, Key, Record
 
 
@@ -56,8 +56,8 @@ class AgreePayload(msgspec.Struct, frozen=True, array_like=True):
     """A worker's part of the agree record: a section per stage.
 
     committed_unix_ns: when this worker committed the step before. kept: the newest step of which it has kept, and
-    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader alone, the
-    tiers that take a checkpoint after this step, and why.
+    handed on, all snapshots in memory that it is to; 0 if none. save, save_cause: from the job's leader, the tiers that
+    take a checkpoint after this step, and why; from whoever knows that the job is to end, that, too (`END`).
     """
 
     sections: list[StageSection]
@@ -107,6 +107,11 @@ class StepOutcome:
     save_cause: Cause = Cause.UNKNOWN
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
 
+    @property
+    def ends(self) -> bool:
+        """Whether all save this step and leave."""
+        return END in self.save[0]
+
 
 _agree = msgspec.msgpack.Decoder(AgreePayload)
 _gather = msgspec.msgpack.Decoder(GatherPayload)
@@ -137,6 +142,7 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
     check(sorted(reports) == list(range(n_lanes)), f"step {step} lacks lanes: got {sorted(reports)} of {n_lanes}")
     lanes = tuple(reports[lane] for lane in range(n_lanes))
     used = {r.lane: r for r in lanes if r.count > 0}
+    due = sorted((p for p in payloads.values() if p.save[0]), key=lambda p: END not in p.save[0])[:1]
     weight = fold(n_lanes, {k: r.weight for k, r in used.items()}, lambda a, b: a + b)
     loss = fold(n_lanes, {k: r.loss for k, r in used.items()}, lambda a, b: a + b)
     return StepOutcome(
@@ -150,8 +156,8 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
         kept=min(p.kept for p in payloads.values()),
-        save=next((p.save for p in payloads.values() if p.save[0]), ((), "")),
-        save_cause=next((p.save_cause for p in payloads.values() if p.save[0]), Cause.UNKNOWN),
+        save=due[0].save if due else ((), ""),
+        save_cause=due[0].save_cause if due else Cause.UNKNOWN,
         ties=_ties(sections),
     )
 

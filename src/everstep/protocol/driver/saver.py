@@ -18,9 +18,10 @@ from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.ending import EndAlone
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
 from everstep.protocol.driver.outbox import Gathers, Outbox
-from everstep.protocol.driver.policy import Due, SaveSchedule, Tier
+from everstep.protocol.driver.policy import END, Due, SaveSchedule, Tier
 from everstep.protocol.driver.records import StepOutcome, gathered
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Record, SnapshotsKept
@@ -49,9 +50,10 @@ class SavingRules:
 
 
 class Saver:
-    """One worker's part in the job's checkpoints."""
+    """One worker's part in the job's checkpoints. ending: whether the job ends with the next one."""
 
     def __init__(self, machine: StepMachine, out: Outbox, gathers: Gathers, config: SavingRules) -> None:
+        self.ending = EndAlone()
         self._machine = machine
         self._out = out
         self._gathers = gathers
@@ -85,8 +87,10 @@ class Saver:
             self._tell(0, False, "", "checkpoint.enabled is false: this job takes none")
 
     def due(self, number: int) -> Due:
-        """For the agree record of a step: what is due after it, if this is the job's leader. The same each time it is
-        asked."""
+        """For the agree record of a step: what is due after it, if this is the job's leader, or knows that the job is
+        to end. The same each time it is asked, but for that."""
+        if self.ending.asked is not None:
+            return self._schedule.last(self.ending.asked)
         if not self._is_main:
             return Due()
         if not self.on:
@@ -131,8 +135,9 @@ class Saver:
 
     def updated(self, outcome: StepOutcome, records: Mapping[int, Record]) -> None:
         """The state is that of this step, and the application has not gone on yet."""
+        self.ending.decided(outcome)
         tiers: tuple[Tier, ...] = tuple(t for t in outcome.save[0] if t != "memory")  # type: ignore[misc]
-        if tiers and self.on and self._machine.settled:
+        if tiers and END not in tiers and self.on and self._machine.settled:
             self._out.put(self._begin(outcome.step, Due(tiers, outcome.save[1], outcome.save_cause), records))
 
     def boundary(self, why: Why, *, past: bool, metrics: Mapping[str, float] | None = None) -> Save | None:

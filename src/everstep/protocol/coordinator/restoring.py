@@ -1,0 +1,160 @@
+"""How a journal makes a coordinator's parts what they were. Pure.
+
+Entries are JSON-able dicts with a `kind`: target, plan, entered, evict, ticket, slot_lost, ended. Those of a kind that
+is not known are passed over, so that an older program can read a newer journal's common part. Those that make no sense
+are set aside, and the rest counts: what is lacking by that is learned from the workers, whose hellos bear their plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from everstep.base.cause import Cause, Why
+from everstep.base.errors import EverstepError, InvariantViolation, ProtocolError
+from everstep.base.plan import Plan, WorkerKey
+from everstep.protocol.coordinator.agreement import NO_PLAN, check_seats
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.types import CoordinatorConfig
+from everstep.protocol.messages import JobEnded
+
+_SENSELESS = (EverstepError, InvariantViolation, LookupError, TypeError, ValueError, msgspec.MsgspecError)
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class _Entry(msgspec.Struct, frozen=True, tag_field="kind"):
+    cause: str | None = None
+
+    @property
+    def because(self) -> Cause:
+        return Cause.read(self.cause)
+
+
+class _Target(_Entry, frozen=True, kw_only=True, tag="target"):
+    target: _Id
+    slots: list[_Id]
+
+
+class _Planned(_Entry, frozen=True, kw_only=True, tag="plan"):
+    plan: Plan
+    agents: dict[str, str] = {}
+    adopted: bool = False
+
+
+class _Entered(_Entry, frozen=True, kw_only=True, tag="entered"):
+    generation: _Count
+
+
+class _Evicted(_Entry, frozen=True, kw_only=True, tag="evict"):
+    worker_id: _Id
+    incarnation: _Count
+
+
+class _Ticket(_Entry, frozen=True, kw_only=True, tag="ticket"):
+    ticket: _Count
+
+
+class _SlotLost(_Entry, frozen=True, kw_only=True, tag="slot_lost"):
+    worker_id: _Id
+    reason: str
+
+
+class _Ended(_Entry, frozen=True, kw_only=True, tag="ended"):
+    state: Literal["completed", "failed", "interrupted"]
+    reason: str
+    exit_code: _Code
+
+
+_KINDS = {kind.__struct_config__.tag: kind for kind in _Entry.__subclasses__()}
+
+
+def restore(config: CoordinatorConfig, journal: Iterable[dict[str, Any]]) -> tuple[JobState, bool, list[str]]:
+    """A job as the journal leaves it, whether there was anything in that, and what is wrong with what was set aside."""
+    entries, aside = _read(journal)
+    found = bool(entries or aside)
+    while True:
+        job = JobState(config)
+        wrong = _apply(job, entries)
+        if wrong is None:
+            break
+        number, text = wrong  # it may have taken effect in part: begin anew without it
+        del entries[number]
+        aside[number] = text
+    if job.agreement.plan is not NO_PLAN:
+        _look_for_members(job)
+    return job, found, [f"entry {number}: {text}" for number, text in sorted(aside.items())]
+
+
+def _read(journal: Iterable[dict[str, Any]]) -> tuple[dict[int, _Entry | None], dict[int, str]]:
+    """Entries by number from 1 on, None of an unknown kind; and what is wrong with the others."""
+    entries: dict[int, _Entry | None] = {}
+    aside: dict[int, str] = {}
+    for number, found in enumerate(journal, 1):
+        try:
+            kind = _KINDS.get(found.get("kind"))
+            entries[number] = None if kind is None else msgspec.convert(found, kind)
+        except _SENSELESS as error:
+            aside[number] = _words(error)
+    return entries, aside
+
+
+def _apply(job: JobState, entries: dict[int, _Entry | None]) -> tuple[int, str] | None:
+    """Returns the first entry that does not fit what went before, and why."""
+    for number, entry in entries.items():
+        try:
+            _take(job, entry)
+        except _SENSELESS as error:
+            return number, _words(error)
+    return None
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _take(job: JobState, entry: _Entry | None) -> None:
+    match entry:
+        case _Target():
+            job.slots.take_wish(entry.target, set(entry.slots), entry.because)
+        case _Planned():
+            _take_plan(job, entry)
+        case _Entered():
+            job.agreement.replay_entered(entry.generation)
+        case _Evicted():
+            job.membership.replay_evict(WorkerKey(entry.worker_id, entry.incarnation), entry.because)
+        case _Ticket():
+            job.healing.replay_ticket(entry.ticket)
+        case _SlotLost():
+            job.slots.replay_lost(entry.worker_id, entry.reason)
+        case _Ended():
+            ended = JobEnded(state=entry.state, cause=entry.because, reason=entry.reason, exit_code=entry.exit_code)
+            job.progress.replay_ended(ended)
+
+
+def _take_plan(job: JobState, entry: _Planned) -> None:
+    plan, config = entry.plan, job.desk.config
+    if (plan.lanes, plan.stages) != (config.lanes, config.stages) or plan.generation < 1:
+        size = f"{config.lanes} lanes and {config.stages} stages"
+        raise ProtocolError(f"expected a plan for {size}, got generation {plan.generation} for {plan.lanes}")
+    check_seats(plan)
+    if job.agreement.replay_plan(plan, adopted=entry.adopted):
+        job.speeds.replay_plan(plan)
+        job.progress.replay_plan(plan)
+        for member in plan.members:
+            job.membership.restore(member, entry.agents.get(str(member.worker_id)))
+
+
+def _look_for_members(job: JobState) -> None:
+    agreement, membership = job.agreement, job.membership
+    wanted = {m.key for plan in (agreement.plan, agreement.prepared) if plan is not None for m in plan.members}
+    membership.keep_only(wanted)
+    job.slots.restore(key.worker_id for key in wanted)
+    lost = sorted(key for key in wanted if membership.alive(key) is None)
+    if lost:
+        names = ", ".join(str(key) for key in lost)
+        why = f"members evicted before the coordinator restarted: {names}"
+        agreement.break_off(Why(membership.fenced_for(lost[0].worker_id), why))

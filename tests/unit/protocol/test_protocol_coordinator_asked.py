@@ -1,0 +1,85 @@
+"""What was asked of a coordinator that is gone counts at the next one, and what is asked twice counts once."""
+
+from __future__ import annotations
+
+from coordinator_harness import S, World, drop, running
+
+from everstep.protocol import messages as m
+
+STOP = m.Command(request=3, name="stop", args={"reason": "interrupted by SIGTERM", "exit_code": 143, "grace_s": 9})
+SAVE = m.Command(request=4, name="checkpoint", args={})
+
+
+def said_hello(world: World, *asked: m.Command, name: str = "j1") -> None:
+    world.connect(name, "job")
+    world.say(name, m.JobHello(asked=list(asked)))
+
+
+def saving(world: World) -> bool:
+    return world.plan is not None and bool(world.plan.save)
+
+
+def test_a_stop_is_taken_by_the_coordinator_that_follows() -> None:
+    before = running(2)
+    said_hello(before)
+    before.say("j1", STOP)
+    assert saving(before)
+    world = before.restart([e for e in before.journal if not e.get("plan", {}).get("save")])
+    said_hello(world, STOP)
+    world.agent(0, 1)
+    for i in range(2):
+        world.hello(i, plan=before.plan, step=4)
+        world.entered(i, 2, 5)
+    world.wait(3 * S)
+    assert saving(world)
+    leader = f"w{world.plan.leader(0) if world.plan else 0}.0"
+    world.say(leader, m.Saved(worker_id=0, incarnation=0, step=4, ok=True, where="there"))
+    assert world.report("job_failed")["exit_code"] == 143 and "step 4 in there" in world.report("job_failed")["reason"]
+
+
+def test_a_stop_that_is_said_twice_still_has_its_checkpoint() -> None:
+    world = running(2)
+    said_hello(world, STOP)
+    assert saving(world)
+    generation = world.plan.generation if world.plan else 0
+    said_hello(world, STOP, name="j2")
+    assert world.coordinator.job.progress.ended is None
+    assert world.plan is not None and world.plan.generation == generation
+
+
+def test_a_checkpoint_is_asked_for_again_of_a_leader_that_was_away() -> None:
+    world = running(2)
+    said_hello(world, SAVE)
+    assert [m.SaveNow] == [type(x) for name, x in world.sent if name == "w0.0"]
+    drop(world, "w0.0")
+    world.clear()
+    world.hello(0, plan=world.plan, step=4)
+    assert len(world.messages(m.SaveNow, "w0.0")) == 1
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=5, ok=True, where="there"))
+    assert world.last(m.CommandReply, "j1").result == {"step": 5, "path": "there"}
+
+
+def test_after_the_end_it_is_told_that() -> None:
+    world = running(1)
+    world.command("stop")
+    world.clear()
+    said_hello(world, STOP, SAVE)
+    assert [type(x) for name, x in world.sent if name == "j1"] == [m.JobEnded]
+
+
+def test_after_a_restart_all_workers_of_an_agent_are_treated_alike() -> None:
+    """Those of a host that does not come back are given up together, when the others had the time to come back."""
+    before = World(workers=4)
+    before.agent(0, 1, name="a1", host="h1")
+    before.agent(2, 3, name="a2", host="h2")
+    for i in range(4):
+        before.hello(i, host="h1" if i < 2 else "h2")
+    for i in range(4):
+        before.entered(i, 1, 1)
+    world = before.restart()
+    world.agent(0, 1, name="a1", host="h1")
+    for i in range(2):
+        world.hello(i, plan=before.plan, step=4)
+    world.wait(3 * S)
+    gone = [r.fields["worker_id"] for r in world.reports if r.kind == "worker_evicted"]
+    assert gone == [2, 3]

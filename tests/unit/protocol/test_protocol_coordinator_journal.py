@@ -1,0 +1,81 @@
+"""A journal with lines that make no sense though their checksums hold: they are left out, and learned from workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_harness import World, running
+
+from everstep.base.cause import Cause
+
+SENSELESS: tuple[dict[str, Any], ...] = (
+    {"kind": "plan", "plan": None},
+    {"kind": "plan"},
+    {"kind": "plan", "plan": {"generation": "two"}},
+    {"kind": "plan", "plan": {"generation": 9, "reason": "", "members": [], "seats": [], "lanes": 8}},
+    {"kind": "plan", "plan": {"generation": 9, "reason": "", "members": [], "seats": [], "lanes": 1 << 60}},
+    {"kind": "entered", "generation": "x"},
+    {"kind": "entered"},
+    {"kind": "evict", "worker_id": -1, "incarnation": 0},
+    {"kind": "evict", "worker_id": 1, "incarnation": [1]},
+    {"kind": "ticket", "ticket": None},
+    {"kind": "slot_lost", "worker_id": "0", "reason": 5},
+    {"kind": "target", "target": 2, "slots": 3},
+    {"kind": "ended", "state": "exploded", "reason": "", "exit_code": 0},
+    {"kind": ["plan"]},
+)
+
+
+def back(world: World, generation: int, step: int = 5) -> None:
+    """All come back after a restart."""
+    world.agent(0, 1, 2)
+    for i in range(3):
+        world.hello(i, plan=PLANS[generation], step=step)
+    world.entered(0, generation, step + 1)
+
+
+PLANS: dict[int, Any] = {}
+
+
+@pytest.mark.parametrize("entry", SENSELESS, ids=str)
+def test_a_senseless_entry_is_set_aside_and_said(entry: dict[str, Any]) -> None:
+    before = running(3)
+    PLANS[1] = before.plan
+    world = before.restart([*before.journal, entry])
+    back(world, 1)
+    warnings = [r.fields for r in world.reports if r.kind == "warning"]
+    assert [w["cause"] for w in warnings] == [Cause.JOURNAL] and "entry" in warnings[0]["reason"]
+    assert world.plan == before.plan and world.coordinator.job.progress.ended is None
+    world.exited(1)
+    assert world.plan is not None and world.plan.generation == 2 and world.plan.worker_ids == (0, 2)
+
+
+def test_a_plan_that_is_lacking_is_learned_from_the_workers() -> None:
+    before = running(3)
+    before.exited(1)
+    PLANS[2] = before.plan
+    torn = [{**e, "plan": {}} if e["kind"] == "plan" and e["plan"]["generation"] == 2 else e for e in before.journal]
+    world = before.restart(torn)
+    world.agent(0, 2)
+    for i in (0, 2):
+        world.hello(i, plan=PLANS[2], step=5)
+    assert world.plan == before.plan
+    world.hello(1, plan=None, step=0)
+    assert [type(message).__name__ for name, message in world.sent if name == "w1.0"] == ["Dismissed"], "it is fenced"
+
+
+def test_many_senseless_entries_are_one_warning() -> None:
+    before = running(3)
+    world = before.restart([*SENSELESS, *before.journal, *SENSELESS])
+    world.agent(0, 1, 2)
+    warnings = [r.fields for r in world.reports if r.kind == "warning"]
+    assert len(warnings) == 1 and "more" in warnings[0]["reason"]
+
+
+def test_a_journal_of_nothing_but_nonsense_is_that_of_a_new_job() -> None:
+    before = running(3)
+    PLANS[1] = before.plan
+    world = before.restart(list(SENSELESS))
+    back(world, 1)
+    assert world.plan == before.plan
