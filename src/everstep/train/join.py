@@ -25,7 +25,8 @@ from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
 from everstep.train.precision import prepare_torch
 from everstep.train.run import Run
-from everstep.train.stage import Parts, refuse_unsupported
+from everstep.train.stage import Parts
+from everstep.train.unsupported import refuse_group, refuse_unmade, refuse_unsupported
 
 _launched: LaunchedLink | None = None
 _called = False
@@ -106,6 +107,8 @@ def join(
             with contextlib.suppress(OSError):  # there is none yet
                 close_run_dir(link.run_dir)
     refuse_unsupported(model, optimizer, scheduler)
+    refuse_unmade(model)
+    refuse_group()
     device = prepare_torch(link.config, link.me.worker_id)
     parts = Parts(model, optimizer, scheduler, list(units) if units else [model], dict(state or {}))
     _tell_ledger(link, dataset)
