@@ -210,6 +210,15 @@ class PicturesCounting(Pictures):
         return nn.Sequential(*(nn.Sequential(_Counting(), unit) for unit in model.children()))
 
 
+class PicturesNonFinite(PicturesOneCycle):
+    """The loss of whatever batch holds sample 5 is NaN, in every epoch."""
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        data = Glyphs(augmented=False)
+        data.pictures[5] = torch.nan
+        return data
+
+
 class Sentences(Dataset[torch.Tensor]):
     """SIZE sequences of 9 tokens out of 32; a token is dropped (0) now and then, differently at each look."""
 

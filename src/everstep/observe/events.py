@@ -194,6 +194,12 @@ def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     return {(event["kind"], event["step"]) for event in events if event.get("step") is not None}
 
 
+def warned_of(path: str | os.PathLike[str], cause: Cause) -> bool:
+    """Whether there is a warning with this cause, as `told_lately` looks."""
+    events, _ = _newest(path, 1 << 20)
+    return any(event["kind"] == "warning" and event.get("cause") == cause for event in events)
+
+
 def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any]], bool]:
     """The events in the last `size` bytes since the last `job_started` at step 0, for what was before was given up; and
     whether these are all."""

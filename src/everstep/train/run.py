@@ -65,6 +65,8 @@ class Step:
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
+        if not self.done:
+            session.updates.stop_if_nonfinite(self.number)
         self.done = True
         self._seed_loop(past=1)
 
@@ -111,6 +113,7 @@ class Step:
         """
         if not self.done:
             self._session.executor.ask(StepAsked(self.number))
+            self._session.updates.stop_if_nonfinite(self.number)
             self.done = True
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
