@@ -115,7 +115,7 @@ class Publisher:
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
-        """An event of this worker's. Returns whether it was written."""
+        """An event of this worker's. Returns whether it is written, or will be."""
         return self._events.write(kind, **fields)
 
     def close(self) -> None:
@@ -128,6 +128,7 @@ class Publisher:
             )
             log.warning("%s", reason)
             self.emit("warning", cause=Cause.DISK, reason=reason)
+        self._events.close()
 
     def _write_ledger(self) -> None:
         """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
