@@ -427,3 +427,37 @@ def test_an_average_is_not_what_is_trained() -> None:
     model = torch.optim.swa_utils.AveragedModel(linear())
     with pytest.raises(ConfigError, match="give the model itself, and the average as state="):
         join_and_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Curious(nn.Module):
+    """Counts its calls, in evaluations too: in a buffer, and in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.more = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.more += 1
+        out: Tensor = self.inner(x)
+        return out
+
+    def get_extra_state(self) -> Any:
+        return self.more
+
+    def set_extra_state(self, state: Any) -> None:
+        self.more = state
+
+
+def test_an_evaluation_leaves_no_trace_in_what_forward_passes_change() -> None:
+    """Workers share its work, so that each would have counted something else."""
+    model = Curious()
+    run = everstep.join(model, torch.optim.SGD(model.parameters(), lr=0.1), Points(), steps=3, lanes=4, micro_batch=2)
+    for step in run:
+        for batch in step:
+            step.backward(functional.cross_entropy(model(batch[0]), batch[1]))
+        assert (int(model.calls), model.more) == (step.number, step.number)
+        run.evaluate(lambda batch: {"n": torch.stack([model(batch[0]).sum(), torch.ones(())])}, Points(), batch_size=4)
+        assert (int(model.calls), model.more) == (step.number, step.number)

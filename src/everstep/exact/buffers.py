@@ -8,7 +8,8 @@ anything else has no rule and is refused by name. The extra state of modules goe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import msgspec
@@ -23,6 +24,7 @@ from everstep.exact.layout import running_statistics
 SMALL_BYTES = 64 << 10
 """Buffers up to this size are compared byte by byte after each lane, and their values travel in reports."""
 _WATCHED_STEPS = 2
+_NO_STEP = -1
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
@@ -226,6 +228,8 @@ class BufferGuard:
         """Remembers the buffers as they are now as the step's; nothing if this step has begun already."""
         if step == self._step:
             return
+        if self._step == _NO_STEP:
+            self.settle()
         self._step = step
         self._steps_seen += 1
         self.forget_lanes()
@@ -307,7 +311,7 @@ class BufferGuard:
         reports and was changed while this worker had no lane.
         """
         if self._step is None:
-            self.begin_step(-1)
+            self.begin_step(_NO_STEP)
         worked = [{change.index: change for change in r.changes} for r in reports if r.lanes > 0]
         outcome = worked[-1] if worked else {}
         digests = [{(i, change.digest) for i, change in changes.items()} for changes in worked]
@@ -319,6 +323,19 @@ class BufferGuard:
             for index, change in outcome.items():
                 self._apply(self._others[index], index, change)
         self._step = None
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What is done meanwhile (an evaluation, which workers share) leaves no trace in buffers and extra state."""
+        if self._step is None:
+            self.begin_step(_NO_STEP)
+        self.settle()
+        try:
+            yield
+        finally:
+            self.settle()  # the next step may have begun meanwhile, or the state been replaced
+            if self._step == _NO_STEP:
+                self._step = None
 
     def abandon(self) -> None:
         """Puts the step's buffers back and forgets the step (before its state is replaced, say)."""

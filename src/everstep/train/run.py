@@ -263,7 +263,12 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), preserve_rng():  # who evaluates what must not be seen by what the loop draws next
+            lanes = session.view.stages.only.lanes
+            with (
+                torch.no_grad(),
+                preserve_rng(),
+                lanes.shielded(),
+            ):  # who evaluates what must not be seen by what the loop draws next
                 found = evaluate(
                     fn,
                     chunks,

@@ -5,7 +5,8 @@ Apart from the replica because nothing here changes the state: the same lanes gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -192,6 +193,14 @@ class StageLanes:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""
         for part in self._passes.values():
             part.guard.settle()
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What is done meanwhile leaves no trace in buffers and extra state: they are the step's before and after."""
+        with ExitStack() as stack:
+            for part in self._passes.values():
+                stack.enter_context(part.guard.shielded())
+            yield
 
     # ---- the end
 
