@@ -183,6 +183,42 @@ class PicturesAdafactor(Pictures):
         return torch.optim.Adafactor(params, lr=1e-2)
 
 
+class _Counting(nn.Module):
+    """Computes with how often it was called, which is its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.trace = 0, torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls, self.trace = self.calls + 1, 0.5 * self.trace + self.calls
+        return x * (1 + 0.01 * float(self.trace[0]))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "trace": self.trace}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls, self.trace = state["calls"], state["trace"]
+
+
+class PicturesCounting(Pictures):
+    """Modules with extra state, in two units."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        return nn.Sequential(*(nn.Sequential(_Counting(), unit) for unit in model.children()))
+
+
+class PicturesNonFinite(PicturesOneCycle):
+    """The loss of whatever batch holds sample 5 is NaN, in every epoch."""
+
+    def build_dataset(self, split: str) -> Dataset[Any]:
+        data = Glyphs(augmented=False)
+        data.pictures[5] = torch.nan
+        return data
+
+
 class Sentences(Dataset[torch.Tensor]):
     """SIZE sequences of 9 tokens out of 32; a token is dropped (0) now and then, differently at each look."""
 

@@ -136,7 +136,7 @@ def run_job(request: dict[str, Any]) -> None:
         if ranks > 1:
             run.ENTRY = cell_worker.ENTRY
             supervisor.LocalHost = functools.partial(supervisor.LocalHost, ranks=ranks)  # type: ignore
-        main.main(request["argv"])
+        code = main.run_command(request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

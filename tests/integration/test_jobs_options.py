@@ -14,6 +14,8 @@ PACE = [healed(1), healed(0)]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "absent gradients": ("Sparse", {}, {}),
     "Adafactor": ("PicturesAdafactor", {}, {"verify_every": 3}),
+    "extra state of modules": ("PicturesCounting", {}, {"verify_every": 3}),
+    "extra state of modules, in stages": ("PicturesCounting", {}, {"verify_every": 3, "stages": 2}),
     "Muon in bf16": ("MuonText", {"precision": "bf16"}, {}),
     "loss scaler": ("Text", {"precision": "fp16"}, {}),
     "OneCycle, loader processes, end of data": ("PicturesEpochs", {}, {"loader.workers": 2}),

@@ -75,7 +75,7 @@ CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, ya
     | {"generate_trace_id", "generate_span_id", "on_end"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
-    {"barrier", "NONFINITE"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
+    {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
 )
 SEAMS = frozenset({"Limb", "blocks_of"})  # what sharding will stand on: tests alone use it so far
 DRIVING = ("everstep.train.", "everstep.protocol.driver.", "everstep.protocol.coordinator.", "everstep.sim.")

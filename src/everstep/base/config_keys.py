@@ -180,6 +180,13 @@ class Config:
     )
     verify_every: int = key(100, "steps between comparisons of the workers' digests; 0: never", low=0)
 
+    on_nonfinite: str = key(
+        "warn",
+        "what becomes of a step whose loss or gradient is not finite. warn: it is applied, and said; skip: its update "
+        "is left out; stop: likewise, and the job ends with a checkpoint",
+        choices=("warn", "stop", "skip"),
+    )
+
     workers: int = key(1, "worker processes in all", low=1)
     spares: int = key(0, "idle processes that stand in at once", low=0)
     min_workers: int = key(1, "with fewer, wait", low=1)

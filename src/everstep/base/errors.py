@@ -60,6 +60,12 @@ class DeterminismError(EverstepError):
     cause = Cause.NONDETERMINISTIC
 
 
+class NonFinite(EverstepError):
+    """A step had infinities or NaN, and the job is to stop then."""
+
+    cause = Cause.NONFINITE
+
+
 class StateTainted(EverstepError):
     """The workers' states differ before `step`, decided in `generation`; up to `sound` they were alike.
 

@@ -21,6 +21,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest
 from everstep.checkpoint.reader import Checkpoint
 from everstep.exact.digest import bytes_of
+from everstep.exact.extra_state import from_file, is_extra, keepers, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, StateEntry, pieces_of
 from everstep.exact.jsonable import decode
 from everstep.exact.layout import memory_of
@@ -39,7 +40,7 @@ class _Record(msgspec.Struct):
 
 @dataclass
 class Weights:
-    """What the formats hold. model: as `state_dict` has it. optimizer: as
+    """What the formats hold. model: as `state_dict` has it, extra state as `to_file` makes it. optimizer: as
     `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it, by parameter name; None if absent.
     """
 
@@ -61,7 +62,11 @@ def names_record(model: nn.Module) -> bytes:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         firsts.setdefault(memory_of(tensor), name)
     kept = model.state_dict(keep_vars=True)
-    names = {name: firsts[memory_of(t)] for name, t in kept.items() if isinstance(t, Tensor)}
+    names = {
+        name: name if is_extra(name) else firsts[memory_of(t)]
+        for name, t in kept.items()
+        if is_extra(name) or isinstance(t, Tensor)
+    }
     return json.dumps({"names": names}, separators=(",", ":")).encode()
 
 
@@ -80,7 +85,12 @@ def read_weights(
     tensors = _read(wanted, checkpoint, progress)
     stored = {name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)}
     names = _names(manifest, stored)
-    weights = Weights({name: stored[first] for name, first in names.items()})
+    weights = Weights(
+        {
+            name: to_file(name, unpack(stored[first])) if is_extra(first) else stored[first]
+            for name, first in names.items()
+        }
+    )
     if optimizer:
         weights.optimizer = _optimizer(manifest.state["values"], tensors)
     return weights
@@ -149,24 +159,31 @@ def take_weights(weights: Weights, model: nn.Module, optimizer: Optimizer | None
 
     Raises: ConfigError naming missing, unexpected and mis-shaped tensors; nothing is changed then.
     """
-    targets = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    extras = dict(keepers(model))
+    given = {extras[name]: from_file(t) for name, t in weights.model.items() if name in extras}
+    named = model.state_dict(keep_vars=True).items()
+    targets = {n: t for n, t in named if isinstance(t, Tensor) and n not in extras}
     ties: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in targets.items():
         ties.setdefault(memory_of(tensor), []).append(name)
-    chosen = _choose(weights.model, targets, list(ties.values()))
+    found = {name: tensor for name, tensor in weights.model.items() if name not in extras}
+    chosen = _choose(found, targets, list(ties.values()))
     state = None if weights.optimizer is None or optimizer is None else _states(weights.optimizer, model, optimizer)
     with torch.no_grad():
         for name, tensor in chosen.items():
             targets[name].detach().copy_(tensor)
+        for module, value in given.items():
+            module.set_extra_state(value)
+    fresh = f", extra state of {len(extras) - len(given)} modules fresh" if len(extras) > len(given) else ""
     if state is None or optimizer is None:
-        return f"{len(chosen)} tensors, optimizer state fresh"
+        return f"{len(chosen)} tensors, optimizer state fresh{fresh}"
     groups, per_parameter = state
     optimizer.state.clear()
     for parameter, values in per_parameter.items():
         optimizer.state[parameter] = values
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
-    return f"{len(chosen)} tensors, optimizer state of {len(per_parameter)} parameters"
+    return f"{len(chosen)} tensors, optimizer state of {len(per_parameter)} parameters{fresh}"
 
 
 def _choose(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], ties: list[list[str]]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
 from everstep.checkpoint.interchange import Weights
+from everstep.exact.extra_state import from_file, is_extra, to_file
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
 WITH_OPTIMIZER = (DCP, TORCH)
@@ -46,7 +47,7 @@ def write_weights(
         raise ConfigError(f"{path} is there already: choose another --to")
     writer: dict[str, Callable[[Weights, Path], None]] = {
         SAFETENSORS: lambda w, p: save_file(_apart(w.model), p, {"format": "pt"}),
-        TORCH: lambda w, p: torch.save(_nested(w, _apart(w.model)), p),
+        TORCH: lambda w, p: torch.save(_nested(w, _as_state_dict(_apart(w.model))), p),
         DCP: _write_dcp,
         HF: lambda w, p: _write_hf(w, p, hf_config, shard_bytes),
     }
@@ -99,7 +100,12 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _nested(weights: Weights, model: dict[str, Tensor]) -> dict[str, Any]:
+def _as_state_dict(model: dict[str, Tensor]) -> dict[str, Any]:
+    """Extra state as `load_state_dict` wants it."""
+    return {name: from_file(tensor) if is_extra(name) else tensor for name, tensor in model.items()}
+
+
+def _nested(weights: Weights, model: dict[str, Any]) -> dict[str, Any]:
     """The state dict itself, or {"model", "optimizer"} where there is an optimizer's."""
     return model if weights.optimizer is None else {"model": model, "optimizer": weights.optimizer}
 
@@ -220,8 +226,12 @@ def _from_nested(loaded: Any, path: Path) -> Weights:
 
 
 def _tensors(found: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Those that are tensors; a module's further state (`_extra_state`) is not."""
-    tensors = {str(name): value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+    """Those that are tensors, and modules' extra state, as bytes where it is none."""
+    tensors = {
+        str(name): to_file(str(name), value) if is_extra(str(name)) else value.detach()
+        for name, value in found.items()
+        if isinstance(value, Tensor) or is_extra(str(name))
+    }
     if not tensors:
         raise ConfigError(f"{path} holds no tensors; expected a state dict (names -> tensors)")
     return tensors

@@ -25,6 +25,7 @@ from everstep.base.errors import CheckpointCorrupt, ConfigError, check
 from everstep.checkpoint.names import MAX_STEP, PART_EXAMPLE, is_part
 from everstep.checkpoint.pointers import seal, unseal_one_of
 from everstep.exact.digest import digest_bytes
+from everstep.exact.extra_state import is_extra
 from everstep.exact.image import (
     BLOCK_BYTES,
     FOREIGN,
@@ -143,8 +144,8 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> tuple[TensorRow, ...]:
-        """Parameters and buffers."""
-        found = (e for e in self.entries if e.name.startswith(_MODEL))
+        """Parameters and buffers; extra state of modules has no fixed size."""
+        found = (e for e in self.entries if e.name.startswith(_MODEL) and not is_extra(e.name))
         return tuple((e.name.removeprefix(_MODEL), e.dtype, e.shape) for e in found)
 
     @cached_property

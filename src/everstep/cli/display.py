@@ -286,6 +286,9 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps lost", str(summary["steps_lost"])),
         ("generations", str(summary["generations"])),
     ]
+    strange = summary.get("nonfinite")
+    if strange:
+        rows.append(("not finite", f"loss or gradient of {strange['steps']} steps, first in step {strange['first']}"))
     if summary["recoveries"]:
         times = f"median {1000 * recovery['median']:.0f} ms, worst {1000 * recovery['max']:.0f} ms to the next step"
         rows.append(("recoveries", f"{summary['recoveries']}, {times}"))
@@ -343,6 +346,7 @@ def summary(
         "steps": int(digest["step"]) if digest is not None else facts.step,
         "faults_survived": facts.faults,
         "steps_lost": facts.steps_lost,
+        "nonfinite": {"steps": facts.nonfinite[0], "first": facts.nonfinite[1]} if facts.nonfinite else None,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "recovery_s": {"median": statistics.median(times) if times else None, "max": times[-1] if times else None},
         "generations": facts.generation,

@@ -108,7 +108,10 @@ def _config(task: Task, source: Path) -> Config:
 def _load(model: nn.Module, weights: Path) -> None:
     from safetensors.torch import load_file
 
+    from everstep.exact.extra_state import from_file, is_extra
+
     try:
-        model.load_state_dict(load_file(weights))
+        found = load_file(weights)
+        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in found.items()})
     except RuntimeError as error:
         raise ConfigError(f"{weights} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None

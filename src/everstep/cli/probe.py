@@ -170,7 +170,7 @@ def _build(task: Task) -> Any:
 
 def _check_parts(task: Task) -> None:
     """Raises: ConfigError if its model, optimizer or scheduler is of a kind that no job can have."""
-    from everstep.train.stage import refuse_unsupported
+    from everstep.train.unsupported import refuse_unsupported
 
     model = _build(task)
     optimizer = task.build_optimizer(list(model.parameters()))

@@ -326,8 +326,8 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
                 exit_code = process.run()
             _say_the_end(events, run_dir, begin_ns, process.outcome, exit_code)
     finally:
+        events.close(wait_s=1.0)
         watcher.stop()
-        events.close()
         DirectoryStore(checkpoint_dir(run_dir, job)).drop_leftovers()  # workers may have been killed while they wrote
     lacking = _missing_rows(run_dir, process.reached - 1)  # when a step was applied, the one before it was released
     if lacking:  # the end was told by the coordinator, who does not read the ledger: pages and reports shall say it too

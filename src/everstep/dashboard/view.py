@@ -136,6 +136,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "faults": facts.faults,
         "recoveries": facts.counts.get("recovery_completed", 0),
         "steps_lost": facts.steps_lost,
+        "not_finite": facts.not_finite,
         "incident": _incident(facts),
     }
 

@@ -2,13 +2,14 @@
 
 Apart from the gradient because these values are not summed: if all lanes end with the same bytes, those are the next
 step's; running statistics of BatchNorm-like modules go by their mean instead (`GradientHandOver.commit_statistics`);
-anything else has no rule and is refused by name.
+anything else has no rule and is refused by name. The extra state of modules goes by the same rule.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import msgspec
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 from everstep.base.errors import ConfigError, check
 from everstep.exact.digest import bytes_of, tensor_digest
+from everstep.exact.extra_state import SUFFIX, give, has_extra_state, packed
 from everstep.exact.layout import running_statistics
 
 SMALL_BYTES = 64 << 10
 """Buffers up to this size are compared byte by byte after each lane, and their values travel in reports."""
 _WATCHED_STEPS = 2
+_NO_STEP = -1
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
@@ -59,8 +62,26 @@ class _Guarded:
         self.version = 0
         self.small = False
 
+    def __str__(self) -> str:
+        return f"buffer {self.name}"
+
     def current(self) -> Tensor | None:
         return self.module._buffers.get(self.attribute)
+
+    def put(self, value: Tensor | None) -> None:
+        """Puts another tensor in place."""
+        self.module._buffers[self.attribute] = value
+
+    def take_over(self, left: Tensor | None) -> None:
+        """Takes what a lane has left."""
+        if left is not None and self.tensor is not None and _alike(left, self.tensor):
+            self.tensor.copy_(left)
+        else:
+            self.put(left)
+
+    def sendable(self, value: Tensor) -> bool:
+        """Whether a value that a lane has left can go to others as its bytes alone."""
+        return self.small and self.saved is not None and _alike(value, self.saved)
 
     def remember(self) -> tuple[Tensor, Tensor] | None:
         """Takes the present value as the step's; returns (copy, value) where the copy must still be filled."""
@@ -92,17 +113,17 @@ class _Guarded:
     def renew(self) -> tuple[Tensor, Tensor] | None:
         """Puts a new tensor in place; returns (tensor, copy) where the step's value must still be filled in."""
         if self.tensor is None or self.saved is None:
-            self.module._buffers[self.attribute] = self.tensor
+            self.put(self.tensor)
             return None
         fresh = torch.empty_strided(
             self.saved.shape, self.saved.stride(), dtype=self.saved.dtype, device=self.saved.device
         )
-        self.module._buffers[self.attribute] = fresh
+        self.put(fresh)
         return fresh, self.saved
 
     def restore(self) -> tuple[Tensor, Tensor] | None:
         """Puts the step's tensor back; returns (tensor, copy) where the step's value must still be filled in."""
-        self.module._buffers[self.attribute] = self.tensor
+        self.put(self.tensor)
         if self.tensor is None or self.saved is None:
             return None
         if not _alike(self.tensor, self.saved):
@@ -112,9 +133,9 @@ class _Guarded:
 
     def set(self, value: bytes) -> None:
         """Takes bytes that another worker's lanes left. Only for an unchanged dtype and shape."""
-        check(self.tensor is not None, f"buffer {self.name} does not exist here")
+        check(self.tensor is not None, f"{self} does not exist here")
         tensor: Tensor = self.tensor  # type: ignore[assignment]
-        check(len(value) == tensor.numel() * tensor.element_size(), f"buffer {self.name} has another size elsewhere")
+        check(len(value) == tensor.numel() * tensor.element_size(), f"{self} has another size elsewhere")
         tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).reshape(tensor.shape))
 
     def _same(self, value: Tensor | None) -> bool:
@@ -126,6 +147,49 @@ class _Guarded:
             return _raw(value) == self.start
         mine, other = value.detach().contiguous(), self.saved.contiguous()
         return torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
+class _GuardedExtra(_Guarded):
+    """A module's extra state, as the bytes that it is carried as: looked at anew each time."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module, SUFFIX, statistic=False)
+
+    def __str__(self) -> str:
+        return f"the extra state {self.name}"
+
+    def current(self) -> Tensor | None:
+        return packed(self.name, self.module)
+
+    def put(self, value: Tensor | None) -> None:
+        give(self.module, value)  # type: ignore[arg-type]  # there always is one
+
+    def take_over(self, left: Tensor | None) -> None:
+        self.put(left)
+
+    def sendable(self, value: Tensor) -> bool:
+        return value.numel() <= SMALL_BYTES
+
+    def remember(self) -> None:
+        self.tensor = self.saved = value = packed(self.name, self.module)
+        self.small = value.numel() <= SMALL_BYTES
+        self.start = _raw(value) if self.small else b""
+
+    def changed(self, thorough: bool) -> bool:
+        return not self._same(self.current())
+
+    @property
+    def moved(self) -> bool:
+        return False
+
+    def renew(self) -> None:
+        self.put(self.saved)
+
+    def restore(self) -> None:
+        self.put(self.saved)
+
+    def set(self, value: bytes) -> None:
+        self.put(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 
 
 class BufferGuard:
@@ -146,6 +210,8 @@ class BufferGuard:
             for attribute in module._buffers:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 self._all.append(_Guarded(name, module, attribute, name in statistics))
+            if has_extra_state(module):
+                self._all.append(_GuardedExtra(f"{prefix}.{SUFFIX}" if prefix else SUFFIX, module))
         self._others = [g for g in self._all if not g.statistic]
         self._statistics = [g for g in self._all if g.statistic]
         self._step: int | None = None
@@ -162,6 +228,8 @@ class BufferGuard:
         """Remembers the buffers as they are now as the step's; nothing if this step has begun already."""
         if step == self._step:
             return
+        if self._step == _NO_STEP:
+            self.settle()
         self._step = step
         self._steps_seen += 1
         self.forget_lanes()
@@ -205,7 +273,7 @@ class BufferGuard:
     def resume_lane(self, lane: int) -> None:
         """Puts the lane's own buffers in place again: its backward pass comes next."""
         for guarded, tensor in self._in_flight.pop(lane):
-            guarded.module._buffers[guarded.attribute] = tensor
+            guarded.put(tensor)
 
     def end_lane(self) -> dict[str, str]:
         """Looks what the lane changed: name -> digest (running statistics are not looked at).
@@ -225,6 +293,10 @@ class BufferGuard:
         self._outcome = outcome
         return {self._others[index].name: digest for index, digest in outcome.items()}
 
+    def extras(self) -> list[tuple[str, Tensor]]:
+        """The extra state of modules as it is now, by name."""
+        return [(g.name, packed(g.name, g.module)) for g in self._others if isinstance(g, _GuardedExtra)]
+
     def report(self) -> BufferReport:
         """For the agree record."""
         changes = tuple(Change(i, digest, self._values[i]) for i, digest in sorted(self._outcome.items()))
@@ -239,7 +311,7 @@ class BufferGuard:
         reports and was changed while this worker had no lane.
         """
         if self._step is None:
-            self.begin_step(-1)
+            self.begin_step(_NO_STEP)
         worked = [{change.index: change for change in r.changes} for r in reports if r.lanes > 0]
         outcome = worked[-1] if worked else {}
         digests = [{(i, change.digest) for i, change in changes.items()} for changes in worked]
@@ -251,6 +323,19 @@ class BufferGuard:
             for index, change in outcome.items():
                 self._apply(self._others[index], index, change)
         self._step = None
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What is done meanwhile (an evaluation, which workers share) leaves no trace in buffers and extra state."""
+        if self._step is None:
+            self.begin_step(_NO_STEP)
+        self.settle()
+        try:
+            yield
+        finally:
+            self.settle()  # the next step may have begun meanwhile, or the state been replaced
+            if self._step == _NO_STEP:
+                self._step = None
 
     def abandon(self) -> None:
         """Puts the step's buffers back and forgets the step (before its state is replaced, say)."""
@@ -264,8 +349,7 @@ class BufferGuard:
         if value is None:
             outcome[index], self._values[index], self._left[index] = "none", None, None
             return
-        plain = guarded.small and guarded.saved is not None and _alike(value, guarded.saved)
-        data = _raw(value) if plain else None
+        data = _raw(value) if guarded.sendable(value) else None
         if data is not None and self._values.get(index) == data:
             outcome[index] = self._outcome[index]
             return
@@ -276,16 +360,12 @@ class BufferGuard:
 
     def _apply(self, guarded: _Guarded, index: int, change: Change) -> None:
         if self._outcome.get(index) == change.digest:
-            left = self._left[index]
-            if left is not None and guarded.tensor is not None and _alike(left, guarded.tensor):
-                guarded.tensor.copy_(left)
-            else:
-                guarded.module._buffers[guarded.attribute] = left
+            guarded.take_over(self._left[index])
         elif change.value is not None:
             guarded.set(change.value)
         else:
             raise ConfigError(
-                f"buffer {guarded.name} is changed by every lane and too large ({SMALL_BYTES} bytes at most) to be "
+                f"{guarded} is changed by every lane and too large ({SMALL_BYTES} bytes at most) to be "
                 "sent to workers without lanes; make it smaller, or run without standby workers"
             )
 
@@ -306,10 +386,11 @@ class BufferGuard:
         self._dirty.clear()
 
     def _refuse(self, differing: Iterable[tuple[int, str]]) -> None:
-        names: Sequence[str] = sorted({self._others[index].name for index, _ in differing})
+        first = min((self._others[index] for index, _ in differing), key=lambda guarded: guarded.name)
         raise ConfigError(
-            f"buffer {names[0]} ends differently in different micro-batches, and there is no rule for it; keep it "
-            "constant during a step, or make it a running statistic of a BatchNorm-like module"
+            f"{first} ends differently in different micro-batches, and there is no rule for it; keep it constant "
+            "during a step, let it depend on what all have alike (a count, say), or make it a running statistic of a "
+            "BatchNorm-like module"
         )
 
 

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from everstep.base.errors import CheckpointCorrupt, ConfigError
 from everstep.exact.attributes import assign
 from everstep.exact.digest import bytes_of, named_digest
+from everstep.exact.extra_state import SUFFIX, give, has_extra_state, keepers, packed
 from everstep.exact.image import (
     FOREIGN,
     MODEL,
@@ -82,6 +83,7 @@ class ModelState:
         """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.extras = dict(extras or {})
+        self._keepers = dict(keepers(model))
         self._units = list(units)
         self._share = share
         self._foreign = dict(share.foreign) if share is not None else {}
@@ -127,7 +129,7 @@ class ModelState:
     @property
     def names(self) -> frozenset[str]:
         """Of the parameters and buffers (registered places included) that are held here: for `topology.select`."""
-        return frozenset((*self._unique_params(), *self._buffer_slots()))
+        return frozenset((*self._unique_params(), *self._buffer_slots(), *self._keepers))
 
     def clone_snapshot(self) -> Snapshot:
         """A copy of the state, made by a background thread once `start` is called.
@@ -145,7 +147,8 @@ class ModelState:
         known = found is not None
         entries, tensors, values, self.outline = found = found or self._collect()
         if not known:
-            self._recollection.remember(found)
+            if not self._keepers:  # what they keep is asked for each time
+                self._recollection.remember(found)
             live, lasting = {id(t) for t in self._unique_buffers().values()}, (_MODEL, _OPTIMIZER)
             changing = (k for k, t in enumerate(tensors) if id(t) in live or not entries[k].name.startswith(lasting))
             self._now = list(changing)
@@ -164,6 +167,10 @@ class ModelState:
         for name, tensor in (*self._unique_params().items(), *self._unique_buffers().items()):
             if name in kept:
                 yield name, tensor
+        yield from self._extra_state()
+
+    def _extra_state(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, packed(name, module)) for name, module in self._keepers.items())
 
     def _collect(self) -> Collected:
         """The entries with their tensors, by plane, the JSON values, and the outline."""
@@ -184,6 +191,8 @@ class ModelState:
         buffers = self._unique_buffers()
         for name, buffer in buffers.items():
             arrangement.add(_MODEL + name, buffer, unit_of.get(name, OUTSIDE))
+        for name, tensor in self._extra_state():
+            arrangement.add(_MODEL + name, tensor, unit_of.get(name, OUTSIDE))
         for name, tensor in pulled.items():
             arrangement.add(name, tensor, VALUES)
         entries, tensors, groups, planes = arrangement.done()
@@ -279,7 +288,8 @@ class ModelState:
         result: dict[str, int] = {}
         for prefix, module in self.model.named_modules():
             if id(module) in modules:
-                for attribute in (*module._parameters, *module._buffers):
+                extra = (SUFFIX,) if has_extra_state(module) else ()
+                for attribute in (*module._parameters, *module._buffers, *extra):
                     result[f"{prefix}.{attribute}" if prefix else attribute] = modules[id(module)]
         return result
 
@@ -319,6 +329,8 @@ class ModelState:
             self._load_optimizer(values, tensors)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(decode(values["scheduler"], tensors))
+        for name, module in self._keepers.items():
+            give(module, tensors[_MODEL + name])
         for key, extra in self.extras.items():
             extra.load_state_dict(decode(values[f"extras/{key}"], tensors))
 
@@ -331,13 +343,14 @@ class ModelState:
             if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
                 what = f"{entry.dtype} {entry.shape}" if entry else "nothing"
                 raise ConfigError(f"the state has {what} for parameter {name}; the model {dtype} {shape}")
-        known = {_MODEL + name for name in (*self._unique_params(), *buffers)}
+        known = {_MODEL + name for name in (*self._unique_params(), *buffers, *self._keepers)}
         for name in theirs:
             if name.startswith(_MODEL) and name not in known:
                 raise ConfigError(f"the state holds {name.removeprefix(_MODEL)}, which the model does not have")
-        for name in self._unique_buffers():
-            if _MODEL + name not in theirs:
-                raise ConfigError(f"the state has no buffer {name}, which the model has")
+        for kind, names in (("buffer", self._unique_buffers()), ("extra state", self._keepers)):
+            for name in names:
+                if _MODEL + name not in theirs:
+                    raise ConfigError(f"the state has no {kind} {name}, which the model has")
         mine = {"groups": self.optimizer, "scheduler": self.scheduler, **{f"extras/{key}": key for key in self.extras}}
         lacking = {key for key, thing in mine.items() if thing is not None} - set(values)
         if lacking:
@@ -358,7 +371,9 @@ class ModelState:
         for entry in entries:
             top, _, name = entry.name.partition("/")
             owner, _, key = name.rpartition("/")
-            if top == "model":
+            if top == "model" and name in self._keepers:
+                targets[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry))
+            elif top == "model":
                 targets[entry.name] = params[name].detach() if name in params else _buffer_target(entry, *slots[name])
             elif top == "optimizer" and owner in params and self.optimizer is not None:
                 targets[entry.name] = self._optimizer_target(entry, params[owner], key)

@@ -1,9 +1,10 @@
 """events.jsonl: one JSON object per line, appended by several processes, read while it grows.
 
 Each line is a single `os.write` on an O_APPEND descriptor, so lines of different processes never mix. Events inform;
-they never stop training: what cannot be written (full disk) is dropped and counted, and the next one that can be is
-followed by a warning that says how many were lost. Of a disk that is just full half a line may stay, to which another
-process appends: readers find the event that was begun last on a line.
+they never stop training: what cannot be written (full disk) waits in memory and is written before what comes next, with
+the time at which it happened. What came when too much was waiting is counted, and a warning says how many were lost. Of
+a disk that is just full half a line may stay, which is ended and written anew; another process may have appended to it:
+readers find the event that was begun last on a line.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ KINDS = frozenset(
 COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
 _TAIL_BYTES = 1 << 16
 _START = b'{"time_unix_ns":'
+MOST_WAITING_BYTES = 4 << 20
+"""Of each process: about 10,000 events."""
+_RETRY_S = 0.05
 
 
 class EventLog:
@@ -64,56 +68,80 @@ class EventLog:
         self.path = Path(path)
         self._defaults = dict(defaults)
         self._fd: int | None = None
-        self._unsaid = 0
+        self._waiting = bytearray()
+        self._lost = 0
         self._torn = False
+        self._told = False
         self._lock = threading.Lock()
 
     def write(self, kind: str, *, time_unix_ns: int | None = None, **fields: Any) -> bool:
-        """Append one event; `time_unix_ns` is now unless given. Returns False if it had to be dropped."""
+        """Append one event; `time_unix_ns` is now unless given. Returns False if it is lost; it may have to wait."""
         line = format_event(kind, time_unix_ns, {**self._defaults, **fields})
         with self._lock:
-            try:
-                self._append(line + self._said_of_lost())
-            except OSError as error:
-                self._drop(error)
-                return False
-            self._unsaid = 0
-        return True
+            kept = len(self._waiting) + len(line) <= MOST_WAITING_BYTES
+            if kept:
+                self._waiting += line
+            else:
+                self._lost += 1
+            self._flush()
+        return kept
 
-    def close(self) -> None:
-        """Give the descriptor back; a later write opens the file again."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Give the descriptor back; a later write opens the file again. What waits for the disk is tried once more, for
+        up to so long; what is never written is counted on stderr."""
+        end_s = time.monotonic() + wait_s
         with self._lock:
+            while not self._flush() and time.monotonic() < end_s:
+                time.sleep(_RETRY_S)
             self._close()
+            if self._waiting or self._lost:
+                count = self._waiting.count(b"\n") + self._lost
+                _say(f"{count} events of process {os.getpid()} are lost: {self.path} could not be written")
+                self._waiting.clear()
+                self._lost = 0
 
     def _close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
-    def _append(self, line: bytes) -> None:
+    def _flush(self) -> bool:
+        """Write what waits. Returns whether all of it is there."""
+        if not self._waiting and not self._lost:
+            return True
+        try:
+            self._append(bytes(self._waiting) + self._said_of_lost())
+        except OSError as error:
+            self._close()  # the file may have been replaced or the mount come back: open anew next time
+            if not self._told:
+                said = f"cannot write {self.path}: {error.strerror or error}"
+                _say(f"{said}; events wait until it works again, training goes on")
+            self._told = True
+            return False
+        self._lost, self._told = 0, False
+        return True
+
+    def _append(self, lines: bytes) -> None:
         if self._fd is None:
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if self._torn:  # end the half line that a full disk left behind, so that it spoils no other
-            line = b"\n" + line
-        written = os.write(self._fd, line)
-        if written < len(line):
-            self._torn = True
-            raise OSError(errno.ENOSPC, "only part of the line fitted")
-        self._torn = False
+        before = b"\n" if self._torn else b""  # ends the half line that a full disk left, so that it spoils no other
+        written = os.write(self._fd, before + lines) - len(before)
+        whole = lines.rfind(b"\n", 0, max(0, written)) + 1
+        del self._waiting[:whole]
+        self._torn = whole < written or (written < 0 and self._torn)
+        if written < len(lines):
+            raise OSError(errno.ENOSPC, "only a part fitted")
 
     def _said_of_lost(self) -> bytes:
-        if not self._unsaid:
+        if not self._lost:
             return b""
-        reason = f"{self._unsaid} events of this process were lost: {self.path} could not be written"
+        reason = f"{self._lost} events of this process were lost: {self.path} could not be written"
         return format_event("warning", None, {**self._defaults, "cause": Cause.DISK, "reason": reason})
 
-    def _drop(self, error: OSError) -> None:
-        self._unsaid += 1
-        self._close()  # the file may have been replaced or the mount come back: open anew next time
-        if self._unsaid == 1:
-            why = f"cannot write {self.path}: {error.strerror or error}"
-            text = f"everstep: {why}; events are dropped until it works again, training goes on"
-            print(text, file=sys.stderr, flush=True)
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it may lie on the same disk
+        print(f"everstep: {text}", file=sys.stderr, flush=True)
 
 
 def format_event(kind: str, time_unix_ns: int | None, fields: dict[str, Any]) -> bytes:
@@ -193,6 +221,12 @@ def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     at most."""
     events, _ = _newest(path, 1 << 20)
     return {(event["kind"], event["step"]) for event in events if event.get("step") is not None}
+
+
+def warned_of(path: str | os.PathLike[str], cause: Cause) -> bool:
+    """Whether there is a warning with this cause, as `told_lately` looks."""
+    events, _ = _newest(path, 1 << 20)
+    return any(event["kind"] == "warning" and event.get("cause") == cause for event in events)
 
 
 def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any]], bool]:

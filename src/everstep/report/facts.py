@@ -135,7 +135,8 @@ class Line:
 
 @dataclass
 class Facts:
-    """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers."""
+    """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers.
+    `nonfinite`: how many steps had a loss or gradient that was not finite, and the first of them."""
 
     state: str = "starting"
     cause: Cause | None = None
@@ -145,6 +146,7 @@ class Facts:
     generation: int = 0
     wanted: int = 0
     steps_lost: int = 0
+    nonfinite: tuple[int, int] | None = None
     exit_code: int | None = None
     workers: dict[int, WorkerFact] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -245,6 +247,14 @@ class Facts:
         return (total_steps - self.step) / steps_per_s if steps_per_s > 0 else None
 
     @property
+    def not_finite(self) -> str:
+        """In words, how many steps had a loss or gradient that was not finite; empty if none."""
+        if self.nonfinite is None:
+            return ""
+        count, first = self.nonfinite
+        return f"{count} steps, the first is {first}" if count > 1 else f"step {first}"
+
+    @property
     def began_ns(self) -> int:
         """When the job was first started, 0 if it was not."""
         return self.account.begin_ns or 0
@@ -281,12 +291,17 @@ class Facts:
         self._started_ns, self._waiting_ns, self._fault_ns = time_ns, None, None
         self._go_back(_integer(event, "step"), time_ns)
         self.last_step_ns, self._clean = 0, False
+        if not self.step:
+            self.nonfinite = None
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step = int(event["step"])
         self.step = step
         loss = _float(event.get("loss"))
         self.loss = self.loss if loss is None else loss
+        if event.get("nonfinite"):
+            count, first = self.nonfinite or (0, step)
+            self.nonfinite = (count + 1, first)
         rate = event.get("lr")
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))

@@ -168,6 +168,7 @@ def _tiles(history: History, seconds: dict[str, float]) -> str:
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.steps_lost)),
     ]
+    tiles += [("loss or gradient not finite", facts.not_finite)] if facts.not_finite else []
     tiles += [(f"test {name}", f"{value:.4f}") for name, value in list(facts.metrics.items())[:4]]
     cells = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles

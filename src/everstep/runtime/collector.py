@@ -149,7 +149,9 @@ class Collector:
                 break
         for fd in list(self._pipes):
             self._end(fd)
-        for file in self._files.values():
+        for worker_id, file in self._files.items():
+            if file.dropped:
+                file.write(_said_of_dropped(WorkerLog(worker_id, 0), file.dropped, time.time_ns()))
             file.close()
         self._epoll.close()
         os.close(self._wake_r)
@@ -191,8 +193,7 @@ class Collector:
         file = pipe.file
         dropped, file.dropped = file.dropped, 0
         if dropped:
-            text = f"{dropped} lines could not be written here: the disk was full, or away"
-            found = pipe.context.line("warning", "everstep", text, time_ns=now_ns) + found
+            found = _said_of_dropped(pipe.context, dropped, now_ns) + found
         if not file.write(found) and dropped:
             file.dropped += dropped - 1
 
@@ -203,6 +204,11 @@ class Collector:
             own = pulse if cell_rank == 0 else self._board.row(context.worker_id, cell_rank).read()
             context.pid, context.generation, context.step = own.pid, pulse.generation, pulse.step
             context.stage, context.role = pulse.stage, pulse.role
+
+
+def _said_of_dropped(context: WorkerLog, count: int, now_ns: int) -> bytes:
+    text = f"{count} lines could not be written here: the disk was full, or away"
+    return context.line("warning", "everstep", text, time_ns=now_ns)
 
 
 def records(line: bytes, source: str, context: WorkerLog, now_ns: int) -> list[bytes]:
@@ -233,7 +239,8 @@ class Sampler:
     """Writes metrics/<host>.jsonl, one line per interval, from the board and from /proc, until it is closed.
 
     In a thread of the agent's, so that a slow disk delays no heartbeat. Workers do nothing for it but add to counters
-    in shared memory. Lines inform: what cannot be written is dropped. lives: thread-safe, the processes that run now.
+    in shared memory. Lines inform: what cannot be written is dropped, and the next one says how many were (`dropped`).
+    lives: thread-safe, the processes that run now.
     """
 
     def __init__(
@@ -292,10 +299,13 @@ class Sampler:
         self._write()
 
     def _write(self) -> None:
-        line = self.line(time.time_ns())
+        line, file = self.line(time.time_ns()), self._file
         if line["workers"]:
-            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            self._file.close()
+            if file.dropped:
+                line["dropped"] = file.dropped
+            if file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n"):
+                file.dropped = 0
+            file.close()
 
 
 def rotate(path: Path, most_files: int) -> None:

@@ -22,9 +22,10 @@ from everstep.train.replica import StageReplica
 from everstep.train.run import Run
 from everstep.train.saving import Whole
 from everstep.train.session import Session
-from everstep.train.stage import Parts, build_model, chosen_cut, cut_out, refuse_unsupported
+from everstep.train.stage import Parts, build_model, chosen_cut, cut_out
 from everstep.train.task import Task, calling
 from everstep.train.trainer import EarlyStop
+from everstep.train.unsupported import refuse_group, refuse_unsupported
 from everstep.train.view import Stages
 
 
@@ -92,6 +93,7 @@ class _Built:
         optimizer = calling(task, "build_optimizer", list(model.parameters()))
         scheduler = calling(task, "build_scheduler", optimizer)
         refuse_unsupported(model, optimizer, scheduler)
+        refuse_group()
         return Parts(model, optimizer, scheduler, units, dict(self._extras))
 
     def stages(self, first: Parts, order: AnyOrder, *, checked: bool) -> Stages:

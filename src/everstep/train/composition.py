@@ -23,6 +23,7 @@ from everstep.data.batch import to_device
 from everstep.data.loader import Recipe, fetch
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import tensor_digest
+from everstep.exact.extra_state import is_extra, keepers, packed
 from everstep.exact.seeding import UnitSeeder, build_seed, preserve_rng, seed_all
 from everstep.exact.trees import bundle
 from everstep.placement.cuts import ModelCut
@@ -108,7 +109,7 @@ def check_units(
             finally:
                 seeder.end_lane()
                 seeder.close()
-            buffers = {name: tensor_digest(b) for name, b in whole.model.named_buffers()}
+            buffers = {name: tensor_digest(b) for name, b in _kept_by(whole.model)}
             return output, list(_facts(output, "output")), buffers
 
         chain = _Chain(whole.units, cut, config.stages)
@@ -243,13 +244,22 @@ def _guarded(model: nn.Module) -> Iterator[BufferGuard]:
 
 
 def _refuse_outside(whole: Parts, after: Mapping[str, str]) -> None:
-    inside = {id(b) for unit in whole.units for b in unit.buffers()}
-    for name, buffer in whole.model.named_buffers():
-        if id(buffer) not in inside and tensor_digest(buffer) != after[name]:
+    inside = {id(b) for unit in whole.units for b in (*unit.buffers(), *unit.modules())}
+    apart = {name for name, module in keepers(whole.model) if id(module) not in inside}
+    apart |= {name for name, buffer in whole.model.named_buffers() if id(buffer) not in inside}
+    for name, buffer in _kept_by(whole.model):
+        if name in apart and tensor_digest(buffer) != after[name]:
+            kind = "extra state" if is_extra(name) else "buffer"
             raise ConfigError(
-                f"buffer {name} lies outside all units and changes in the forward pass; with stages, Task.units must "
+                f"{kind} {name} lies outside all units and changes in the forward pass; with stages, Task.units must "
                 "hold it, or use stages: 1"
             )
+
+
+def _kept_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and extra state, by name."""
+    yield from model.named_buffers()
+    yield from ((name, packed(name, module)) for name, module in keepers(model))
 
 
 def _leaves_behind(tree: Any, stop: set[Any]) -> list[Tensor]:

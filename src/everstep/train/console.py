@@ -6,7 +6,6 @@ job has a plan waits until it has one; of a later life of a worker it is dropped
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 _MOST_WAITING = 10_000  # characters of a script that prints before it joins
+MOST_UNSHOWN_BYTES = 1 << 20
+"""Of lines that wait for a full disk."""
 OUTPUT_FILE = Path("logs") / "output.log"
 
 
@@ -25,7 +26,8 @@ def older(path: Path) -> Path:
 class LeaderConsole(io.TextIOBase):
     """Stands in for stdout. `leads`: whether this worker leads, None while nobody knows. `first`: its first life.
 
-    What is shown goes through a file that begins anew at `most_bytes`.
+    What is shown goes through a file that begins anew at `most_bytes`. Lines that a full disk refuses wait for
+    the next.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class LeaderConsole(io.TextIOBase):
         self._path = run_dir / OUTPUT_FILE
         self._leads = leads
         self._line = ""
+        self._unshown = bytearray()
+        self._lost = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -73,6 +77,11 @@ class LeaderConsole(io.TextIOBase):
         if self._line:
             self._line += "\n"
             self._show(len(self._line))
+        if self._unshown or self._lost:
+            self._put()
+            count = self._unshown.count(b"\n") + self._lost
+            if count:
+                self._log.write(f"everstep: {count} lines are here and not in {self._path.name}: the disk was full\n")
         self._log.flush()
 
     def _show(self, end: int) -> None:
@@ -84,10 +93,23 @@ class LeaderConsole(io.TextIOBase):
             return
         lines, self._line = self._line[:end], self._line[end:]
         if leads:
-            with contextlib.suppress(OSError):  # a full disk does not stop training
-                with open(
-                    self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)
-                ) as file:
-                    file.write(lines.encode(errors="replace"))
-                    if file.tell() > self._most_bytes:
-                        os.replace(self._path, older(self._path))
+            data = lines.encode(errors="replace")
+            if len(self._unshown) + len(data) <= MOST_UNSHOWN_BYTES and not self._lost:
+                self._unshown += data
+            else:
+                self._lost += data.count(b"\n")
+            self._put()
+
+    def _put(self) -> None:
+        """Append what waits; a full disk does not stop training, and what did not fit comes later."""
+        try:
+            with open(self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                del self._unshown[: file.write(self._unshown)]
+                if self._lost and not self._unshown:
+                    said = f"everstep: {self._lost} lines are missing here: the disk was full\n"
+                    self._lost, self._unshown = 0, bytearray(said.encode())
+                    del self._unshown[: file.write(self._unshown)]
+                if file.tell() > self._most_bytes and not self._unshown:
+                    os.replace(self._path, older(self._path))
+        except OSError:
+            pass

@@ -7,6 +7,7 @@ seed, and the results are folded in chunk order. What a dead worker leaves undon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -119,8 +120,9 @@ class Waves:
         self._local = {}
         models = [replica.parts.model for replica in view.stages.values()]
         modes = [model.training for model in models]
+        shields = ExitStack()
         for replica in view.stages.values():
-            replica.lanes.settle_buffers()
+            shields.enter_context(replica.lanes.shielded())
             replica.parts.model.eval()
         try:
             for place, index in enumerate(self._missing()):
@@ -132,6 +134,7 @@ class Waves:
         finally:
             for model, mode in zip(models, modes, strict=True):
                 model.train(mode)
+            shields.close()
 
     def _holder(self, plan: Plan, part: int, place: int) -> int:
         pool = [seat.worker_id for seat in plan.pool(part % plan.stages) if seat.lanes]

@@ -22,6 +22,7 @@ from everstep.base.digests import DIGEST_VERSION
 from everstep.base.errors import EverstepError
 from everstep.base.plan import Plan
 from everstep.exact import topology
+from everstep.exact.extra_state import is_extra, to_file, unpack
 from everstep.exact.image import BLOCK_BYTES, Scatter, entries_of, write_blocks
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.operations import Finish
@@ -54,11 +55,14 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict as contiguous CPU tensors that share no storage, in a fixed order of names.
+    """state_dict as contiguous CPU tensors that share no storage, in a fixed order of names; extra state too.
 
     A tied parameter appears under each of its names, as in the model's own state_dict.
     """
-    return {name: t.detach().cpu().clone().contiguous() for name, t in sorted(model.state_dict().items())}
+    return {
+        name: to_file(name, t) if is_extra(name) else t.detach().cpu().clone().contiguous()
+        for name, t in sorted(model.state_dict().items())
+    }
 
 
 class Finisher:
@@ -144,6 +148,9 @@ def names_of(model: nn.Module, state: ModelState) -> dict[str, str]:
     by_place = {(t.data_ptr(), tuple(t.shape), t.dtype): e.name for e, t in mine if t.numel()}
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_extra(name):
+            names[name] = _MODEL + name
+            continue
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         names[name] = _MODEL + name if _MODEL + name in by_name else by_place[place]
     return names
@@ -164,4 +171,7 @@ def _tensors(manifest: Mapping[str, Any], names: Mapping[str, str], blocks: list
             dtype = getattr(torch, entry.dtype)
             flat = torch.frombuffer(data, dtype=dtype) if entry.nbytes else torch.empty(0, dtype=dtype)
             found[entry.name] = flat.view(entry.shape)
-    return {name: found[entry].clone() for name, entry in names.items()}
+    return {
+        name: to_file(name, unpack(found[entry])) if is_extra(name) else found[entry].clone()
+        for name, entry in names.items()
+    }

@@ -31,8 +31,9 @@ from everstep.train.rehearsal import LifeLink
 from everstep.train.rehearsing import Conclude, beside_script
 from everstep.train.restarts import unpassed
 from everstep.train.run import Run
-from everstep.train.stage import Parts, refuse_unsupported
+from everstep.train.stage import Parts
 from everstep.train.unpassed import unpassed_scheduler
+from everstep.train.unsupported import refuse_group, refuse_unmade, refuse_unsupported
 
 _launched: LaunchedLink | LifeLink | None = None
 _called = False
@@ -121,6 +122,8 @@ def join(
     given = {"lanes": lanes, "micro_batch": micro_batch, "clip_norm": clip_norm, **config}
     link = _link(given, Path(run_dir) if run_dir is not None else None)
     refuse_unsupported(model, optimizer, scheduler)
+    refuse_unmade(model)
+    refuse_group()
     lost = unpassed_scheduler(optimizer, (scheduler, *(state or {}).values()), ignore, sys._getframe())
     if lost is not None and link.config.rehearse and not isinstance(link, LifeLink):
         raise ConfigError(str(unpassed(*lost)))

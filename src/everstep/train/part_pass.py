@@ -17,6 +17,8 @@ from everstep.base.errors import DeterminismError, EverstepError, InvariantViola
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard
 from everstep.exact.digest import named_digest
+from everstep.exact.extra_state import keepers, packed
+from everstep.exact.parameters import ParameterWatch
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle, bundle, faithful_clone, gradients, open_gradients
 from everstep.train.model_call import EntryHolder, Loss, ModelCall, tensors_in
@@ -65,6 +67,7 @@ class LaneProbe:
     def forward(self, units: Sequence[nn.Module], lane: Lane) -> None:
         """A forward pass is over. Raises: DeterminismError if the second one has given something else."""
         named = [(f"buffer {k} {n}", b) for k, unit in enumerate(units) for n, b in unit.named_buffers()]
+        named += [(f"extra {k} {n}", packed(n, m)) for k, unit in enumerate(units) for n, m in keepers(unit)]
         named += [(f"output {k}", t) for k, t in enumerate(lane.outputs.tensors if lane.outputs is not None else ())]
         loss = "" if lane.scaled is None else f"{lane.scaled[1].hex()} {lane.scaled[2].hex()}"
         self._compare("outputs or buffers", f"{named_digest(named)} {loss}")
@@ -95,6 +98,7 @@ class PartPass:
     _loss: Loss
     accumulator: LaneAccumulator
     guard: BufferGuard
+    watch: ParameterWatch
     _seeder: UnitSeeder
     _autocast: Callable[[], Any]
     _probing: Callable[[], bool]
@@ -113,6 +117,7 @@ class PartPass:
     def begin_step(self, step: int) -> None:
         """A step begins: nothing of another one is in flight."""
         self.guard.begin_step(step)
+        self.watch.begin_step()
         self._flights = {}
 
     def drop(self) -> None:
@@ -201,14 +206,15 @@ class PartPass:
             if lane.scaled is not None:
                 loss = lane.scaled[0]
                 torch.autograd.backward(loss if scale == 1.0 else loss * scale)
-                return
-            found = open_gradients(_there(back))
-            pairs = zip(_there(lane.outputs).tensors, found, strict=True)
-            roots = [(t, g) for t, g in pairs if g is not None]
-            if roots:
-                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+            else:
+                found = open_gradients(_there(back))
+                pairs = zip(_there(lane.outputs).tensors, found, strict=True)
+                roots = [(t, g) for t, g in pairs if g is not None]
+                if roots:
+                    torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         finally:
             self._seeder.end_lane()
+        self.watch.look()
 
     def _pass(self, step: int, number: int, lane: Lane) -> Lane:
         self.guard.begin_lane_apart()
@@ -218,6 +224,7 @@ class PartPass:
                 lane = self._run_forward(lane)
         finally:
             self._seeder.pause()
+        self.watch.look()
         self.guard.leave_lane(number)
         return lane
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.plan import WorkerKey
-from everstep.observe.events import EventLog, last_committed_step, told_lately
+from everstep.observe.events import EventLog, last_committed_step, told_lately, warned_of
 from everstep.order.ledger import LaneUse, LedgerRow, encode_row
 from everstep.protocol.driver.records import StepOutcome
 from everstep.runtime.address import EVENTS_FILE
@@ -43,7 +43,7 @@ class Publisher:
         self._pending: dict[int, _Held] = {}
         self._untold: dict[int, _Held] = {}
         self._committed_ns: dict[int, int] = {}
-        self._told_waiting = self._told_given_up = False
+        self._told_waiting = self._told_given_up = self._told_nonfinite = False
         self._leading = False
         self._released = 0
         self._reported_through = 0
@@ -115,7 +115,7 @@ class Publisher:
                 self.emit(kind, step=step, **fields)
 
     def emit(self, kind: str, **fields: Any) -> bool:
-        """An event of this worker's. Returns whether it was written."""
+        """An event of this worker's. Returns whether it is written, or will be."""
         return self._events.write(kind, **fields)
 
     def close(self) -> None:
@@ -128,6 +128,7 @@ class Publisher:
             )
             log.warning("%s", reason)
             self.emit("warning", cause=Cause.DISK, reason=reason)
+        self._events.close()
 
     def _write_ledger(self) -> None:
         """Write what is released, and what has waited; say once that the disk refuses it, as soon as that works."""
@@ -141,7 +142,17 @@ class Publisher:
             reason = f"rows of the ledger are given up: {ledger.waiting} wait for the disk, and no more are kept"
             self._told_given_up = self.emit("warning", cause=Cause.DISK, reason=reason)
 
+    def _warn_of_nonfinite(self, step: int, generation: int, found: str) -> None:
+        """Said once: what follows is in the events of the steps. Before the step's own event, so that whoever leads
+        next, and looks what was told, finds neither or both."""
+        if not self._told_nonfinite and not warned_of(self._events_path, Cause.NONFINITE):
+            reason = f"step {step}: {found}; further such steps are counted"
+            self.emit("warning", step=step, generation=generation, cause=Cause.NONFINITE, reason=reason)
+        self._told_nonfinite = True
+
     def _report(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:
+        if "nonfinite" in extra:
+            self._warn_of_nonfinite(outcome.step, generation, extra["nonfinite"])
         self._events.write(
             "step_committed",
             time_unix_ns=self._committed_ns.get(outcome.step) or time.time_ns(),

@@ -26,7 +26,7 @@ from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout, align_paramete
 from everstep.exact.reduce import TiePlace, block_norms, stage_terms
 from everstep.exact.seeding import derive, seed_all
 from everstep.exact.state import ModelState
-from everstep.protocol.driver.records import StageSection, StepOutcome
+from everstep.protocol.driver.records import StageSection, StepOutcome, nonfinite
 from everstep.train.elastic import LrPolicy
 from everstep.train.loop_guard import refused
 from everstep.train.model_call import Loss
@@ -82,7 +82,7 @@ class StageReplica:
             extras["everstep.lr_policy"] = self._lr_policy
         self.state = ModelState(parts.model, parts.optimizer, parts.scheduler, extras, parts.units, spec.share)
         self.application = ModelState(nn.Module(), extras=parts.extras)
-        self._needs_norms = config.clip_norm is not None or scaler.enabled
+        self._needs_norms = config.clip_norm is not None or scaler.enabled or config.on_nonfinite != "warn"
 
     @property
     def loop(self) -> LoopLane:
@@ -130,7 +130,8 @@ class StageReplica:
     def apply(
         self, outcome: StepOutcome, reduced: Reduced, workers: int, received: TiedGradients | None = None
     ) -> dict[str, Any]:
-        """Apply a decided step; returns what is worth telling: whether the optimizer stepped, and the gradient norm.
+        """Apply a decided step; returns what is worth telling: whether the optimizer stepped, the gradient norm,
+        and what is not finite. A step that is left out for that leaves buffers and schedule as they were, too.
 
         received: as for `section`.
         """
@@ -139,9 +140,14 @@ class StageReplica:
         sumsq = outcome.sumsq
         if self._needs_norms:
             told["grad_norm"] = gradient_norm(sumsq, scale)
-        self.lanes.commit_buffers(outcome.step, outcome.buffers[self.spec.stage])
-        self._handover.commit_statistics(reduced)
-        applied = self._scaler.advance(math.isfinite(sumsq)) and outcome.weight > 0
+        found = nonfinite(outcome, scaled=self._scaler.enabled)
+        if found:
+            told |= {"nonfinite": found, "nonfinite_lanes": list(outcome.nonfinite_lanes)}
+        left_out = bool(found) and self._config.on_nonfinite != "warn"
+        self.lanes.commit_buffers(outcome.step, () if left_out else outcome.buffers[self.spec.stage])
+        if not left_out:
+            self._handover.commit_statistics(reduced)
+        applied = self._scaler.advance(math.isfinite(sumsq)) and outcome.weight > 0 and not left_out
         told["applied"] = applied
         if applied:
             self._handover.hand_over(reduced, scale * clip_factor(sumsq, scale, self._config.clip_norm), received)

@@ -65,6 +65,8 @@ class Step:
                     break
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
+        if not self.done:
+            session.updates.stop_if_nonfinite(self.number)
         self.done = True
         self._seed_loop(past=1)
 
@@ -111,6 +113,7 @@ class Step:
         """
         if not self.done:
             self._session.executor.ask(StepAsked(self.number))
+            self._session.updates.stop_if_nonfinite(self.number)
             self.done = True
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -261,7 +264,12 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), preserve_rng():  # who evaluates what must not be seen by what the loop draws next
+            lanes = session.view.stages.only.lanes
+            with (
+                torch.no_grad(),
+                preserve_rng(),
+                lanes.shielded(),
+            ):  # who evaluates what must not be seen by what the loop draws next
                 found = evaluate(
                     fn,
                     chunks,

@@ -27,6 +27,7 @@ from everstep.checkpoint.names import BEST, step_name
 from everstep.checkpoint.part import decode_report
 from everstep.checkpoint.pointers import read_pointer_value
 from everstep.checkpoint.reader import steps_in
+from everstep.exact.extra_state import is_extra
 from everstep.exact.state import ModelState
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.operations import AbandonSave, PartsThere, Save, SaveAsked, SaveEnded
@@ -65,7 +66,8 @@ class Whole:
     def of(model: nn.Module) -> Whole:
         """Of a model that has all its modules."""
         entries = ModelState(model).live_tensors()[0]
-        tensors = tuple((e.name.removeprefix(_MODEL), e.dtype, e.shape) for e in entries if e.name.startswith(_MODEL))
+        named = [(e.name.removeprefix(_MODEL), e) for e in entries if e.name.startswith(_MODEL)]
+        tensors = tuple((name, e.dtype, e.shape) for name, e in named if not is_extra(name))
         return Whole(tensors, names_record(model))
 
 

@@ -5,7 +5,8 @@ Apart from the replica because nothing here changes the state: the same lanes gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
 from everstep.exact.digest import named_digest
 from everstep.exact.layout import GradientLayout
+from everstep.exact.parameters import ParameterWatch
 from everstep.exact.reduce import StageSums
 from everstep.exact.seeding import UnitSeeder
 from everstep.exact.trees import Bundle
@@ -64,6 +66,7 @@ class StageLanes:
                 loss,  # type: ignore[arg-type]
                 LaneAccumulator(layout, parts.model, here),
                 BufferGuard(parts.model, modules),
+                ParameterWatch(parts.model, units),
                 self.seeder,
                 lambda: autocast(config.precision, device),
                 probing,
@@ -191,6 +194,14 @@ class StageLanes:
         for part in self._passes.values():
             part.guard.settle()
 
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What is done meanwhile leaves no trace in buffers and extra state: they are the step's before and after."""
+        with ExitStack() as stack:
+            for part in self._passes.values():
+                stack.enter_context(part.guard.shielded())
+            yield
+
     # ---- the end
 
     def discard(self) -> None:
@@ -265,6 +276,7 @@ class LoopLane:
         self._lanes.seeder.end_lane()
         if not self._spoke:
             raise TaskError("a batch was taken without step.backward(loss); call it once for every batch")
+        self._pass.watch.look()
         self._pass.accumulator.add(lane)
         self._lanes.note(LaneReport(lane, self._loss, self._weight, count, use))
 
@@ -277,6 +289,7 @@ class LoopLane:
 
     def again(self) -> None:
         """Enter the lane once more; what it has left is thrown away, and the guard puts the buffers back."""
+        self._pass.watch.look()
         self._first = self._digest()
         self._pass.guard.forget_lanes()
         for parameter in self._model.parameters():
@@ -297,7 +310,7 @@ class LoopLane:
         self._lanes.seeder.end_lane()
         named = [(f"grad {n}", p.grad) for n, p in self._model.named_parameters() if p.grad is not None]
         buffers = [(f"buffer {n}", b) for n, b in self._model.named_buffers()]
-        return f"{named_digest([*named, *buffers])} {self._loss.hex()}"
+        return f"{named_digest([*named, *buffers, *self._pass.guard.extras()])} {self._loss.hex()}"
 
     def _end_autocast(self) -> None:
         if self._autocast is not None:

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from everstep.base.errors import NonFinite
 from everstep.base.plan import Plan
 from everstep.base.ports import Hop, Reduced
 from everstep.exact.reduce import TiePlace, tied_out
 from everstep.protocol.driver import operations as do
-from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns
+from everstep.protocol.driver.records import AgreePayload, StepOutcome, committed_unix_ns, nonfinite
 from everstep.protocol.step_types import Discard, Record, Release
 from everstep.train.elastic import ElasticOrder
 from everstep.train.heal import Donor, StageGradient, pack_state
@@ -52,6 +53,15 @@ class Updates:
             do.EnteredPlan: self.entered,
             do.DropLanes: self.drop_lanes,
         }
+
+    def stop_if_nonfinite(self, number: int) -> None:
+        """The loop is through with a step. Raises: NonFinite if the job is to end for what was in it."""
+        config, outcome = self._view.config, self.outcome
+        if config.on_nonfinite != "stop" or outcome is None or outcome.step != number:
+            return
+        found = nonfinite(outcome, scaled=config.precision == "fp16")
+        if found:
+            raise NonFinite(f"step {number}: {found}; its update is left out, and the job stops (on_nonfinite: stop)")
 
     def begin_step(self) -> None:
         """The loop is about to ask for a step."""

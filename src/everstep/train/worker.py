@@ -19,6 +19,7 @@ from everstep.base.errors import (
     Evicted,
     InvariantViolation,
     JobFailed,
+    NonFinite,
     StateTainted,
     TaskError,
     cause_of,
@@ -37,7 +38,7 @@ from everstep.train.trainer import train
 log = logging.getLogger(__name__)
 
 EVICTED_EXIT_CODE = 75
-_FATAL = (ConfigError, DeterminismError)
+_FATAL = (ConfigError, DeterminismError, NonFinite)
 _STATELESS = (JobFailed, Evicted, DeterminismError, ConfigError, StateTainted)
 """What ends a worker without leaving a state that is worth to be saved."""
 

@@ -94,6 +94,7 @@ def test_the_summary_at_the_end() -> None:
         "steps": 4,
         "faults_survived": 2,
         "steps_lost": 0,
+        "nonfinite": None,
         "recoveries": 2,
         "recovery_s": {"median": 0.25, "max": 0.4},
         "generations": 2,

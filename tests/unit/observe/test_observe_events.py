@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -59,22 +60,45 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert len(seen) == 1200
 
 
-def test_a_full_disk_drops_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_wait_for_a_full_disk_and_what_is_never_written_is_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = EventLog("/dev/full")
-    assert not log.write("warning")
-    assert not log.write("warning")
-    assert capsys.readouterr().err.count("everstep:") == 1
+    assert log.write("warning")
+    assert log.write("warning")
+    assert capsys.readouterr().err.count("everstep:") == 1, "said once"
+    log.close()
+    assert "2 events of process" in capsys.readouterr().err
+    with open("/dev/full", "w") as full:  # the process's own words lie on the same disk
+        monkeypatch.setattr("sys.stderr", full)
+        assert EventLog("/dev/full").write("warning")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_more_than_can_wait_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.observe.events.MOST_WAITING_BYTES", 1000)
+    path = tmp_path / "later" / "events.jsonl"
+    log = EventLog(path)
+    kept = [log.write("warning", step=k) for k in range(20)]
+    assert 0 < sum(kept) < 20 and kept == sorted(kept, reverse=True)
+    path.parent.mkdir()
+    log.close()
+    *told, lost = read_events(path)
+    assert [event["step"] for event in told] == list(range(sum(kept)))
+    assert lost["reason"] == f"{20 - sum(kept)} events of this process were lost: {path} could not be written"
 
 
 def test_it_tries_again_when_the_file_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "later" / "events.jsonl"
     log = EventLog(path)
-    assert not log.write("warning", step=1)
+    assert log.write("warning", step=1, time_unix_ns=5)
     path.parent.mkdir()
     assert log.write("warning", step=2)
-    written, told = read_events(path)
-    assert written["step"] == 2 and told["reason"] == f"1 events of this process were lost: {path} could not be written"
-    assert log.write("warning", step=3) and len(read_events(path)) == 3, "told once"
+    first, second = read_events(path)
+    assert (first["step"], first["time_unix_ns"], second["step"]) == (1, 5, 2)
+    assert log.write("warning", step=3) and len(read_events(path)) == 3
     assert "No such file" in capsys.readouterr().err
 
 
@@ -84,12 +108,12 @@ def test_half_a_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     log.write("warning", step=1)
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:20]))
-    assert not log.write("warning", step=2)
+    assert log.write("warning", step=2)
     monkeypatch.undo()
     assert EventLog(path).write("warning", step=3)  # another process, which knows nothing of it
     assert log.write("warning", step=4)
-    assert len(path.read_bytes().splitlines()) == 5
-    assert [e["step"] for e in read_events(path)] == [1, 3, 4, None]
+    assert len(path.read_bytes().splitlines()) == 4 + 1, "the blank line ends what stayed of the half one"
+    assert [e["step"] for e in read_events(path)] == [1, 3, 2, 4]
 
 
 def test_the_last_committed_step_is_found_from_the_end(tmp_path: Path) -> None:

@@ -243,6 +243,21 @@ def test_the_last_that_hold_the_state_save_it_before_they_are_let_go():
     assert ended.state == "failed" and "boom" in ended.reason and "checkpoint of step 6 in x" in ended.reason
 
 
+def test_what_no_restart_can_help_ends_the_job_after_a_checkpoint_where_the_state_is_whole():
+    world = running(save_ns=30 * S)
+    words = {**WORDS, "fatal": True, "reason": "step 7: the loss of lane 3 is not finite"}
+    for worker in (1, 2, 0):
+        world.say(f"w{worker}.0", m.WorkerFailed(worker_id=worker, generation=1, **words))
+        assert world.last(m.JobEnded) is None and world.plan.worker_ids == (0, 1, 2) and world.plan.save
+    assert world.plan.generation == 2
+    for worker in (0, 1, 2):
+        world.entered(worker, 2, 8)
+    world.say("w0.0", m.Saved(worker_id=0, incarnation=0, step=7, ok=True, where="x/step-7"))
+    ended = world.last(m.JobEnded, "a1")
+    assert (ended.state, ended.exit_code) == ("failed", 1)
+    assert "lane 3 is not finite; checkpoint of step 7 in x/step-7" in ended.reason
+
+
 def test_who_waits_for_a_checkpoint_in_vain_is_let_go():
     world = running(1, save_ns=5 * S)
     world.say("w0.0", m.WorkerFailed(worker_id=0, generation=1, **WORDS))

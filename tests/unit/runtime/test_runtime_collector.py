@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from everstep.observe.logs import RECORD, WorkerLog
+from everstep.protocol.messages import WorkerLife
 from everstep.runtime.board import Board
-from everstep.runtime.collector import Collector, LineFile
+from everstep.runtime.collector import Collector, LineFile, Sampler
 
 
 def read(folder: Path, worker_id: int = 0) -> list[dict[str, Any]]:
@@ -105,6 +106,19 @@ def test_a_full_disk_costs_lines_which_are_counted(tmp_path: Path, monkeypatch: 
     file.close()
     lines = (tmp_path / "worker-0.jsonl").read_bytes().splitlines()
     assert (lines[0], lines[-1]) == (b"fits 1", b"fits 2")
+
+
+def test_samples_that_were_dropped_are_counted_in_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    folder.write_text("a file where the folder should be")
+    life = WorkerLife(worker_id=0, incarnation=0, pid=os.getpid())
+    sampler = Sampler(folder, "here", board_of(0, 0, 1), lambda: [life], 1000.0)
+    while sampler._file.dropped < 1:
+        os.sched_yield()
+    folder.unlink()
+    sampler.close()
+    (line,) = (folder / "here.jsonl").read_text().splitlines()
+    assert json.loads(line)["dropped"] == 1
 
 
 def test_dropped_lines_are_told_once_there_is_room(tmp_path: Path) -> None:

@@ -65,3 +65,26 @@ def test_a_full_disk_does_not_stop_the_script(tmp_path: Path) -> None:
     log = io.StringIO()
     print("on", file=LeaderConsole(log, tmp_path / "nowhere", lambda: True))
     assert log.getvalue() == "on\n"
+
+
+def test_lines_wait_for_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, log = run_dir / "logs", io.StringIO()
+    console = LeaderConsole(log, run_dir, lambda: True)
+    folder.rmdir()
+    print("one", file=console)
+    print("two", file=console)
+    folder.mkdir()
+    print("three", file=console)
+    assert shown(run_dir) == "one\ntwo\nthree\n"
+    monkeypatch.setattr("everstep.train.console.MOST_UNSHOWN_BYTES", 10)
+    (run_dir / OUTPUT_FILE).unlink()
+    folder.rmdir()
+    for k in range(4):
+        print(f"line {k}", file=console)
+    folder.mkdir()
+    console.finish()
+    assert shown(run_dir) == "line 0\neverstep: 3 lines are missing here: the disk was full\n"
+    folder_gone = LeaderConsole(log, run_dir / "nowhere", lambda: True)
+    print("never", file=folder_gone)
+    folder_gone.finish()
+    assert "everstep: 1 lines are here and not in output.log" in log.getvalue()

@@ -60,7 +60,7 @@ function tiles(run, nowMs) {
   const end = h.ended_ns ?? (h.running ? nowMs * 1e6 : h.last_ns);
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
-    ["Loss", number(h.loss, 4), Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", ")],
+    ["Loss", number(h.loss, 4), h.not_finite ? `not finite: ${h.not_finite}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), h.not_finite ? "bad" : ""],
     ["Samples/s", number(h.rate ?? h.mean_rate), h.rate === null && h.mean_rate ? "on average" : ""],
     ["Workers", h.wanted ? `${h.members} / ${h.wanted}` : `${h.members}`, beside.join(", "), dead || h.states.suspect ? "bad" : h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],

@@ -122,7 +122,11 @@ class Saving:
         """
         who, cause = describe(worker.key), message.cause
         if message.fatal:
-            self._progress.end("failed", Why(cause, f"{who}: {message.reason}"), message.exit_code)
+            why = Why(cause, f"{who}: {message.reason}")
+            if not message.holds:
+                self._progress.end("failed", why, message.exit_code)
+            elif self.ending is None:
+                self.end_after_saving("failed", why, message.exit_code, self._desk.config.save_ns)
             return False
         if message.sound >= 0 and self._agreement.plan.has(worker.key):
             self._progress.in_doubt(Why(cause, message.reason), message.sound)

@@ -89,8 +89,9 @@ class StepOutcome:
     sumsq: sum of squares of the whole model's unnormalised gradient, NaN without norms. samples: how many
     were used. buffers: by stage, for every worker there its encoded reports, one per part. digests: of the state before
     the step, by stage and worker, where they were due; ties: those of the copies of each parameter that several stages
-    hold, by name and (stage, worker). kept: the newest step that is in memory in all stages. save, save_cause: as in
-    `AgreePayload`.
+    hold, by name and (stage, worker). nonfinite_lanes: those whose loss is no finite number. gradient_finite: whether
+    that of the global batch is, as far as norms were exchanged. kept: the newest step that is in memory in all stages.
+    save, save_cause: as in `AgreePayload`.
     """
 
     step: int
@@ -106,6 +107,8 @@ class StepOutcome:
     save: tuple[tuple[str, ...], str] = ((), "")
     save_cause: Cause = Cause.UNKNOWN
     ties: Mapping[str, Mapping[tuple[int, int], str]] = field(default_factory=dict)
+    nonfinite_lanes: tuple[int, ...] = ()
+    gradient_finite: bool = True
 
     @property
     def ends(self) -> bool:
@@ -145,13 +148,15 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
     due = sorted((p for p in payloads.values() if p.save[0]), key=lambda p: END not in p.save[0])[:1]
     weight = fold(n_lanes, {k: r.weight for k, r in used.items()}, lambda a, b: a + b)
     loss = fold(n_lanes, {k: r.loss for k, r in used.items()}, lambda a, b: a + b)
+    sumsq = _sumsq(sections)
+    normed = any(section.norms for stage in sections for section in stage.values())
     return StepOutcome(
         step=step,
         lanes=lanes,
         workers=workers,
         loss=loss / weight if weight else math.nan,
         weight=weight,
-        sumsq=_sumsq(sections),
+        sumsq=sumsq,
         samples=sum(r.count for r in lanes),
         buffers={k: tuple(tuple(s.buffers) for s in stage.values()) for k, stage in enumerate(sections)},
         digests={k: {w: s.digest for w, s in stage.items() if s.digest} for k, stage in enumerate(sections)},
@@ -159,7 +164,19 @@ def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutc
         save=due[0].save if due else ((), ""),
         save_cause=due[0].save_cause if due else Cause.UNKNOWN,
         ties=_ties(sections),
+        nonfinite_lanes=tuple(k for k, r in used.items() if not math.isfinite(r.loss) or not math.isfinite(r.weight)),
+        gradient_finite=not normed or math.isfinite(sumsq),
     )
+
+
+def nonfinite(outcome: StepOutcome, *, scaled: bool) -> str:
+    """What of a step is not finite, in words; empty if nothing is. scaled: a gradient that is not finite alone is the
+    business of a loss scaler."""
+    lanes = outcome.nonfinite_lanes
+    if lanes:
+        listed = ", ".join(str(lane) for lane in lanes)
+        return f"the loss of lane{'s' if len(lanes) > 1 else ''} {listed} is not finite"
+    return "" if outcome.gradient_finite or scaled else "the gradient is not finite, though the loss of every lane is"
 
 
 def _ties(sections: Sequence[Mapping[int, StageSection]]) -> dict[str, dict[tuple[int, int], str]]:

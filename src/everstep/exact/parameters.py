@@ -1,0 +1,80 @@
+"""Parameters change in updates alone: whatever writes to one while a lane is computed is found, and named.
+
+Apart because a lane that changes a parameter (`max_norm` of an embedding, a clamp in `forward`, an optimizer in a hook)
+is seen by those that the same worker computes after it, and by nobody else: the result would depend on placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from everstep.base.errors import TaskError
+from everstep.exact.digest import tensor_digest
+
+
+class ParameterWatch:
+    """Of these modules of a model: `begin_step`, then `look` when a lane's passes have run.
+
+    Writes behind the version counter (through `.data`) are seen in the first lane alone.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._own = list(modules)
+        found = {id(p): p for module in self._own for p in module.parameters()}
+        self._named = [(names.get(key, "?"), p) for key, p in found.items()]
+        self._frozen = {key for key, p in found.items() if not p.requires_grad}
+        self._versions: list[int] = []
+        self._digests: list[str] | None = None
+        self._looked = False
+
+    def begin_step(self) -> None:
+        """The lanes of a step begin."""
+        self._versions = [_version(p) for _, p in self._named]
+        if not self._looked:
+            self._digests = [tensor_digest(p) for _, p in self._named]
+
+    def look(self) -> None:
+        """Raises: TaskError naming a parameter that was changed, was made, or has got another kind of gradient."""
+        for (name, parameter), version in zip(self._named, self._versions, strict=False):
+            if _version(parameter) != version:
+                raise _changed(name)
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise TaskError(
+                    f"parameter {name} has a sparse gradient, which is not summed exactly: use sparse=False"
+                )
+            if parameter.requires_grad and id(parameter) in self._frozen:
+                raise TaskError(
+                    f"parameter {name} did not require a gradient when training began, and does now: let it require "
+                    "one from the start, and set the learning rate of its group to 0 for as long as it is to stay"
+                )
+        if self._digests is not None:
+            self._looked, digests, self._digests = True, self._digests, None
+            self._look_closely(digests)
+
+    def _look_closely(self, digests: list[str]) -> None:
+        for (name, parameter), digest in zip(self._named, digests, strict=True):
+            if tensor_digest(parameter) != digest:
+                raise _changed(name)
+        known = {id(p) for _, p in self._named}
+        for module in self._own:
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in known:
+                    raise TaskError(
+                        f"parameter {name} ({type(module).__name__}) was made in the forward pass: make it in "
+                        "__init__, so that the optimizer and every other worker have it"
+                    )
+
+
+def _changed(name: str) -> TaskError:
+    return TaskError(
+        f"parameter {name} was changed while a batch was computed (by max_norm, a write in forward, or an optimizer in "
+        "a hook, say), so that batches would see each other: change it between steps, or in the optimizer"
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,152 @@
+"""What cannot be trained exactly, seen before anything is: each is refused by name, with what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from everstep.base.errors import ConfigError
+from everstep.exact.extra_state import refuse_uncarried
+from everstep.exact.layout import memory_of
+
+
+def refuse_unsupported(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raises: ConfigError for what a job cannot have."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module as the model, got {_named(model)}")
+    if not isinstance(optimizer, Optimizer):
+        several = isinstance(optimizer, list | tuple | dict)
+        remedy = "give one optimizer with several parameter groups" if several else "give a torch.optim.Optimizer"
+        raise ConfigError(f"expected one optimizer, got {_named(optimizer)}: {remedy}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which the update does not have: pass it as "
+            "state={'scheduler': scheduler} and call scheduler.step(metric) after run.evaluate, or use one that counts "
+            "steps"
+        )
+    if scheduler is not None and not all(hasattr(scheduler, name) for name in ("step", "state_dict")):
+        raise ConfigError(f"expected a scheduler with step() and state_dict(), got {_named(scheduler)}")
+    _refuse_optimizer(optimizer)
+    _refuse_wrapper(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is compiled by torch.jit, whose passes cannot be followed: give the module "
+                "itself, or torch.compile it"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(name or "the model", module)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        _refuse_tensor(name, tensor)
+    if not any(tensor.is_meta for _, tensor in tensors):  # else it was built to be looked at
+        _refuse_shared_memory(tensors)
+        refuse_uncarried(model)
+
+
+def refuse_group() -> None:
+    """Raises: ConfigError if the script has a process group of several of its own."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"torch.distributed is initialised, for {dist.get_world_size()} processes: workers compute different "
+            "micro-batches, and come and go, so that collectives between them would hang: remove init_process_group"
+        )
+
+
+def refuse_unmade(model: nn.Module) -> None:
+    """Raises: ConfigError naming a parameter or buffer that has no memory yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device: initialise the model first (model.to_empty(device='cpu'), and then its "
+                "values), or write an everstep.Task with meta_init: true"
+            )
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ConfigError(
+            f"{kind} evaluates the loss several times per update; use an optimizer without closures (step() alone)"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigError(
+            "SparseAdam takes sparse gradients, which are not summed exactly: use Adam, and sparse=False in embeddings"
+        )
+    for k, group in enumerate(optimizer.param_groups):
+        if group.get("capturable") and any(p.device.type == "cpu" for p in group["params"]):
+            raise ConfigError(
+                f"{kind}: group {k} has capturable=True, which is for CUDA graphs: leave it out on the CPU"
+            )
+
+
+def _refuse_wrapper(model: nn.Module) -> None:
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}: give the module in it (.module); "
+                "Everstep itself shares the batches out"
+            )
+    if isinstance(model, AveragedModel):
+        raise ConfigError(
+            f"{kind} is the average of a model, not what is trained: give the model itself, and the average as "
+            "state={'average': ...}, updated after each step"
+        )
+
+
+def _refuse_tensor(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise ConfigError(f"{name} has no shape yet (a lazy module): run the model once on a batch before training")
+    if tensor.is_quantized:
+        raise ConfigError(
+            f"{name} is quantized ({tensor.dtype}): train in floating point, and quantize what comes of it"
+        )
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{name} is {tensor.layout}; only dense tensors can be carried: keep it dense (.to_dense())")
+
+
+def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises: ConfigError naming tensors that overlap without being one: each would be carried by itself."""
+    spans = []
+    for name, tensor in named:
+        if tensor.numel():
+            size = 1 + sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            if size < tensor.numel():
+                raise ConfigError(f"elements of {name} share memory with each other (expand?): make it .contiguous()")
+            start = tensor.data_ptr()
+            spans.append((start, start + size * tensor.element_size(), name, tensor))
+    end, holder, held = -1, "", torch.empty(0)
+    for start, stop, name, tensor in sorted(spans, key=lambda span: span[:2]):
+        if start < end and memory_of(tensor) != memory_of(held):
+            raise ConfigError(
+                f"{holder} and {name} share memory without being one tensor; tie whole parameters (a.weight = "
+                "b.weight), or give each memory of its own (.clone())"
+            )
+        if stop > end:
+            end, holder, held = stop, name, tensor
+
+
+def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    kind = type(module).__name__
+    if module.sparse:
+        raise ConfigError(f"{name} ({kind}) has sparse gradients, which are not summed exactly: use sparse=False")
+    if module.max_norm is not None:
+        raise ConfigError(
+            f"{name} ({kind}) has max_norm={module.max_norm:g}: it changes its weight in every forward pass, so that "
+            "lanes would see each other: leave max_norm out, and scale what it returns in the model"
+        )
+
+
+def _named(value: Any) -> str:
+    return type(value).__name__ if value is not None else "nothing"
