@@ -68,9 +68,17 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoints",
 }
 NAMES = re.compile(r"[\w.:]+")
-CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, yaml, click, OpenTelemetry
+CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, yaml, click, rich, OpenTelemetry
     {"_missing_", "_fields_", "find_class", "persistent_id", "persistent_load", "load_bytes", "encoding", "writable"}
-    | {"connection_made", "data_received", "connection_lost", "construct_mapping"}
+    | {
+        "connection_made",
+        "data_received",
+        "connection_lost",
+        "construct_mapping",
+        "flatten_mapping",
+        "writelines",
+        "render",
+    }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
     | {"generate_trace_id", "generate_span_id", "on_end"}
 )

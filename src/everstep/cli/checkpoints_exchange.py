@@ -24,6 +24,7 @@ from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.table import open_store
+from everstep.cli.terminal import console
 from everstep.report.words import size_text
 from everstep.runtime.address import JOB_FILE
 
@@ -256,10 +257,9 @@ def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None]
     if not shown or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as progress:
         task = progress.add_task(words, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

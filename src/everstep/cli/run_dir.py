@@ -7,7 +7,6 @@ What is found here is what the user is told; the workers look again, and go by w
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from everstep.base.config import Config
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
-from everstep.checkpoint.names import manifest_name, step_of
+from everstep.base.given import read_json
+from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
@@ -83,14 +83,16 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
     """
     path = run_dir / "final" / "digest.json"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(data, dict) or "model" not in data:
+    step = data.setdefault("step", 0) if isinstance(data, dict) else None
+    if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(data.get("model"), str):
         raise ConfigError(f"cannot read {path}: expected step, model and state")
-    return data
+    found: dict[str, Any] = data
+    return found
 
 
 def inspect(run_dir: Path, job: JobFile) -> Found:

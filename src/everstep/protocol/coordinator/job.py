@@ -64,12 +64,15 @@ class JobState:
 def replay(job: JobState, journal: Iterable[dict[str, Any]]) -> bool:
     """Bring the job to where the journal ends. Returns whether there was anything in it.
 
-    Raises: ProtocolError if the journal holds a plan that is none.
+    Raises: ProtocolError if the journal holds what no coordinator writes.
     """
     found = False
     for entry in journal:
         found = True
-        _replay(job, entry)
+        try:
+            _replay(job, entry)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ProtocolError(f"expected what a coordinator's journal says, found {entry!r:.100}: {error}") from None
     if job.agreement.plan is not NO_PLAN:
         _look_for_members(job)
     return found
