@@ -66,6 +66,11 @@ class JobFile:
     split_checked: bool = False
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str | None:
+        """What its checkpoints call it; None if nobody knows when it was created."""
+        return f"{self.created_unix_ns:x}" if self.created_unix_ns else None
+
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
         said = {**vars(self), "config": to_dict(self.config), "seed": self.config.seed}

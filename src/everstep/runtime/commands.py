@@ -56,8 +56,8 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     except TimeoutError:
         raise NoAnswer(f"the coordinator of {run_dir} did not answer within {timeout_s:g} s: try again") from None
     except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise NoJobRunning(f"no job is running in {run_dir} ({why})") from None
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        raise NoJobRunning(f"no job is running in {run_dir} ({said})") from None
     if not reply.ok:
         raise ConfigError(reply.error)
     return reply.result
