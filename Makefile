@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended fuzz bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    check, then simulator, real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
+	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -93,6 +94,11 @@ sim: $(STAMP)
 # What takes longer, in parts.
 extended: $(STAMP)
 	$(BIN)/python tests/extended.py
+
+# Inputs that others may have prepared, for longer; one parser by FUZZ=NAME.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 bench: $(STAMP)
 	mkdir -p bench/out

@@ -18,7 +18,7 @@ MARGIN_BYTES = 1 << 30
 READERS = {
     "job.json": ("status", "ledger", "top --once", "report", "checkpoints ls", "metrics --once", "scale"),
     "dataset.json": ("status", "ledger"),
-    "events.jsonl": ("status", "ledger", "logs", "top --once", "report", "metrics --once"),
+    "events.jsonl": ("status", "ledger", "logs", "top --once", "report", "metrics --once", "chaos report"),
     "coordinator.json": ("status", "top --once", "scale"),
     "token": ("status", "scale"),
     "lock": ("status", "scale"),
@@ -118,7 +118,11 @@ def ask(words: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     name, *options = words.split()
     more = {"verify": [str(run_dir)], "scale": ["--workers", "2"]}.get(name, [])
     begun_s = time.process_time()
-    argv = [name, *options, str(run_dir), *more] if name == "checkpoints" else [name, str(run_dir), *more, *options]
+    argv = (
+        [name, *options, str(run_dir), *more]
+        if name in ("checkpoints", "chaos")
+        else [name, str(run_dir), *more, *options]
+    )
     code = run_command(argv)
     assert time.process_time() - begun_s < 20
     return code, capsys.readouterr().err
