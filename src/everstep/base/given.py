@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import select
 import stat
@@ -94,12 +95,12 @@ def skip_hole(file: BinaryIO, data: bytes) -> None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What a JSON text says, in which every key of an object is said once.
+    """What a JSON text says, in which every key of an object is said once, and every number is finite.
 
     Raises: ValueError, whatever is wrong.
     """
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -114,6 +115,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key is given twice")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is beyond all numbers")
+    return number
 
 
 def _refuse(constant: str) -> Any:
