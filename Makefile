@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment fuzz bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -20,6 +20,7 @@ help:
 	@echo "make chaos   only the tests that inject faults into real processes"
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
 	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
+	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -99,6 +100,11 @@ extended: $(STAMP)
 SEEDS = 0:500
 torment: $(STAMP)
 	@$(BIN)/python tests/torment.py $(SEEDS)
+
+# Inputs that others may have prepared, for longer; one parser by FUZZ=NAME.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 bench: $(STAMP)
 	mkdir -p bench/out

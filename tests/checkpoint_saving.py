@@ -14,7 +14,7 @@ from everstep.base.cause import Cause
 from everstep.base.config_keys import DiskTierConfig
 from everstep.base.errors import CheckpointCorrupt, StoreError
 from everstep.checkpoint.manifest import JobIdentity, Manifest
-from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, Sign, WriteOutcome, unsigned
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import DirectoryStore
@@ -114,6 +114,7 @@ def save(
     incremental: bool = False,
     rule: DiskTierConfig | None = None,
     job: str = "job-a",
+    sign: Sign = unsigned,
     **facts: Any,
 ) -> Manifest:
     """A checkpoint of an unsplit job. Raises: StoreError if there is none in the end."""
@@ -127,7 +128,7 @@ def save(
         ended.set()
 
     writer = ManifestWriter(
-        store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy"
+        store, identity_of(state, job), rule or DiskTierConfig(keep_last=1000), done, best_metric="accuracy", sign=sign
     )
     try:
         due = Due(("disk",), facts.pop("reason", ""), Cause.REQUESTED)

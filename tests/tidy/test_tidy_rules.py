@@ -38,6 +38,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.asserts, "everstep.base.x", "assert True"),
     (rules.pickles, "everstep.base.x", "import pickle"),
     (rules.pickles, "everstep.exact.x", "torch.load('x')"),
+    (rules.unguarded, "everstep.cli.x", "text = (run_dir / 'job.json').read_text()"),
+    (rules.unguarded, "everstep.cli.x", "shown = Console(stderr=True)"),
     (rules.own_processes, "everstep.cli.x", "import sys\ncommand = [sys.executable, '-m', 'everstep']"),
     (rules.unfinished, "everstep.base.x", "raise NotImplementedError"),
     (rules.parsed_reasons, "everstep.report.x", "KILLED.match(one_line(event.get('reason')))"),
@@ -66,6 +68,8 @@ BAD: list[tuple[Rule, str, str]] = [
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
+    (rules.unguarded, "everstep.cli.terminal", "shown = Console(file=raw(stream))"),
+    (rules.unguarded, "everstep.runtime.process", "said = Path('/proc/self/cgroup').read_text()"),
     (rules.wrong_directions, "everstep.cli.x", "from everstep.base.errors import check"),
     (rules.wrong_directions, "everstep.runtime.x", "from everstep.observe.events import EventLog"),
     (rules.wrong_directions, "everstep.sim.x", "from everstep.protocol import messages"),

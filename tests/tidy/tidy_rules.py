@@ -68,11 +68,23 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoints",
 }
 NAMES = re.compile(r"[\w.:]+")
-CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, yaml, click, OpenTelemetry
+CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, yaml, click, rich, OpenTelemetry
     {"_missing_", "_fields_", "find_class", "persistent_id", "persistent_load", "load_bytes", "encoding", "writable"}
-    | {"connection_made", "data_received", "connection_lost", "construct_mapping"}
+    | {
+        "connection_made",
+        "data_received",
+        "connection_lost",
+        "construct_mapping",
+        "flatten_mapping",
+        "writelines",
+        "render",
+    }
     | {"list_commands", "get_command", "resolve_command", "format_commands"}
     | {"generate_trace_id", "generate_span_id", "on_end"}
+)
+READ_AS_THEY_ARE = frozenset(  # the kernel's files, our own, and the user's data
+    {"everstep.runtime.process", "everstep.runtime.collector", "everstep.report.style", "everstep.dashboard.app"}
+    | {"everstep.data.text"}
 )
 PUBLIC = frozenset(  # what users name, and nothing here does
     {"barrier"} | {f"ResNet{depth}{kind}" for depth in (34, 50, 101, 152) for kind in ("Digits", "Folder")}
@@ -229,6 +241,19 @@ def pickles(source: Source) -> Iterator[str]:
     for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLING_CALLS:
             yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
+
+
+def unguarded(source: Source) -> Iterator[str]:
+    """Files are read within bounds, and drawn on the terminal through one door."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        method = isinstance(node.func, ast.Attribute)
+        if method and name in ("read_text", "read_bytes") and source.module not in READ_AS_THEY_ARE:
+            yield f"{source.path}:{node.lineno}: {name}; use everstep.base.given, the file may be anything"
+        if name == "Console" and source.module != "everstep.cli.terminal":
+            yield f"{source.path}:{node.lineno}: Console; use everstep.cli.terminal.console, which shows text as text"
 
 
 def own_processes(source: Source) -> Iterator[str]:

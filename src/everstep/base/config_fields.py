@@ -5,6 +5,7 @@ Apart from the keys themselves (`config.py`), which are a table of these. Standa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +21,8 @@ _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 _NONE = {"none", "null", ""}
 _MISSING = object()
+_BEYOND = 1 << 63
+"""No whole number is as large: neither files nor messages hold it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,10 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
 
 def shown(value: Any) -> str:
     """A value in an error message: one line, not too long."""
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        text = str(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, say
+        text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -109,7 +115,7 @@ def free(value: Any) -> Any:
         return value
     try:
         return json.loads(value, parse_constant=_refuse)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     number = _to_float(value)
     return value if number is _MISSING else number
@@ -153,15 +159,14 @@ def _to_float(value: Any) -> Any:
 
 
 def _to_int(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    number: Any = value if isinstance(value, int) and not isinstance(value, bool) else _MISSING
     if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-    number = _to_float(value)
-    return int(number) if number is not _MISSING and number == int(number) else _MISSING
+        with contextlib.suppress(ValueError):
+            number = int(value)
+    if number is _MISSING:
+        real = _to_float(value)
+        number = int(real) if real is not _MISSING and real == int(real) else _MISSING
+    return number if number is _MISSING or abs(number) < _BEYOND else _MISSING
 
 
 def _to_bool(value: Any) -> Any:

@@ -119,6 +119,9 @@ class CheckpointConfig:
     best_metric: str | None = key(None, "evaluated metric by which checkpoints are compared")
     best_mode: str = key("max", "whether more or less of it is better", choices=("max", "min"))
     grace_s: float = key(30.0, "time for an emergency checkpoint after SIGTERM or SIGINT", low=0)
+    sign_key: str | None = key(
+        None, "private ed25519 key, a PEM file, that each one is signed with; none: they are not (checkpoints keygen)"
+    )
     allow_mismatch: bool = key(False, "load checkpoints of another model or config as far as they fit")
 
 

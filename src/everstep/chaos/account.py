@@ -68,7 +68,7 @@ class FaultAccount:
 
 def account(events: Iterable[JobEvent]) -> FaultAccount:
     """What the events of one job say."""
-    listed: Sequence[JobEvent] = sorted(events, key=lambda e: int(e.get("time_unix_ns") or 0))
+    listed: Sequence[JobEvent] = sorted(filter(_is_ours, events), key=lambda e: int(e["time_unix_ns"] or 0))
     found = FaultAccount()
     for event in listed:
         kind = str(event["kind"])
@@ -80,7 +80,7 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
         elif kind == "fallback":
             found.steps_redone += int(event.get("steps_redone") or 0)
         elif kind == "step_committed":
-            found.steps = max(found.steps, int(event["step"]))
+            found.steps = max(found.steps, int(event.get("step") or 0))
         elif kind in ("job_completed", "job_failed"):
             found.state = str(event.get("state") or kind.removeprefix("job_"))
             if found.state != "completed":
@@ -89,6 +89,13 @@ def account(events: Iterable[JobEvent]) -> FaultAccount:
         _struck(event, listed[k + 1 :]) for k, event in enumerate(listed) if event["kind"] == "fault_injected"
     ]
     return found
+
+
+def _is_ours(event: JobEvent) -> bool:
+    """Whether numbers are where numbers belong."""
+    numbers = [event.get(name) or 0 for name in ("time_unix_ns", "step", "steps_redone")]
+    times = "time_unix_ns" in event and isinstance(event.get("duration_s") or 0.0, int | float)
+    return times and all(isinstance(number, int) and abs(number) < 1 << 63 for number in numbers)
 
 
 def _struck(event: JobEvent, later: Sequence[JobEvent]) -> Struck:
@@ -105,7 +112,7 @@ def _struck(event: JobEvent, later: Sequence[JobEvent]) -> Struck:
 
 
 def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | None]:
-    struck_ns, who = int(event["time_unix_ns"]), event.get("worker_id")
+    struck_ns, who = int(event["time_unix_ns"] or 0), event.get("worker_id")
     kind = KINDS.get(str(event.get("fault")))
     if kind is not None and kind.outcome is not None:
         return kind.outcome, None
@@ -117,8 +124,8 @@ def _outcome(event: JobEvent, later: Sequence[JobEvent]) -> tuple[str, float | N
     end = next((e for e in evicted if (e.get("worker_id"), e.get("incarnation")) == life), None)
     if end is None:
         return "went on", None
-    evicted_ns = int(end["time_unix_ns"])
-    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"]) > evicted_ns), None)
+    evicted_ns = int(end["time_unix_ns"] or 0)
+    done = next((e for e in later if e["kind"] == "step_committed" and int(e["time_unix_ns"] or 0) > evicted_ns), None)
     back = any(e["kind"] == "worker_healed" and e.get("worker_id") == who for e in later)
     outcome = "evicted, healed and back" if back else "evicted"
     return outcome, None if done is None else (int(done["time_unix_ns"]) - struck_ns) / 1e9

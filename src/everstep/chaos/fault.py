@@ -18,6 +18,7 @@ COMPUTE_PHASES = ("load", "forward", "backward", "reduce", "agree", "update")
 PHASES = (*COMPUTE_PHASES, "settle", "heal", "finish")
 TARGETS = ("worker:N", "leader:STAGE", "backups:STAGE", "stage:STAGE", "coordinator", "random")
 _ALONE = ("coordinator", "random")
+_MOST_DIGITS = 9
 _RANKED = re.compile(r"worker:([0-9]{1,9})/([0-9]{1,9})")
 _NUMBERED = ("worker", "leader", "backups", "stage")
 
@@ -118,6 +119,12 @@ class Fault:
         return {"fault": str(self), "workers": list(target.numbers("worker")), "stages": list(stages)}
 
 
+def _number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ConfigError(f"expected numbers of at most {_MOST_DIGITS} digits, got {digits[:20]}...")
+    return int(digits)
+
+
 def parse_target(text: str) -> Target:
     """`worker:2`, `leader:0`, `backups:1`, `stage:1`, several of these with `+`; or alone `coordinator`, `random` or
     `worker:2/1`, rank 1 of its cell.
@@ -129,14 +136,14 @@ def parse_target(text: str) -> Target:
         return Target(text)
     ranked = _RANKED.fullmatch(text)
     if ranked is not None:
-        return Target("worker", int(ranked[1]), rank=int(ranked[2]))
+        return Target("worker", _number(ranked[1]), rank=_number(ranked[2]))
     found: list[Target] = []
     for part in parts:
         kind, _, number = part.partition(":")
         if kind not in _NUMBERED or not number.isdecimal():
             only = "; it stands alone" if part in _ALONE else ""
             raise ConfigError(f"unknown target {part!r}{only}; known: {', '.join(TARGETS)}, or several with +")
-        found.append(Target(kind, int(number)))
+        found.append(Target(kind, _number(number)))
     if len(set(found)) < len(found):
         raise ConfigError(f"target {text!r} names one twice")
     return Target(found[0].kind, found[0].number, tuple(found[1:]))

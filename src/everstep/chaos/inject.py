@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.cause import Cause
+from everstep.base.given import read_json
 from everstep.base.plan import Plan, WorkerKey
 from everstep.chaos.fault import COMPUTE_PHASES, Fault
 from everstep.chaos.kinds import KINDS, Blow, Lasting, OnCut
@@ -158,7 +159,7 @@ class Injector:
         first = _create(folder / name, f"{self._worker}\n" if victims is None else f"{json.dumps(victims)}\n")
         if victims is None:
             return first
-        meant = victims if first else json.loads((folder / name).read_text())
+        meant = victims if first else read_json(folder / name)
         me = self._worker.worker_id
         return me in meant and _create(folder / f"{name}.{me}", f"{self._worker}\n")
 
@@ -172,7 +173,7 @@ class Injector:
 
     def _coordinator_pid(self) -> int | None:
         try:
-            pid = int(json.loads((self._run_dir / "coordinator.json").read_text())["pid"])
+            pid = int(read_json(self._run_dir / "coordinator.json")["pid"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             text = f"chaos: cannot strike the coordinator, no pid in coordinator.json: {error}"
             self._report("warning", cause=Cause.INJECTED, reason=text)

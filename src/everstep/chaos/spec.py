@@ -7,7 +7,6 @@ same random faults from (seed, step) without talking to the others.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ _FORMS = {
     "until": "until=EVENT*COUNT",
 }
 _FAULT_KEYS = ("target", "at", *_FORMS)
+_MOST_SECONDS = 1e9
 _RANDOM_KEYS = ("p", "seed", "after_step")
 
 
@@ -161,7 +161,7 @@ def _parse_fault(kind: FaultKind, values: Mapping[str, str], index: int, now: bo
 
 def _until(text: str) -> tuple[str, int]:
     event, _, count = text.partition("*")
-    if event not in EVENTS or (count and not count.isdecimal()):
+    if event not in EVENTS or (count and not (count.isdecimal() and len(count) < 10)):
         raise ConfigError(f"until must be KIND or KIND*COUNT of events, got {text!r}{did_you_mean(event, EVENTS)}")
     return event, int(count or 1)
 
@@ -197,6 +197,8 @@ def _integer(values: Mapping[str, str], key: str, low: int) -> int:
         raise ConfigError(f"{key} must be a whole number, got {values[key]!r}") from None
     if number < low:
         raise ConfigError(f"{key} must be at least {low}, got {number}")
+    if number >= 1 << 63:
+        raise ConfigError(f"{key} must be less than 2**63, got {values[key][:40]}")
     return number
 
 
@@ -205,6 +207,8 @@ def _number(values: Mapping[str, str], key: str) -> float:
         number = float(values[key])
     except ValueError:
         raise ConfigError(f"{key} must be a number, got {values[key]!r}") from None
-    if not math.isfinite(number) or number < 0:
-        raise ConfigError(f"{key} must be a finite number of at least 0, got {values[key]}")
+    if not 0 <= number <= _MOST_SECONDS:
+        raise ConfigError(
+            f"{key} must be a finite number of at least 0, at most {_MOST_SECONDS:g}, got {values[key][:40]}"
+        )
     return number

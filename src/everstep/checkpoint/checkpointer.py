@@ -21,7 +21,7 @@ from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import CheckpointCorrupt, EverstepError, StoreError, cause_of
 from everstep.base.plan import Plan
 from everstep.checkpoint.manifest import JobIdentity, Manifest, decode, refuse_foreign
-from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome
+from everstep.checkpoint.manifest_writer import Extent, ManifestWriter, WriteOutcome, unsigned
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import (
     Base,
@@ -33,6 +33,7 @@ from everstep.checkpoint.part import (
     decode_report,
     encode_report,
 )
+from everstep.checkpoint.pointers import read_sealed
 from everstep.checkpoint.reader import (
     Checkpoint,
     manifests_of,
@@ -43,6 +44,7 @@ from everstep.checkpoint.reader import (
     steps_in,
 )
 from everstep.checkpoint.repair import Elsewhere, Repairer, Source
+from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.transfer import Uploader, open_object_tier, open_uploader
 from everstep.exact.state import ModelState
@@ -156,7 +158,7 @@ class Checkpointer:
             step = steps_in(self.store)[-1]
             if step != self._base.step:
                 name = manifest_name(step)
-                manifest = decode(self.store.read(name), name)
+                manifest = decode(read_sealed(self.store, name), name)
                 self._base = Base(step, manifest.depth, frozenset(manifest.state["blocks"]))
             return self._base if self._base.depth + 1 < self._config.disk.full_every else Base()
         return Base()
@@ -217,6 +219,7 @@ class Checkpointer:
                     lambda: self._uploader.holds if self._uploader is not None else (),
                     self._proven,
                     self._collected,
+                    Signer(config.sign_key).sign if config.sign_key is not None else unsigned,
                 )
             return self._manifests
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class _Reader(filesystem.FileSystemReader):
             raise ConfigError(f"{where} is no index of torch.distributed.checkpoint")
         for place in dict(found.storage_data or {}).values():
             name = place.relative_path
-            if not isinstance(name, str) or Path(name).name != name or not (self._folder / name).is_file():
+            own = isinstance(name, str) and Path(name).name == name and not (self._folder / name).is_symlink()
+            if not own or not (self._folder / name).is_file():
                 raise ConfigError(f"{where} names {str(name)[:100]!a}, which is no file of its directory")
         if found.storage_meta is None:
             found.storage_meta = metadata.StorageMeta()
@@ -98,6 +100,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
     """
     reader = _Reader(path)
     index = reader.read_metadata()
+    _check_sizes(path, index)
     paths = index.planner_data or {}
     flat: dict[str, Any] = {}
     for name, stored in index.state_dict_metadata.items():
@@ -110,12 +113,22 @@ def read_dcp(path: Path) -> dict[str, Any]:
             load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
         except CheckpointException as error:  # no Exception, and many lines long
             first = next(iter(error.failures.values()))[0]
-            raise ConfigError(f"cannot read {path} as dcp: {' '.join(str(first).split())[:200]}") from None
+            said = " ".join(str(first).split())[:200] or type(first).__name__
+            raise ConfigError(f"cannot read {path} as dcp: {said}") from None
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         _put(nested, tuple(paths.get(name, (name,))), value)
     found: dict[str, Any] = _lists(nested)
     return found
+
+
+def _check_sizes(path: Path, index: metadata.Metadata) -> None:
+    """Raises: ConfigError if an index names larger tensors than its files hold, for which memory would be taken."""
+    tensors = [of for of in index.state_dict_metadata.values() if isinstance(of, metadata.TensorStorageMetadata)]
+    wanted = sum(prod(of.size) * of.properties.dtype.itemsize for of in tensors)
+    there = sum((path / name).stat().st_size for name in {of.relative_path for of in index.storage_data.values()})
+    if wanted > there:
+        raise ConfigError(f"{path / '.metadata'} names tensors of {wanted} bytes, but its files have {there}")
 
 
 def _put(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -22,12 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from everstep.base.errors import ConfigError, StoreError
+from everstep.base.given import read_json
 from everstep.checkpoint.interchange import Weights
 from everstep.exact.extra_state import from_file, is_extra, to_file
 
 SAFETENSORS, HF, DCP, TORCH = "safetensors", "hf", "dcp", "torch"
 WITH_OPTIMIZER = (DCP, TORCH)
 SHARD_BYTES = 5_000_000_000
+_MOST_INDEX_BYTES = 256 << 20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -201,7 +203,7 @@ def _read_hf(path: Path) -> Weights:
     index = path / _INDEX
     if not index.is_file():
         return _read_safetensors(path / _SINGLE)
-    where = json.loads(index.read_text())["weight_map"]
+    where = read_json(index, _MOST_INDEX_BYTES)["weight_map"]
     weights = Weights()
     for shard in sorted(set(where.values())):
         if not isinstance(shard, str) or Path(shard).name != shard or not (path / shard).is_file():

@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, UnsetType
 from everstep.base.config import Config, numerics
 from everstep.base.errors import CheckpointCorrupt, ConfigError, check
 from everstep.checkpoint.names import MAX_STEP, PART_EXAMPLE, is_part
-from everstep.checkpoint.pointers import seal, unseal_one_of
+from everstep.checkpoint.pointers import detach, seal, unseal_one_of
 from everstep.exact.digest import digest_bytes
 from everstep.exact.extra_state import is_extra
 from everstep.exact.image import (
@@ -174,7 +174,7 @@ def decode(data: bytes | bytearray | memoryview, name: str) -> Manifest:
     Raises: CheckpointCorrupt if a byte differs, or it says what Everstep never writes. ConfigError if it is whole, but
     of a format that this version does not read.
     """
-    version, body = unseal_one_of(KIND, data, name, FORMATS)
+    version, body = unseal_one_of(KIND, detach(bytes(data))[0], name, FORMATS)
     try:
         form = msgspec.structs.asdict(check_form(body, version))
         return Manifest(
@@ -268,7 +268,7 @@ def _shown(row: tuple[str, tuple[int, ...]] | None) -> str:
 # manifest can write its digest too, and what it says leads to files, memory and tensors.
 
 
-MAX_HEAD_BYTES = 1 << 30
+MAX_HEAD_BYTES = 256 << 20
 _SHOWN = 100
 
 EntryRow = tuple[str, str, list[Count], Count, Count]

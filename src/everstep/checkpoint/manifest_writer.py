@@ -28,12 +28,20 @@ from everstep.checkpoint.assembly import Assembly, assemble
 from everstep.checkpoint.manifest import JobIdentity, Manifest
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.part import Base, LiveState, PartJob, PartReport, PartWriter
+from everstep.checkpoint.pointers import MOST_BYTES
 from everstep.checkpoint.reader import open_checkpoint, set_aside
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
 from everstep.exact.state import ModelState
 from everstep.exact.topology import same_state
 from everstep.protocol.driver.policy import Due
+
+Sign = Callable[[DirectoryStore, Manifest, bytes], bytes]
+
+
+def unsigned(store: DirectoryStore, manifest: Manifest, text: bytes) -> bytes:
+    """The text as it is."""
+    return text
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,15 @@ class ManifestWriter:
         held: Callable[[], Collection[int]] = tuple,
         proven: Callable[[int], int] = lambda step: 0,
         collected: Callable[[int], None] = lambda step: None,
+        sign: Sign = unsigned,
     ) -> None:
         """done: called from the thread for every step that was expected, once. held: steps that must stay for now.
         proven: after so many steps, the newest one whose state is known to be right. collected: called before that, by
-        whoever brings the last report or gives the step up."""
+        whoever brings the last report or gives the step up. sign: what makes a manifest's text a signed one."""
         self._proven = proven
         self._store, self._identity, self._rule, self._done = store, identity, rule, done
         self._metric, self._mode, self._held = best_metric, best_mode, held
-        self._collected = collected
+        self._collected, self._sign = collected, sign
         self._lock = threading.Condition()
         self._current: _Expected | None = None
         self._early: list[PartReport] = []
@@ -187,7 +196,9 @@ class ManifestWriter:
     def _complete(self, assembly: Assembly, extent: Extent) -> Manifest:
         manifest = assemble(assembly, self._older, _facts(self._identity, extent))
         self._check_files(manifest)
-        data = manifest.encode()
+        data = self._sign(self._store, manifest, manifest.encode())
+        if len(data) > MOST_BYTES:
+            raise StoreError(f"its manifest has {len(data)} bytes: at most {MOST_BYTES} can be read again")
         try:
             self._store.write(manifest_name(extent.step), [data], len(data), if_absent=True)
         except BlobExists:
@@ -282,8 +293,9 @@ def write_whole(
     step: int = 0,
     reason: str = "",
     application: Mapping[str, bytes] | None = None,
+    sign: Sign = unsigned,
 ) -> Manifest:
-    """Writes the state as the checkpoint of a step; durable when it returns.
+    """Writes the state as the checkpoint of a step; durable when it returns. sign: as for `ManifestWriter`.
 
     Raises: ConfigError if the store has that step already. StoreError.
     """
@@ -300,7 +312,7 @@ def write_whole(
         raise StoreError(f"cannot write {store.url}: {failed.reason if failed else 'nothing was written'}")
     extent = Extent(step, Due(reason=reason), application=application or {})
     manifest = assemble(assembly, lambda _: None, _facts(identity, extent))
-    text = manifest.encode()
+    text = sign(store, manifest, manifest.encode())
     try:
         store.write(manifest_name(step), [text], len(text), if_absent=True)
     except BlobExists:

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import EverstepError, StoreError, cause_of, check
+from everstep.base.errors import EverstepError, ProtocolError, StoreError, cause_of, check
 from everstep.checkpoint.manifest import PartFile
 from everstep.checkpoint.names import part_name
 from everstep.checkpoint.store import DirectoryStore, Draft, write_all
@@ -87,8 +87,11 @@ def encode_report(report: PartReport) -> bytes:
 
 
 def decode_report(data: bytes) -> PartReport:
-    """What `encode_report` made."""
-    return _decoder.decode(data)
+    """What `encode_report` made. Raises: ProtocolError if it is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"expected the report of a part: {str(error)[:200]!a}") from None
 
 
 @dataclass(frozen=True)

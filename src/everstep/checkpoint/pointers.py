@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
+from everstep.base.given import parse_json
 from everstep.checkpoint.names import MAX_STEP, PINS
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes
@@ -70,7 +71,7 @@ def _write(store: BlobStore, kind: str, name: str, body: Mapping[str, Any]) -> N
 
 def _read(store: BlobStore, kind: str, name: str) -> dict[str, Any] | None:
     try:
-        return unseal_one_of(kind, store.read(name), name, (FORMAT,))[1]
+        return unseal_one_of(kind, read_sealed(store, name), name, (FORMAT,))[1]
     except BlobMissing:
         return None
 
@@ -85,6 +86,14 @@ def _is_step(value: Any) -> bool:
 FORMAT = 1
 _HEAD = re.compile(rb'\{"everstep_([a-z]{1,20})":(\d{1,9}),"digest":"([0-9a-f]{32})","body":\n')
 _TAIL = b"}\n"
+_SIGNATURE = b',"signature":\n'
+_SIGNED = re.compile(
+    rb',"signature":\n\{"key":"([0-9a-f]{64})","files":\[((?:"[0-9a-f]{64}",)*"[0-9a-f]{64}"|)\],"value":"([0-9a-f]{128})"\}\}\n'
+)
+_HEX = re.compile("[0-9a-f]{64}")
+MOST_BYTES = 512 << 20
+_MOST_VALUES = 1 << 25
+"""Of a sealed file: 2 TB of state and more."""
 
 
 def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
@@ -113,15 +122,41 @@ def unseal_one_of(
         read = " and ".join(map(str, formats))
         raise ConfigError(f"{name} has format {version}; this version of Everstep reads {read}: use a newer one")
     try:
-        loaded = json.loads(body)
+        if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise ValueError(f"it holds more than {_MOST_VALUES} values")
+        loaded = parse_json(body)
         if b"\\ud" in body.lower():  # halves of characters cannot be written again, nor shown
             json.dumps(loaded, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        said = error if isinstance(error, json.JSONDecodeError) else type(error).__name__
+    except ValueError as error:
+        said = type(error).__name__ if isinstance(error, UnicodeError) else error
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: {said}") from None
     if not isinstance(loaded, dict):
         raise CheckpointCorrupt(f"{name} is not as Everstep writes it: expected an object")
     return version, loaded
+
+
+def read_sealed(store: BlobStore, name: str) -> bytes:
+    """The text of a sealed file. Raises: BlobMissing; CheckpointCorrupt if it is longer than any; StoreError."""
+    text = bytes(store.read(name, 0, MOST_BYTES + 1))
+    if len(text) > MOST_BYTES:
+        raise CheckpointCorrupt(f"{store.url}/{name} has more than {MOST_BYTES} bytes: expected what Everstep wrote")
+    return text
+
+
+def attach(text: bytes, signature: Mapping[str, Any]) -> bytes:
+    """A sealed file's text with a signature (key, files, value: hex digits) after its body."""
+    return text.removesuffix(_TAIL) + _SIGNATURE + json.dumps(signature, separators=(",", ":")).encode() + _TAIL
+
+
+def detach(text: bytes) -> tuple[bytes, dict[str, Any] | None]:
+    """A sealed file's text without its signature, and that; None if it has none, or one that is not as we write it,
+    which then is damage to the text."""
+    at = text.rfind(_SIGNATURE)
+    found = _SIGNED.fullmatch(text, at) if at >= 0 else None
+    if found is None:
+        return text, None
+    signature = {"key": found[1].decode(), "files": _HEX.findall(found[2].decode()), "value": found[3].decode()}
+    return text[:at] + _TAIL, signature
 
 
 def _head(kind: bytes, version: int, body: bytes) -> bytes:

@@ -19,7 +19,7 @@ from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, Ev
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import BEST, DAMAGED, LATEST, MANIFEST, is_damaged, manifest_name, step_name, step_of
 from everstep.checkpoint.part import tree_digest
-from everstep.checkpoint.pointers import read_pins, read_pointer
+from everstep.checkpoint.pointers import detach, read_pins, read_pointer, read_sealed
 from everstep.checkpoint.repair import Lost, Repairer
 from everstep.checkpoint.store import BlobStore
 from everstep.exact.digest import digest_bytes, digest_views
@@ -40,9 +40,12 @@ Told = Callable[[int, str], None]
 class Checkpoint:
     """One checkpoint of a store, whose manifest is whole. Thread-safe."""
 
-    def __init__(self, store: BlobStore, manifest: Manifest, repair: Repairer | None = None) -> None:
-        """repair: of blocks that do not match their digest; without one they are damage at once."""
-        self.store, self.manifest = store, manifest
+    def __init__(
+        self, store: BlobStore, manifest: Manifest, repair: Repairer | None = None, signed_by: str | None = None
+    ) -> None:
+        """repair: of blocks that do not match their digest; without one they are damage at once. signed_by: the public
+        key that it says it was signed with, which nobody has verified."""
+        self.store, self.manifest, self.signed_by = store, manifest, signed_by
         self._repair = repair
 
     @property
@@ -197,7 +200,8 @@ def open_checkpoint(store: BlobStore, step: int, repair: Repairer | None = None)
 
     Raises: as `read_manifest`.
     """
-    return Checkpoint(store, read_manifest(store, step)[0], repair)
+    manifest, text = read_manifest(store, step)
+    return Checkpoint(store, manifest, repair, (detach(text)[1] or {}).get("key"))
 
 
 def manifests_of(store: BlobStore, first: int | None = None) -> Iterator[Manifest]:
@@ -214,7 +218,7 @@ def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
     ConfigError if it is of a newer format.
     """
     name = manifest_name(step)
-    text = bytes(store.read(name))
+    text = read_sealed(store, name)
     manifest = decode(text, f"{store.url}/{name}")
     if manifest.step != step:
         raise CheckpointCorrupt(f"{store.url}/{name} is the manifest of step {manifest.step}: it belongs elsewhere")
@@ -223,6 +227,28 @@ def read_manifest(store: BlobStore, step: int) -> tuple[Manifest, bytes]:
     except (CheckpointCorrupt, RecursionError) as error:
         raise CheckpointCorrupt(f"{store.url}/{name} is not as Everstep writes it: {error}") from None
     return manifest, text
+
+
+def checked_bytes(store: BlobStore, part: PartFile, at_once: int = PIECE_BLOCKS * BLOCK_BYTES) -> Iterator[memoryview]:
+    """The bytes of a part, a few blocks at a time; the last one is followed by the comparison with its hashes. at_once:
+    bytes that are read at once, whole blocks.
+
+    Raises: CheckpointCorrupt.
+    """
+    head = memoryview(store.read(part.name, 0, part.data_at)).cast("B")
+    if len(head) != part.data_at or digest_bytes(head) != part.head:
+        raise CheckpointCorrupt(f"{store.url}/{part.name}: its first {part.data_at} bytes do not match their hash")
+    yield head
+    digests: list[str] = []
+    for at in range(part.data_at, part.size, at_once):
+        wanted = min(at_once, part.size - at)
+        data = memoryview(store.read(part.name, at, wanted)).cast("B")
+        if len(data) != wanted:
+            raise CheckpointCorrupt(f"{store.url}/{part.name} ends at byte {at + len(data)} of {part.size}")
+        digests += [digest_bytes(data[k : k + BLOCK_BYTES]) for k in range(0, wanted, BLOCK_BYTES)]
+        yield data
+    if tree_digest(digests) != part.tree:
+        raise CheckpointCorrupt(f"{store.url}/{part.name} does not match its hash: it was altered")
 
 
 def verify_blocks(checkpoint: Checkpoint) -> None:

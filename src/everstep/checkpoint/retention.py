@@ -13,7 +13,7 @@ from everstep.base.config_keys import TierConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError
 from everstep.checkpoint.manifest import Manifest, decode
 from everstep.checkpoint.names import BEST, LATEST, is_damaged, is_part, manifest_name, step_name, step_of
-from everstep.checkpoint.pointers import read_pins, write_pointer
+from everstep.checkpoint.pointers import read_pins, read_sealed, write_pointer
 from everstep.checkpoint.reader import open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.protocol.driver.policy import best_of, kept
@@ -44,7 +44,7 @@ class Shelf:
         for name in store.list("step-"):
             if is_damaged(name):
                 with suppress(CheckpointCorrupt, ConfigError, BlobMissing):
-                    shelf.aside |= {f.name for f in decode(store.read(name), name).files}
+                    shelf.aside |= {f.name for f in decode(read_sealed(store, name), name).files}
         return shelf
 
     def add(self, manifest: Manifest) -> None:

@@ -28,12 +28,11 @@ from everstep.base.errors import (
 from everstep.checkpoint.manifest import Manifest, PartFile, decode
 from everstep.checkpoint.names import manifest_name
 from everstep.checkpoint.object_store import ObjectOptions, ObjectStore, StoreRefused
-from everstep.checkpoint.part import tree_digest
-from everstep.checkpoint.reader import open_checkpoint, read_manifest, set_aside_after, steps_in
+from everstep.checkpoint.pointers import read_sealed
+from everstep.checkpoint.reader import checked_bytes, open_checkpoint, read_manifest, set_aside_after, steps_in
 from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import BlobStore, BytesLike
 from everstep.checkpoint.stores.table import open_store
-from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES
 from everstep.exact.topology import same_state
 
@@ -106,7 +105,7 @@ def _is_there(target: BlobStore, manifest: Manifest, text: bytes) -> bool:
     """
     name = manifest_name(manifest.step)
     try:
-        theirs = bytes(target.read(name))
+        theirs = read_sealed(target, name)
     except BlobMissing:
         return False
     if theirs == text:
@@ -130,7 +129,7 @@ def _holds(target: BlobStore, part: PartFile) -> bool:
             return target.fingerprint(part.name) == (part.size, part.mark)
         if target.size(part.name) != part.size:
             return False
-        for _ in _checked(target, part):
+        for _ in checked_bytes(target, part, _at_once(target)):
             pass
         return True
     except (BlobMissing, CheckpointCorrupt):
@@ -144,7 +143,7 @@ def _send(
 
     def chunks() -> Iterator[BytesLike]:
         sent = 0
-        for chunk in _checked(source, part):
+        for chunk in checked_bytes(source, part, _at_once(source)):
             if stopped():
                 raise TransferStopped(f"the transfer of {part.name} was stopped")
             yield chunk
@@ -155,6 +154,10 @@ def _send(
         target.write(part.name, chunks(), part.size, digest=part.mark)
     else:
         target.write(part.name, chunks(), part.size)
+
+
+def _at_once(store: BlobStore) -> int:
+    return _READ_BYTES_REMOTE if isinstance(store, ObjectStore) else _READ_BYTES
 
 
 def _refuse_in_use(target: BlobStore, part: PartFile) -> None:
@@ -176,28 +179,6 @@ def _refuse_in_use(target: BlobStore, part: PartFile) -> None:
                 f"{target.url} already holds another {part.name}, which step {step} refers to: choose another URL or "
                 "directory"
             )
-
-
-def _checked(store: BlobStore, part: PartFile) -> Iterator[memoryview]:
-    """The bytes of a part, a few blocks at a time; the last one is followed by the comparison with its hashes.
-
-    Raises: CheckpointCorrupt.
-    """
-    head = memoryview(store.read(part.name, 0, part.data_at)).cast("B")
-    if len(head) != part.data_at or digest_bytes(head) != part.head:
-        raise CheckpointCorrupt(f"{store.url}/{part.name}: its first {part.data_at} bytes do not match their hash")
-    yield head
-    digests: list[str] = []
-    step = _READ_BYTES_REMOTE if isinstance(store, ObjectStore) else _READ_BYTES
-    for at in range(part.data_at, part.size, step):
-        wanted = min(step, part.size - at)
-        data = memoryview(store.read(part.name, at, wanted)).cast("B")
-        if len(data) != wanted:
-            raise CheckpointCorrupt(f"{store.url}/{part.name} ends at byte {at + len(data)} of {part.size}")
-        digests += [digest_bytes(data[k : k + BLOCK_BYTES]) for k in range(0, wanted, BLOCK_BYTES)]
-        yield data
-    if tree_digest(digests) != part.tree:
-        raise CheckpointCorrupt(f"{store.url}/{part.name} does not match its hash: it was altered")
 
 
 # ---- in the background

@@ -19,6 +19,7 @@ import click
 
 from everstep.base.config import parse_set
 from everstep.base.errors import ConfigError, EverstepError, JobFailed
+from everstep.base.given import read_json
 from everstep.chaos.account import FaultAccount, account, missing
 from everstep.chaos.kinds import KINDS
 from everstep.chaos.scenarios import SCENARIOS, TASK, TINY, Scenario, named
@@ -29,7 +30,7 @@ from everstep.cli.running import ask_running
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
-from everstep.runtime.process import own_command
+from everstep.runtime.process import last_line, own_command
 
 _HELP = """Break jobs on purpose, and compare them with the undisturbed run, byte by byte.
 
@@ -362,7 +363,7 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
 def _job_facts(run_dir: Path) -> tuple[int, str]:
     """Seed and faults of a job."""
     try:
-        config = json.loads((run_dir / JOB_FILE).read_text())["config"]
+        config = read_json(run_dir / JOB_FILE)["config"]
         return int(config["seed"]), str(config["chaos"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0, ""
@@ -374,10 +375,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def _last_line(run_dir: Path) -> str:
-    with contextlib.suppress(OSError):
-        said = run_dir.with_suffix(".log").read_text(errors="replace").strip()
-        return said.rpartition("\n")[2].strip() or "no output"
-    return "no output"
+    return last_line(run_dir.with_suffix(".log")) or "no output"
 
 
 def print_result(result: Result, as_json: bool = False) -> None:

@@ -5,6 +5,7 @@ Apart from the command line, because it builds the task, which takes torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from everstep.base.config import Config, numerics, parse_set
 from everstep.base.errors import ConfigError
 from everstep.checkpoint.interchange import NAMES, names_record, take_weights
 from everstep.checkpoint.interchange_formats import detect, load_weights
+from everstep.checkpoint.keys import read_public_key
 from everstep.checkpoint.manifest import JobIdentity
-from everstep.checkpoint.manifest_writer import write_whole
+from everstep.checkpoint.manifest_writer import unsigned, write_whole
 from everstep.checkpoint.reader import steps_in
+from everstep.checkpoint.signing import Signer
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.transfer import transfer
 from everstep.cli.config_file import read_config_file
@@ -36,10 +39,12 @@ def import_weights(
     config_file: Path | None,
     settings: tuple[str, ...],
     scratch: Path,
+    told: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
     """Builds the task, gives it the weights, and writes step 0 into the store; returns what is to be told.
 
-    scratch: an empty directory, for what goes to an object store.
+    scratch: an empty directory, for what goes to an object store. told: where the weights come from, before they are
+    read.
 
     Raises: ConfigError naming what does not fit; StoreError; TaskError.
     """
@@ -49,6 +54,7 @@ def import_weights(
     spec = parse_task(text)
     if spec.kind == "script":
         raise ConfigError(f"task {text!r} is a script: only a Task's weights can be imported")
+    told(f"{path}: {kind}, which nobody signs; it is read as data")
     weights = load_weights(path)
     task = make_task(spec)
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
@@ -60,7 +66,15 @@ def import_weights(
     identity = JobIdentity(spec.canonical, numerics(config))
     target = store if isinstance(store, DirectoryStore) else DirectoryStore(scratch)
     application = {NAMES: names_record(parts.model)}
-    manifest = write_whole(target, replica.state, identity, reason=f"imported from {path}", application=application)
+    key = config.checkpoint.sign_key
+    manifest = write_whole(
+        target,
+        replica.state,
+        identity,
+        reason=f"imported from {path}",
+        application=application,
+        sign=Signer(key).sign if key is not None else unsigned,
+    )
     if target is not store:
         transfer(target, store, manifest.step)
     return {
@@ -72,6 +86,7 @@ def import_weights(
         "taken": taken,
         "tensors": len(weights.model),
         "optimizer": weights.optimizer is not None,
+        "signed_by": None if key is None else read_public_key(key),
     }
 
 

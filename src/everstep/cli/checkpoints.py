@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -80,6 +81,7 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
         "identity": dict(manifest.identity),
         "metrics": dict(manifest.metrics),
         "digest": manifest.state["digest"],
+        "signed_by": found.signed_by,
         "blocks": manifest.n_blocks,
         "files": [{"name": f.name, "size_bytes": f.size} for f in manifest.files],
         "tensors": [
@@ -95,6 +97,7 @@ def show_command(place: str, which: str | None, as_json: bool) -> int:
     print(f"reason: {manifest.reason or '-'}; generation {manifest.generation}; {numerics}")
     size, written = size_text(manifest.size_bytes), size_text(manifest.written_bytes)
     print(f"state {size} in {manifest.n_blocks} blocks, {written} written")
+    print(f"signed by {found.signed_by or 'nobody'}" + (", as it says" if found.signed_by else ""))
     for file in manifest.files:
         print(f"  {file.name}  {size_text(file.size)}")
     for entry in manifest.entries:
@@ -126,7 +129,8 @@ def _rows(place: StorePlace) -> list[dict[str, Any]]:
     for step in steps if place.step is None else [place.step]:
         row: dict[str, Any] = {"step": step, "place": store.url, "marks": marks.get(step, []), "damaged": None}
         try:
-            row |= _facts(open_checkpoint(store, step).manifest)
+            found = open_checkpoint(store, step)
+            row |= {**_facts(found.manifest), "signed_by": found.signed_by}
         except (CheckpointCorrupt, ConfigError) as error:
             row["damaged"] = str(error)
         except BlobMissing:
@@ -163,15 +167,23 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 @command.command("verify")
 @click.argument("places", nargs=-1, required=True, metavar="PLACE...")
 @click.option("--step", "which", metavar="STEP", help="Only this one: a step, latest, best or a pin (all).")
+@click.option("--require-signature", "key_file", metavar="KEY", help="Each must be signed with this key: a PEM file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def verify_command(places: tuple[str, ...], which: str | None, as_json: bool) -> int:
-    """Read every byte and compare it with its hash. Exit code 0: all is whole; 1: something is damaged."""
+def verify_command(places: tuple[str, ...], which: str | None, key_file: str | None, as_json: bool) -> int:
+    """Read every byte and compare it with its hash. Exit code 0: all is whole; 1: something is damaged.
+
+    With --require-signature also 1 where a checkpoint is unsigned, signed with another key, altered since, or, in a run
+    directory, of another job. KEY holds a public key, or the private one.
+    """
+    key = _public_key(key_file)
     problems: list[dict[str, Any]] = []
     checked = 0
     for text in places:
         number, found = _verify(_place(text), which, shown=not as_json)
         checked += number
         problems += found
+        if key is not None:
+            problems += _unsigned(text, _place(text), which, key)
     if as_json:
         print(json.dumps({"checked": checked, "problems": problems}))
     else:
@@ -200,6 +212,32 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 
         found = verify_store(place.store, steps if named else None, told)
     return len(steps), [{"place": place.store.url, "step": p.step, "name": p.name, "what": p.what} for p in found]
+
+
+def _public_key(key_file: str | None) -> str | None:
+    from everstep.checkpoint.keys import read_public_key
+
+    return None if key_file is None else read_public_key(key_file)
+
+
+def _unsigned(text: str, place: StorePlace, which: str | None, key: str) -> list[dict[str, Any]]:
+    """What keeps the checkpoints from being vouched for by a key."""
+    from everstep.checkpoint.reader import steps_in
+    from everstep.checkpoint.signing import check_signature
+    from everstep.cli.checkpoints_exchange import job_of
+
+    named = which is not None or place.step is not None
+    job, begins_after = job_of(text)
+    found = []
+    for step in [_step_of(place, which)] if named else steps_in(place.store):
+        try:
+            check_signature(place.store, step, key, job=None if step == begins_after else job)
+        except (BlobMissing, CheckpointCorrupt):
+            continue  # damage has been told
+        except ConfigError as error:
+            name = f"step-{step:010d}/manifest.json"
+            found.append({"place": place.store.url, "step": step, "name": name, "what": f"{name}: {error}"})
+    return found
 
 
 def _step_of(place: StorePlace, which: str | None) -> int:
@@ -336,6 +374,27 @@ def pin_command(place: str, name: str, which: str | None, remove: bool) -> int:
         step = pins[name] = choose(where, which).step
     write_pins(where.store, pins)
     print(f"{where.store.url}: step {step} is {'no longer' if remove else 'now'} pinned as {name}")
+    return 0
+
+
+# ---- keygen
+
+
+@command.command("keygen")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def keygen_command(file: Path, as_json: bool) -> int:
+    """Make a pair of keys for signing checkpoints: the private one in FILE, the public one in FILE.pub.
+
+    checkpoint.sign_key=FILE signs; --require-signature FILE.pub, of run and checkpoints verify, accepts no others.
+    """
+    from everstep.checkpoint.keys import make_keys
+
+    public, key = make_keys(file)
+    if as_json:
+        print(json.dumps({"private": str(file), "public": str(public), "key": key}))
+    else:
+        print(f"{file}: private, keep it to yourself; {public}: public, for who verifies; {key}")
     return 0
 
 

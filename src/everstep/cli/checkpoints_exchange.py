@@ -24,6 +24,8 @@ from everstep.checkpoint.pointers import read_pins, read_pointer
 from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.table import open_store
+from everstep.cli.job import read_job
+from everstep.cli.terminal import console
 from everstep.report.words import size_text
 from everstep.runtime.address import JOB_FILE
 
@@ -73,7 +75,9 @@ def export_command(
     size = sum(file.stat().st_size for file in files)
     told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
     told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
-    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}, {size_text(size)}")
+    told["signed_by"] = found.signed_by
+    vouched = f" of {found.name}, {origin_words(found)}" if found.signed_by else ""
+    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}{vouched}, {size_text(size)}")
     return 0
 
 
@@ -96,7 +100,8 @@ def import_command(
 
     place = find_place(target)
     with tempfile.TemporaryDirectory(prefix="everstep-import-") as scratch:
-        told = import_weights(path, task, place.store, config_file, settings, Path(scratch))
+        say = (lambda words: None) if as_json else print
+        told = import_weights(path, task, place.store, config_file, settings, Path(scratch), say)
     _tell(told, as_json, f"{told['to']}: step 0 of {task}; {told['taken']}")
     return 0
 
@@ -128,10 +133,13 @@ def copy_command(source: str, target: str, which: str | None, everything: bool, 
         "bytes": sum(item.bytes for item in done),
         "files": sum(item.files for item in done),
         "skipped_bytes": sum(item.skipped_bytes for item in done),
+        "signed_by": [choose(goal, str(item.manifest.step)).signed_by for item in done],
     }
     steps = ", ".join(str(step) for step in told["steps"])
     there = f", {size_text(told['skipped_bytes'])} were there already" if told["skipped_bytes"] else ""
-    _tell(told, as_json, f"{goal.store.url}: step {steps}; {size_text(told['bytes'])} copied{there}")
+    signed = [key[:16] for key in dict.fromkeys(told["signed_by"]) if key]
+    vouched = f"; signed by {', '.join(signed)}, as they say" if signed else ""
+    _tell(told, as_json, f"{goal.store.url}: step {steps}; {size_text(told['bytes'])} copied{there}{vouched}")
     return 0
 
 
@@ -201,9 +209,27 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
     return StorePlace(DirectoryStore(folder), step)
 
 
-def _of_run(run_dir: Path) -> str:
-    from everstep.cli.job import read_job
+def origin_words(found: Checkpoint) -> str:
+    """What a checkpoint says of where it comes from; none of it is verified."""
+    identity, version = found.manifest.identity, found.manifest.state["format"]
+    signed = f"says it is signed by {found.signed_by[:16]}" if found.signed_by else "not signed"
+    return f"format {version}, of task {identity['task']}, job {identity['job'] or 'unknown'}, {signed}"
 
+
+def job_of(text: str) -> tuple[str | None, int]:
+    """The name of the job whose checkpoints are at a path, as they bear it, and the step that it began with; (None, 0)
+    if that is no run directory's."""
+    if "://" in text and not text.startswith("file://"):
+        return None, 0
+    folder = Path(text.removeprefix("file://")).absolute()
+    for run_dir in (folder, *list(folder.parents)[:2]):
+        if (run_dir / JOB_FILE).is_file():
+            job = read_job(run_dir, joined=False)
+            return job.name, job.begins_after
+    return None, 0
+
+
+def _of_run(run_dir: Path) -> str:
     path = read_job(run_dir).config.checkpoint.disk.path
     return os.fspath(run_dir / "checkpoints") if path is None else path
 
@@ -256,10 +282,9 @@ def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None]
     if not shown or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as progress:
         task = progress.add_task(words, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

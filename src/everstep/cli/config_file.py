@@ -9,6 +9,11 @@ from typing import Any
 import yaml
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import read_given
+
+_MOST_BYTES = 256 << 10
+_MOST_VALUES = 10_000
+_MOST_MERGED = 200
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -26,6 +31,25 @@ class _OnceLoader(yaml.SafeLoader):
                 seen[key] = line
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        merges = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+        few = sum(len(value.value) for value in merges) <= _MOST_MERGED
+        if few:
+            super().flatten_mapping(node)
+        if not few or (merges and len(node.value) > _MOST_MERGED):
+            raise ConfigError(f"line {node.start_mark.line + 1}: it merges more than {_MOST_MERGED} keys: use fewer")
+
+
+def _refuse_unbounded(data: Any) -> None:
+    """Raises: ConfigError if a few aliases stand for more values than anybody writes, or for themselves."""
+    count, left = 0, [data]
+    while left:
+        node = left.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise ConfigError(f"it holds more than {_MOST_VALUES} values: write fewer, with fewer aliases")
+        left += node.values() if isinstance(node, dict) else node if isinstance(node, list | set | tuple) else ()
+
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """A YAML file of config keys.
@@ -33,13 +57,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises: ConfigError if it cannot be read or holds something else.
     """
     try:
-        data = yaml.load(path.read_text(), Loader=_OnceLoader)
+        data = yaml.load(read_given(path, _MOST_BYTES, pipes=True).decode(), Loader=_OnceLoader)
+        _refuse_unbounded(data)
     except ConfigError as error:
         raise ConfigError(f"the config file {path}, {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"the config file {path} is nested too deeply: keys are at most a few levels deep") from None
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"the config file {path} is not YAML: {' '.join(str(error).split())[:300]}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from everstep.base.cause import Cause, Why
+from everstep.cli.terminal import console
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts
 from everstep.report.tail import Folder, object_of
@@ -240,9 +241,7 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
     if as_json:
         return JsonDisplay()
     if sys.stdout.isatty():
-        from rich.console import Console
-
-        return LiveDisplay(Console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), total_steps)
+        return LiveDisplay(console(), Folder(run_dir / METRICS_FOLDER, "*.jsonl", _LAST_SAMPLES_BYTES), total_steps)
     return PlainDisplay(log_every, total_steps)
 
 
@@ -313,13 +312,12 @@ def print_summary(summary: dict[str, Any]) -> None:
         for name, value in rows:
             print(f"{name:<16} {value}")
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in rows:
         table.add_row(name, value)
-    Console().print(table)
+    console().print(table)
 
 
 def summary(

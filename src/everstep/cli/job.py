@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.config import Config, dotted, known_of, load_config, numerics, to_dict, with_batch_size
+from everstep.base.config_fields import shown
 from everstep.base.errors import ConfigError
+from everstep.base.given import read_json
 from everstep.base.stage_map import hosts_of, parse_map
 from everstep.chaos.spec import parse, simulated_failure
 from everstep.order.cursor import SampleOrder
@@ -63,6 +65,11 @@ class JobFile:
     unit_ms: tuple[float, ...] = ()
     split_checked: bool = False
     unknown: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str | None:
+        """What its checkpoints call it; None if nobody knows when it was created."""
+        return f"{self.created_unix_ns:x}" if self.created_unix_ns else None
 
     def to_dict(self) -> dict[str, Any]:
         """As job.json says it."""
@@ -221,7 +228,7 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
     """
     path = run_dir / JOB_FILE
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
         more = _joined(run_dir) if joined else {}
         size = more.pop("size", None)
         known, unknown = known_of(JOB_FILE, data["config"])
@@ -230,11 +237,11 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
             task=str(data["task"]),
             argv=tuple(str(a) for a in data["argv"]),
             config=load_config([(JOB_FILE, known), (DATASET_FILE, known_more)]),
-            dataset_size=data.get("dataset_size") or size,
-            explicit=tuple(data.get("explicit", ())),
-            versions=data.get("versions", {}),
-            created_unix_ns=int(data.get("created_unix_ns", 0)),
-            begins_after=int(data.get("begins_after", 0)),
+            dataset_size=_whole("dataset_size", data.get("dataset_size") or size or 0) or None,
+            explicit=tuple(str(key) for key in data.get("explicit", ())),
+            versions={str(name): str(found) for name, found in dict(data.get("versions", {})).items()},
+            created_unix_ns=_whole("created_unix_ns", data.get("created_unix_ns", 0)),
+            begins_after=_whole("begins_after", data.get("begins_after", 0)),
             unit_ms=tuple(float(ms) for ms in data.get("unit_ms", ())),
             split_checked=bool(data.get("split_checked", False)),
             unknown={**unknown, **unknown_more},
@@ -243,14 +250,20 @@ def read_job(run_dir: Path, *, joined: bool = True) -> JobFile:
         raise ConfigError(f"{run_dir} is not a run directory: there is no {JOB_FILE}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: it is not a job file ({type(error).__name__}: {error})") from None
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name}: expected a whole number, got {shown(value)}")
+    return value
 
 
 def _joined(run_dir: Path) -> dict[str, Any]:
     """What a script's workers wrote down once it had joined: size of the dataset, and the config that it gave."""
     try:
-        facts = json.loads((run_dir / DATASET_FILE).read_text())
+        facts = read_json(run_dir / DATASET_FILE)
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -8,22 +8,24 @@ last that is known to have been committed, and rows that still wait for a full d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import open_given, portions
 from everstep.cli.job import JobFile, read_job
 from everstep.cli.run_dir import read_digest
-from everstep.observe.events import last_committed_step
+from everstep.observe.events import Lines, last_committed_step
 from everstep.order.cursor import SampleOrder
-from everstep.order.ledger import LedgerReport, LedgerRow, audit, decode_rows, ranges, steps_of
+from everstep.order.ledger import LedgerReport, LedgerRow, audit, decode_rows, steps_of
 from everstep.runtime.address import EVENTS_FILE
 
 _SHOWN = 20
 _NAMED = 3
-_PORTION_BYTES = 1 << 20
+_MOST_STEPS = 1 << 31
 
 
 @click.command()
@@ -77,10 +79,18 @@ def read_rows(run_dir: Path) -> list[LedgerRow]:
     rows: list[LedgerRow] = []
     for path in sorted(folder.iterdir()):
         try:
-            rows.extend(decode_rows(path.read_bytes()))
+            rows += [row for lines in _lines(path) for row in decode_rows(lines)]
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Whole lines of a file, in portions; half a line at its end comes last. Raises: OSError."""
+    lines = Lines()
+    with open_given(path) as file:
+        yield from map(lines.whole, portions(file))
+    yield lines.rest
 
 
 def missing_rows(run_dir: Path, reached: int = 0) -> str:
@@ -93,36 +103,45 @@ def missing_rows(run_dir: Path, reached: int = 0) -> str:
     """
     digest, after = read_digest(run_dir), read_job(run_dir, joined=False).begins_after
     last = int(digest["step"]) if digest is not None else max(last_committed_step(run_dir / EVENTS_FILE), reached)
-    absent = _absent(run_dir / "ledger", after, last)
-    if not absent:
+    runs = _absent(run_dir / "ledger", after, last)
+    if not runs:
         return ""
-    runs = ranges(absent)
+    n_absent = sum(final - first + 1 for first, final in runs)
     named = ", ".join(str(first) if first == final else f"{first}..{final}" for first, final in runs[:_NAMED])
     more = f" and {len(runs) - _NAMED} more ranges" if len(runs) > _NAMED else ""
     return (
-        f"the ledger lacks the rows of {len(absent)} of {last - after} steps ({named}{more}): {run_dir / 'ledger'} "
+        f"the ledger lacks the rows of {n_absent} of {last - after} steps ({named}{more}): {run_dir / 'ledger'} "
         "could not be written, and no worker is left that has them; what was computed is not affected, but that these "
         "steps used each sample once cannot be shown: free some space, and where you need the proof, run it anew "
         "(--fresh)"
     )
 
 
-def _absent(folder: Path, after: int, last: int) -> list[int]:
-    """The steps after+1..last that have no row. Most often the largest file has all."""
-    seen = bytearray(last + 1)
+def _absent(folder: Path, after: int, last: int) -> list[tuple[int, int]]:
+    """Which of the steps after+1..last have no row, as runs (first, last). Most often the largest file has all."""
+    if last - after > _MOST_STEPS:
+        raise ConfigError(f"{folder.parent} says that it is at step {last}: expected at most {_MOST_STEPS} steps")
+    seen = bytearray(max(0, last - after) + 1)
     left = last - after
     try:
         files = sorted(folder.iterdir(), key=lambda path: path.stat().st_size, reverse=True) if folder.is_dir() else []
         for path in files:
-            with open(path, "rb") as file:
-                while left > 0 and (lines := file.readlines(_PORTION_BYTES)):
-                    for step in steps_of(b"".join(lines)):
-                        if after < step <= last and not seen[step]:
-                            seen[step] = 1
-                            left -= 1
+            for lines in _lines(path) if left > 0 else ():
+                for step in steps_of(lines):
+                    if after < step <= last and not seen[step - after]:
+                        seen[step - after] = 1
+                        left -= 1
+                if left <= 0:
+                    break
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
-    return [step for step in range(after + 1, last + 1) if not seen[step]] if left > 0 else []
+    runs, at = list[tuple[int, int]](), 1
+    while left > 0 and (at := seen.find(0, at)) >= 0:
+        stop = seen.find(1, at)
+        stop = stop if stop >= 0 else len(seen)
+        runs.append((after + at, after + stop - 1))
+        at = stop
+    return runs
 
 
 def _print(report: LedgerReport) -> None:

@@ -23,6 +23,7 @@ from everstep.base.errors import (
     StoreError,
     did_you_mean,
 )
+from everstep.cli.terminal import guarded
 from everstep.runtime.private import write_privately
 
 COMMANDS = {
@@ -101,6 +102,11 @@ def complain(text: str) -> None:
 def run_command(argv: list[str] | None = None) -> int:
     """Run a command, and turn what it raises into a line and an exit code. What it writes is its owner's."""
     write_privately()
+    with guarded():
+        return _run(argv)
+
+
+def _run(argv: list[str] | None) -> int:
     try:
         result: Any = cli.main(args=argv, prog_name="everstep", standalone_mode=False)
         sys.stdout.flush()
@@ -122,6 +128,13 @@ def run_command(argv: list[str] | None = None) -> int:
             raise  # of a pipe within: not for the reader to hide
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        complain(f"{error.filename or 'the system'}: {error.strerror or error}")
+        return 2
+    except (MemoryError, RecursionError) as error:
+        what = "more memory than there is" if isinstance(error, MemoryError) else "something nested too deeply"
+        complain(f"what was asked for needs {what}: is a file that it reads not what it should be?")
+        return 2
 
 
 def _reader_gone(fd: int) -> bool:

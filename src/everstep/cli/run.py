@@ -17,6 +17,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
+from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.agent import given_token
 from everstep.cli.beside import (
@@ -77,7 +78,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Invocation:
     """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
-    which they know already. local: this host runs workers."""
+    which they know already. local: this host runs workers. key: the public one that checkpoints to begin with must
+    be signed with."""
 
     spec: TaskSpec
     argv: tuple[str, ...]
@@ -91,6 +93,7 @@ class Invocation:
     port: int | None
     token: bytes | None
     local: bool
+    key: str | None
 
     @property
     def is_script(self) -> bool:
@@ -127,6 +130,7 @@ class _Run(click.Command):
 @click.option("--simulate-failure", is_flag=True, help="Kill one random worker once, in the middle of the run.")
 @click.option("--fresh", is_flag=True, help="Begin anew; what the directory holds moves to previous-N/.")
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
+@click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--no-local-workers", is_flag=True, help="Of --listen: leave all workers to agents that join.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
@@ -149,6 +153,7 @@ def command(
     settings: tuple[str, ...],
     simulate_failure: bool,
     fresh: bool,
+    key_file: str | None,
     listen: str | None,
     no_local_workers: bool,
     dry_run: bool,
@@ -174,18 +179,26 @@ def command(
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
     token = given_token() if listen is not None else None
+    key = read_public_key(key_file) if key_file is not None else None
     if dashboard:
         check_installed("--dashboard")
     given = read_layers(request.layers)
     check_metrics(given.get("metrics.listen"), public)
+    _check_sign_key(given.get("checkpoint.sign_key"))
     threads = given.get("threads")
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
     with contextlib.closing(server):
         local = not no_local_workers
         invocation = Invocation(
-            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local
+            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local, key
         )
         return _run_or_show(invocation, dry_run)
+
+
+def _check_sign_key(path: str | None) -> None:
+    """Raises: ConfigError if checkpoints are to be signed, but not with this."""
+    if path is not None:
+        read_private_key(path)
 
 
 def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int | None]:
@@ -215,6 +228,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     config = effective_config(probe.defaults, request, script=invocation.is_script)
     check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
+    _check_sign_key(config.checkpoint.sign_key)
     check_hosts(config)
     check_network(config, invocation.port or 0)
     if probe.dataset_size is not None:
@@ -235,7 +249,7 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, created_unix_ns=found.job.created_unix_ns, begins_after=found.job.begins_after)
     warning = ask_object_store(config.checkpoint)
     job = with_cut(dataclasses.replace(job, split_checked=probe.split_checked), probe.cut, probe.unit_ms, found.job)
-    start = find_start(run_dir, job, script=invocation.is_script)
+    start = find_start(run_dir, job, script=invocation.is_script, key=invocation.key)
     if start.brought:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)

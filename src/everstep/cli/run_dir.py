@@ -7,7 +7,6 @@ What is found here is what the user is told; the workers look again, and go by w
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from everstep.base.config import Config
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.errors import BlobMissing, CheckpointCorrupt, ConfigError, StoreError
-from everstep.checkpoint.names import manifest_name, step_of
+from everstep.base.given import read_json
+from everstep.checkpoint.names import MAX_STEP, manifest_name, step_of
 from everstep.cli.job import JobFile, differences, read_job
 from everstep.cli.task_loading import TaskSpec
 from everstep.observe.events import last_committed_step
@@ -83,14 +83,16 @@ def read_digest(run_dir: Path) -> dict[str, Any] | None:
     """
     path = run_dir / "final" / "digest.json"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(data, dict) or "model" not in data:
+    step = data.setdefault("step", 0) if isinstance(data, dict) else None
+    if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(data.get("model"), str):
         raise ConfigError(f"cannot read {path}: expected step, model and state")
-    return data
+    found: dict[str, Any] = data
+    return found
 
 
 def inspect(run_dir: Path, job: JobFile) -> Found:
@@ -155,10 +157,12 @@ def newest_step(folder: Path) -> int:
     return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
 
 
-def find_start(run_dir: Path, job: JobFile, *, script: bool) -> StartPoint:
+def find_start(run_dir: Path, job: JobFile, *, script: bool, key: str | None = None) -> StartPoint:
     """Where the job in a (locked) directory begins; brings what `--resume-from` names, if the directory has none.
 
-    Raises: ConfigError if that is no checkpoint, or one of another job. CheckpointCorrupt, StoreError.
+    key: the public one that all of its checkpoints must be signed with, since damage may make an older one count.
+
+    Raises: ConfigError if that is no checkpoint, one of another job, or not signed so. CheckpointCorrupt, StoreError.
     """
     config = job.config
     if not config.checkpoint.enabled and config.resume_from is None:
@@ -166,13 +170,15 @@ def find_start(run_dir: Path, job: JobFile, *, script: bool) -> StartPoint:
     folder = checkpoint_dir(run_dir, job)
     own = newest_step(folder)
     if own:
+        if key is not None:
+            _check_own(folder, job, key)
         return StartPoint(own, f"goes on from the checkpoint of step {own} in {folder}")
     if config.resume_from is None:
         return StartPoint()
     if not config.checkpoint.enabled:
         raise ConfigError("--resume-from needs checkpoint.enabled, which is false")
-    step, passed_over = _bring(config.resume_from, folder, job, script=script)
-    words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from}"]
+    step, passed_over, origin = _bring(config.resume_from, folder, job, script=script, key=key)
+    words = [*passed_over, f"goes on from the checkpoint of step {step} in {config.resume_from} ({origin})"]
     return StartPoint(step, "\n".join(words), brought=True)
 
 
@@ -200,9 +206,23 @@ def ask_object_store(rule: CheckpointConfig) -> str:
     return ""
 
 
-def _bring(source: str, folder: Path, job: JobFile, *, script: bool) -> tuple[int, list[str]]:
-    """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, and
-    why newer ones were passed over."""
+def _check_own(folder: Path, job: JobFile, key: str) -> None:
+    """Raises: ConfigError if one of the job's checkpoints is not signed with this key, or of another job."""
+    from everstep.checkpoint.reader import steps_in
+    from everstep.checkpoint.signing import check_signature
+    from everstep.checkpoint.store import DirectoryStore
+
+    store = DirectoryStore(folder)
+    for step in steps_in(store):
+        try:
+            check_signature(store, step, key, job=None if step == job.begins_after else job.name)
+        except CheckpointCorrupt:
+            continue  # no worker goes on from it either
+
+
+def _bring(source: str, folder: Path, job: JobFile, *, script: bool, key: str | None) -> tuple[int, list[str], str]:
+    """Copy a checkpoint into the job's own: the one that is named, else the newest that is whole. Returns its step, why
+    newer ones were passed over, and where it comes from."""
     from everstep.checkpoint.reader import steps_in
     from everstep.cli.checkpoints_exchange import find_place
 
@@ -212,7 +232,8 @@ def _bring(source: str, folder: Path, job: JobFile, *, script: bool) -> tuple[in
     passed_over: list[str] = []
     for step in steps:
         try:
-            return _bring_step(place, step, folder, job, script=script), passed_over
+            step, origin = _bring_step(place, step, folder, job, script=script, key=key)
+            return step, passed_over, origin
         except CheckpointCorrupt as error:
             if place.step is not None:
                 raise
@@ -222,14 +243,19 @@ def _bring(source: str, folder: Path, job: JobFile, *, script: bool) -> tuple[in
     raise ConfigError(f"there is no checkpoint in {place.store.url}")
 
 
-def _bring_step(place: StorePlace, step: int, folder: Path, job: JobFile, *, script: bool) -> int:
+def _bring_step(
+    place: StorePlace, step: int, folder: Path, job: JobFile, *, script: bool, key: str | None
+) -> tuple[int, str]:
     from everstep.base.config import numerics
     from everstep.checkpoint.manifest import JobIdentity, refuse_foreign
+    from everstep.checkpoint.signing import check_signature
     from everstep.checkpoint.store import DirectoryStore
     from everstep.checkpoint.transfer import transfer
-    from everstep.cli.checkpoints_exchange import choose, progress_bar
+    from everstep.cli.checkpoints_exchange import choose, origin_words, progress_bar
 
     checkpoint = choose(place, str(step))
+    if key is not None:
+        check_signature(place.store, step, key, with_files=False)
     if not script:  # what a script joins with is known to its workers alone
         identity = JobIdentity(job.task, numerics(job.config))
         refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
@@ -240,4 +266,11 @@ def _bring_step(place: StorePlace, step: int, folder: Path, job: JobFile, *, scr
             raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}") from None
         except OSError as error:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}") from None
-    return checkpoint.step
+    if key is not None:  # of the copy, which nobody else can change any more
+        own = DirectoryStore(folder)
+        try:
+            check_signature(own, step, key)
+        except ConfigError:
+            own.delete(manifest_name(step))
+            raise
+    return checkpoint.step, f"{origin_words(checkpoint)}{', which is right' if key is not None else ''}"

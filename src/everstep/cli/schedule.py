@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from everstep.base.pipeline.table import KINDS
+from everstep.cli.terminal import raw
 from everstep.placement.schedules import (
     Op,
     Schedule,
@@ -162,7 +163,7 @@ def _echo(line: list[str]) -> None:
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         print(plain)
         return
-    print(" ".join([line[0], *(_coloured(cell) for cell in line[1:])]))
+    print(" ".join([line[0], *(_coloured(cell) for cell in line[1:])]), file=raw(sys.stdout))
 
 
 def _coloured(cell: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import ConfigError
+from everstep.cli.terminal import console
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.view import WorkerRow, head, worker_rows
 from everstep.report.words import size_text, time_text
@@ -37,19 +38,18 @@ _SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
 @click.option("--sort", type=click.Choice(tuple(_SORTS)), default="worker", help="Order of the workers (worker).")
 def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     """Show the workers of the job in DIR, live. Ctrl-C ends it; the job goes on."""
-    from rich.console import Console
     from rich.live import Live
 
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     feed = RunFeed(run_dir, logs=False)
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    shown = console(width=None if sys.stdout.isatty() else _WIDE)
     if once or not sys.stdout.isatty():
-        console.print(picture(feed, sort, 10_000, console.width))
+        shown.print(picture(feed, sort, 10_000, shown.width))
         return 0
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=shown, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(picture(feed, sort, max(3, console.height - 12), console.width), refresh=True)
+            live.update(picture(feed, sort, max(3, shown.height - 12), shown.width), refresh=True)
             time.sleep(interval)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import numpy as np
 
 from everstep.base.digests import DIGEST_VERSION, version_of
 from everstep.base.errors import ConfigError
+from everstep.base.given import MOST_BYTES, open_given, parse_json
 from everstep.cli.run_dir import read_digest
 
 _NAMED = 5
@@ -154,17 +154,21 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
     Raises: ConfigError if it cannot be read or is not one.
     """
     try:
-        with open(path, "rb") as file:
+        with open_given(path) as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         (length,) = _LENGTH.unpack_from(data)
-        header = json.loads(bytes(data[_LENGTH.size : _LENGTH.size + length]))
+        if length > MOST_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header = parse_json(bytes(data[_LENGTH.size : _LENGTH.size + length]))
         body = data[_LENGTH.size + length :]
         tensors = {}
         for name, entry in header.items():
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]
-                if not 0 <= start <= stop <= len(body):
+                if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= len(body):
                     raise ValueError(f"{name} lies outside of the file")
+                if not isinstance(entry["dtype"], str) or not all(type(n) is int for n in entry["shape"]):
+                    raise ValueError(f"{name} has no type and shape")
                 tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), body[start:stop])
         return tensors
     except OSError as error:

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import read_given
 
 TOKEN_HEADER = "x-everstep-token"
 TOKEN_PARAMETER = "token"
@@ -83,7 +84,7 @@ def kept_token(path: Path) -> str | None:
             path.unlink()  # what others could read is no secret
         if not path.exists():
             _make_token(path)
-        return checked_token("", path.read_text().strip())
+        return checked_token("", read_given(path).decode().strip())
     except (OSError, ValueError, ConfigError):
         return None
 

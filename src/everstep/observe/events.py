@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from everstep.base.cause import Cause
+from everstep.base.given import open_given, portions
 
 KINDS = frozenset(
     {
@@ -50,6 +51,9 @@ KINDS = frozenset(
     }
 )
 COMMON = ("time_unix_ns", "kind", "generation", "step", "worker_id", "incarnation", "pid", "cause", "reason")
+_MAX_STEP = 10**10 - 1
+MOST_LINE_BYTES = 8 << 20
+"""What is longer is no line of ours."""
 _TAIL_BYTES = 1 << 16
 _START = b'{"time_unix_ns":'
 MOST_WAITING_BYTES = 4 << 20
@@ -183,10 +187,10 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
             continue
         event = None
         for text in (line, begun_last(line)):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(text)
                 break
-        if isinstance(event, dict) and "kind" in event:
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
             yield event
 
 
@@ -196,12 +200,34 @@ def begun_last(line: bytes) -> bytes:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All events of a file; a missing file has none."""
+    """All events of a file; a missing file has none. Raises: OSError."""
+    found, lines = list[dict[str, Any]](), Lines()
     try:
-        data = Path(path).read_bytes()
+        with open_given(path) as file:
+            for data in portions(file):
+                found += parse_events(lines.whole(data))
     except FileNotFoundError:
         return []
-    return list(parse_events(data[: data.rfind(b"\n") + 1]))
+    return found
+
+
+class Lines:
+    """Cuts what is read of a growing file into whole lines; what is longer than a line of ours is passed over. rest:
+    of a line whose end is not there yet."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self._skipping = False
+
+    def whole(self, data: bytes) -> bytes:
+        """The lines that these bytes end, the last line feed included."""
+        if self._skipping:
+            _, end, data = data.partition(b"\n")
+            self._skipping = not end
+        lines, end, self.rest = (self.rest + data).rpartition(b"\n")
+        if len(self.rest) > MOST_LINE_BYTES:
+            self.rest, self._skipping = b"", True
+        return lines + end
 
 
 def last_committed_step(path: str | os.PathLike[str]) -> int:
@@ -211,7 +237,7 @@ def last_committed_step(path: str | os.PathLike[str]) -> int:
     size, steps, whole = _TAIL_BYTES, list[int](), False
     while not steps and not whole:
         events, whole = _newest(path, size)
-        steps = [event["step"] for event in events if event["kind"] == "step_committed" and event.get("step")]
+        steps = [event["step"] for event in events if event["kind"] == "step_committed" and _step_of(event)]
         size *= 4
     return max(steps, default=0)
 
@@ -220,7 +246,12 @@ def told_lately(path: str | os.PathLike[str]) -> set[tuple[str, int]]:
     """(kind, step) of the events at the end of a file since the last `job_started` at step 0; reads the last megabyte
     at most."""
     events, _ = _newest(path, 1 << 20)
-    return {(event["kind"], event["step"]) for event in events if event.get("step") is not None}
+    return {(event["kind"], event["step"]) for event in events if _step_of(event) is not None}
+
+
+def _step_of(event: dict[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step <= _MAX_STEP else None
 
 
 def warned_of(path: str | os.PathLike[str], cause: Cause) -> bool:
@@ -233,15 +264,16 @@ def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any
     """The events in the last `size` bytes since the last `job_started` at step 0, for what was before was given up; and
     whether these are all."""
     try:
-        with open(path, "rb") as file:
+        with open_given(path) as file:
             end = file.seek(0, os.SEEK_END)
             start = file.seek(max(0, end - size))
-            data = file.read(end - start)
+            lines = Lines()
+            data = b"".join(map(lines.whole, portions(file))) + lines.rest
     except FileNotFoundError:
         return [], True
     found, whole = list[dict[str, Any]](), start == 0
     for event in parse_events(data if start == 0 else data[data.find(b"\n") + 1 :]):
-        if event["kind"] == "job_started" and not event.get("step"):
+        if event["kind"] == "job_started" and not _step_of(event):
             found, whole = [], True
         else:
             found.append(event)
@@ -258,19 +290,18 @@ def follow(
 
     A file that does not exist yet is waited for.
     """
-    position, rest = 0, b""
+    position, lines = 0, Lines()
     while True:
         last = stop()
         try:
-            with open(path, "rb") as file:
+            with open_given(path) as file:
                 file.seek(position)
-                data = file.read()
-                position += len(data)
-        except FileNotFoundError:
-            position, data = 0, b""
-        whole, end, rest = (rest + data).rpartition(b"\n")
-        yield from parse_events(whole + end)
+                for data in portions(file):
+                    yield from parse_events(lines.whole(data))
+                before, position = position, file.tell()
+        except OSError:
+            before = position = 0
         if last:
             return
-        if not data:
+        if position == before:
             time.sleep(poll_s)

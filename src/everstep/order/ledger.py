@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -91,9 +92,8 @@ def decode_rows(data: bytes) -> list[LedgerRow]:
     """
     rows: list[LedgerRow] = []
     for line in _lines(data):
-        with contextlib.suppress(ValueError):  # a digest that is none
-            uses = tuple(LaneUse(lane, worker_id, count, int(use, 16)) for lane, worker_id, count, use in line.lanes)
-            rows.append(LedgerRow(line.step, line.generation, uses))
+        uses = tuple(LaneUse(lane, worker_id, count, int(use, 16)) for lane, worker_id, count, use in line.lanes)
+        rows.append(LedgerRow(line.step, line.generation, uses))
     return rows
 
 
@@ -102,10 +102,14 @@ def steps_of(data: bytes) -> Iterator[int]:
     return (line.step for line in _lines(data))
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+
+
 class _Line(msgspec.Struct):
-    step: int
-    generation: int
-    lanes: list[tuple[int, int, int, str]]
+    step: _Count
+    generation: _Count
+    lanes: list[tuple[_Count, _Count, _Count, _Digest]]
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -115,7 +119,7 @@ def _lines(data: bytes) -> Iterator[_Line]:
     for text in data.split(b"\n"):
         begin = text.rfind(_START)
         if begin >= 0:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 yield _decode(text[begin:])
 
 

@@ -462,5 +462,5 @@ def decode(body: bytes) -> AnyMessage:
     """Raises: ProtocolError if the body is not one of our messages."""
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"expected an Everstep message of version {VERSION}: {error}") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"expected an Everstep message of version {VERSION}: {str(error)[:200]!a}") from None

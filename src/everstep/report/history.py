@@ -6,13 +6,13 @@ portions, so that a caller can do something else between two of them; memory is 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from everstep.base.given import read_json
 from everstep.observe.events import KINDS
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
@@ -140,7 +140,7 @@ class History:
             stamp = (found.st_mtime_ns, found.st_ino)
             stored = self._stored.get(name)
             if stored is None or stored[0] != stamp:
-                stored = self._stored[name] = (stamp, as_dict(json.loads(path.read_bytes())))
+                stored = self._stored[name] = (stamp, as_dict(read_json(path)))
             return stored[1]
         except (OSError, ValueError):
             return {}

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from everstep.base.visible import visible
 from everstep.observe.logs import LEVELS
 from everstep.report.tail import Folder, Tail, object_of
 from everstep.report.words import known, sentence, whole_number
@@ -125,4 +126,4 @@ def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
 
 
 def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
+    return visible(text).replace("\n", "\\n")

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from everstep.base.visible import visible
+
 WIDTH = 960
 LEFT, RIGHT, TOP, BOTTOM = 70, 18, 40, 38
 
@@ -43,8 +45,8 @@ class Bar:
 
 
 def escape(text: object) -> str:
-    """Any text, safe within elements and attributes."""
-    return html.escape(str(text), quote=True)
+    """Any text, safe within elements and attributes, and all of it to be seen."""
+    return html.escape(visible(str(text)), quote=True)
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:

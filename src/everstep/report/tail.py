@@ -7,6 +7,7 @@ begins at its first line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from everstep.observe.events import begun_last
+from everstep.base.given import open_given, skip_hole
+from everstep.observe.events import MOST_LINE_BYTES, begun_last
 
 CHUNK_BYTES = 1 << 20
 EVERYTHING = 1 << 62
-MOST_LINE_BYTES = 8 << 20  # a longer line is no line of ours: it is passed over
 _decode = msgspec.json.Decoder().decode
 
 
@@ -56,11 +57,7 @@ class Tail:
 
         A missing or unreadable file has nothing new. A torn last line waits for its end.
         """
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115
-        except OSError:
-            return
-        with file:
+        with contextlib.suppress(OSError), open_given(self.path) as file:
             self._look(file.fileno())
             file.seek(self._position)
             left = most_bytes
@@ -69,7 +66,8 @@ class Tail:
                 if not data:
                     return
                 left -= len(data)
-                self._position += len(data)
+                skip_hole(file, data)
+                self._position = file.tell()
                 if len(self._head) < 64:
                     self._head = os.pread(file.fileno(), 64, 0)
                 lines = self._split(data)

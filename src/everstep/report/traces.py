@@ -8,6 +8,7 @@ since `baseTimeNanoseconds` (unix time).
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import IO, Any, cast
 import msgspec
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import open_given
 from everstep.report.facts import Facts
 from everstep.report.words import whole_number
 from everstep.runtime.address import TRACE_KEY
 
 TraceEvent = dict[str, Any]
+_MOST_BYTES = 2 << 30
 _JOB_PID = 1
 _FIRST_PID = 10
 _DEVICE_PIDS = 1_000_000  # beyond the workers'
@@ -62,10 +65,13 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Raises: ConfigError if the file is no trace of a worker."""
     try:
-        with gzip.open(path, "rb") as file:
-            data = _decode(file.read())
+        with open_given(path) as packed, gzip.open(packed, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ConfigError(f"{path} is no trace of a worker: it unpacks to more than {_MOST_BYTES} bytes")
+        data = _decode(text)
         return Trace(data[TRACE_KEY], data["traceEvents"], whole_number(data.get("baseTimeNanoseconds")))
-    except (OSError, EOFError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, RecursionError, zlib.error) as error:
         raise ConfigError(f"{path} is no trace of a worker: {type(error).__name__}: {error}") from None
 
 

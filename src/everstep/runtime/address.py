@@ -7,10 +7,12 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from everstep.base.errors import ProtocolError
+from everstep.base.given import read_given
 
 LOCK_FILE = "lock"
 COORDINATOR_FILE = "coordinator.json"
@@ -39,9 +41,9 @@ def role_file(role: str) -> str:
 class CoordinatorAddress:
     """The coordinator's process and where it listens."""
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 def write_address(path: Path, host: str, port: int) -> None:
@@ -52,10 +54,10 @@ def write_address(path: Path, host: str, port: int) -> None:
 
 def read_address(path: Path) -> CoordinatorAddress:
     """Raises: FileNotFoundError if nobody announced itself; ProtocolError if the file says something else."""
-    text = path.read_text()
+    text = read_given(path)
     try:
         return msgspec.json.decode(text, type=CoordinatorAddress)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         raise ProtocolError(f"expected a coordinator's address in {path}, found {text[:80]!r}") from None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.given import open_given
 from everstep.protocol.messages import Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, OPERATE
 from everstep.runtime import wire
@@ -43,8 +44,9 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         key = _token_for(run_dir, role)
     except (FileNotFoundError, NotADirectoryError):
         raise NoJobRunning(f"no job is running in {run_dir}") from None
-    except OSError as error:
-        raise EverstepError(f"cannot read {run_dir}: {error.strerror or error}") from None
+    except (OSError, ProtocolError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"cannot read {run_dir}: {why}") from None
     try:
         with socket.create_connection((address.host, address.port), timeout=timeout_s) as sock:
             sock.settimeout(timeout_s)
@@ -58,8 +60,9 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
     except TimeoutError:
         raise NoAnswer(f"the coordinator of {run_dir} did not answer within {timeout_s:g} s: try again") from None
-    except OSError as error:
-        raise NoJobRunning(f"no job is running in {run_dir} ({error.strerror or error})") from None
+    except (OSError, UnicodeError) as error:  # a name that none can have is a UnicodeError
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        raise NoJobRunning(f"no job is running in {run_dir} ({said})") from None
     if not reply.ok:
         raise ConfigError(reply.error)
     return reply.result
@@ -79,7 +82,7 @@ def is_locked(run_dir: Path) -> bool:
     """Whether a job holds the directory, and so is running. Asks without holding anything itself, so that
     nobody who looks is in the way of one that starts."""
     try:
-        with open(run_dir / LOCK_FILE, "rb") as file:
+        with open_given(run_dir / LOCK_FILE) as file:
             return _lock(file.fileno(), fcntl.F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK
     except OSError:
         return False

@@ -12,6 +12,7 @@ import msgspec
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
 from everstep.base.errors import ConfigError
+from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
 
 
@@ -68,7 +69,7 @@ class WorkerContext:
     def read_last_words(self) -> Why | None:
         """What this worker wrote, None if it died without a word."""
         try:
-            found = json.loads(self.last_words_path.read_text(errors="replace"))
+            found = parse_json(read_given(self.last_words_path).decode(errors="replace"))
             return Why(Cause.read(found["cause"]), " ".join(str(found["reason"])[:2000].split()))
         except (OSError, ValueError, KeyError, TypeError):
             return None

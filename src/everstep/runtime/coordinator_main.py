@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ import uvloop
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
+from everstep.base.given import read_json
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import noticed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -399,7 +399,7 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
 
 async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int, cause: Cause) -> None:
     """Run the server until the process is ended. cause: of the end of its predecessor, if there was one."""
-    job = json.loads((run_dir / JOB_FILE).read_text())
+    job = read_json(run_dir / JOB_FILE)
     config = load_config([(JOB_FILE, job["config"])])
     host = config.network.address
     token = wire.read_token(run_dir / TOKEN_FILE)

@@ -19,6 +19,7 @@ from typing import Any
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, to_dict
+from everstep.base.given import read_json
 from everstep.protocol.coordinator.commands import MOST_ASKED
 from everstep.protocol.messages import (
     AgentCount,
@@ -132,7 +133,7 @@ class Job:
             wire.write_token(self.run_dir / role_file(role), role_token(self._token, role))
         job: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.run_dir / JOB_FILE).read_text())
+            found = read_json(self.run_dir / JOB_FILE)
             job = found if isinstance(found, dict) else {}
         write_atomically(self.run_dir / JOB_FILE, json.dumps({**job, **self._what}, indent=2) + "\n")
 

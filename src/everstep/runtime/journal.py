@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
+
+from everstep.base.errors import ConfigError
+
+_MOST_BYTES = 1 << 30
 
 
 class Journal:
@@ -23,9 +28,15 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise ConfigError(f"{self.path} is no regular file: expected the journal that Everstep wrote")
         data = b""
         while chunk := os.read(self._fd, 1 << 20):
             data += chunk
+            if len(data) > _MOST_BYTES:
+                os.close(self._fd)
+                raise ConfigError(f"{self.path} has more than {_MOST_BYTES} bytes: expected a coordinator's journal")
         self.entries, self._end = parse(data)
         self.cut_bytes = len(data) - self._end
         self._waiting = b""

@@ -61,7 +61,7 @@ class PeerConnection:
             body = recv_frame(self._sock, self._seals)
         try:
             return json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ProtocolError("expected JSON from a peer, got something else") from None
 
     def send_bytes(self, parts: Sequence[memoryview | bytes | bytearray]) -> None:

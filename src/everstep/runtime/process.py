@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from everstep.base.cause import Cause, Why
+from everstep.base.given import open_given
 
 OUTLIVES_WORKERS = "everstep-continue"  # first word of a process that is not ended with the worker that started it
 END_ALONE = signal.SIGRTMIN + 5
@@ -145,7 +146,9 @@ def why_ended(code: int) -> Why:
 def last_line(path: Path) -> str:
     """The last line of a text file that is not empty, '' if there is none."""
     with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace")[-8192:].split("\n")
+        with open_given(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            lines = file.read(8192).decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
     return ""
 

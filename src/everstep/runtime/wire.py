@@ -20,12 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.errors import ProtocolError
+from everstep.base.given import read_given
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals
 
 HANDSHAKE_TIMEOUT_S = 5.0
 DEFLATE_FROM_BYTES = 16 << 10
 _DEFLATED = 1 << 31
+_MOST_TOKEN_BYTES = 4096
 _LENGTH = struct.Struct(">I")
 
 
@@ -44,7 +46,7 @@ def write_token(path: Path, token: bytes) -> None:
 
 def read_token(path: Path) -> bytes:
     """Raises: ProtocolError if the file holds no token; OSError if it cannot be read."""
-    return token_of(path.read_text(), str(path))
+    return token_of(read_given(path, _MOST_TOKEN_BYTES).decode("latin-1"), str(path))
 
 
 def token_of(text: str, where: str) -> bytes:

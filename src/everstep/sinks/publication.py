@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.base.given import read_given
 from everstep.report.account import goodput
 from everstep.report.history import History
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
@@ -46,8 +47,8 @@ class SinkCursor:
 def read_cursor(folder: Path) -> SinkCursor:
     """Of a sink's folder; a fresh one if there is none, or it says something else."""
     try:
-        return msgspec.json.decode((folder / CURSOR_FILE).read_bytes(), type=SinkCursor)
-    except (OSError, ValueError):
+        return msgspec.json.decode(read_given(folder / CURSOR_FILE), type=SinkCursor)
+    except (OSError, ValueError, RecursionError):
         return SinkCursor()
 
 

@@ -5,7 +5,6 @@ Apart so that the session is the same in both cases.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import Any
 
 from everstep.base.cause import Cause
 from everstep.base.config import Config
+from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
 from everstep.observe.logs import WorkerLog, set_up_worker_log
 from everstep.protocol import messages as wire
@@ -69,8 +69,8 @@ class WorkerLink:
         if path is None or not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text()))
-        except (OSError, ValueError):
+            return dict(read_json(path))
+        except (OSError, TypeError, ValueError):
             log.warning("%s cannot be read: checkpoints do not say which job they are of", JOB_FILE)
             return {}
 

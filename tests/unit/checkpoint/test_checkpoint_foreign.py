@@ -168,9 +168,9 @@ def test_rows_fit_together(good: Path, change: Callable[[Body], None], words: st
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b'{"state":' + b"[" * 90_000 + b"]" * 90_000 + b"}", "RecursionError"),
+        (b'{"state":' + b"[" * 90_000 + b"]" * 90_000 + b"}", "it is nested too deeply"),
         (b'{"reason":"\\udC00"}', "UnicodeEncodeError"),
-        (b'{"step":' + b"9" * 5000 + b"}", "ValueError"),
+        (b'{"step":' + b"9" * 5000 + b"}", "Exceeds the limit"),
         (b'{"step":}', "Expecting value"),
         (b"[]", "expected an object"),
     ],

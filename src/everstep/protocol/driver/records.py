@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from everstep.base.cause import Cause
-from everstep.base.errors import check
+from everstep.base.errors import ProtocolError, check
 from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import END, Due
@@ -241,14 +242,25 @@ _held = msgspec.msgpack.Decoder(_Held)
 _ALIKE = ("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound")
 
 
+_T = TypeVar("_T")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    """Raises: ProtocolError if that is not what members send each other."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"expected what another member states: {str(error)[:200]!a}") from None
+
+
 def decode_record(data: bytes) -> Record:
     """What was encoded of one."""
-    return _record.decode(data)
+    return _decoded(_record, data)
 
 
 def decode_records(data: bytes) -> dict[int, Record]:
     """What was encoded of a decision's."""
-    return _records.decode(data)
+    return _decoded(_records, data)
 
 
 def encode_holding(holding: Holding) -> bytes:
@@ -262,7 +274,7 @@ def encode_holding(holding: Holding) -> bytes:
 
 def decode_holding(data: bytes) -> Holding:
     """What `encode_holding` made."""
-    held = _held.decode(data)
+    held = _decoded(_held, data)
     parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
     kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
     alike = {name: getattr(held, name) for name in _ALIKE}

@@ -1,0 +1,203 @@
+"""Run directories and files that others prepared, by every command that reads them: one line, exit code 2 or 1, soon,
+and within little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.cli.main import run_command
+
+MARGIN_BYTES = 1 << 30
+READERS = {
+    "job.json": ("status", "ledger", "top --once", "report", "checkpoints ls", "metrics --once", "scale"),
+    "dataset.json": ("status", "ledger"),
+    "events.jsonl": ("status", "ledger", "logs", "top --once", "report", "metrics --once", "chaos report"),
+    "coordinator.json": ("status", "top --once", "scale"),
+    "token": ("status", "scale"),
+    "lock": ("status", "scale"),
+    "final/digest.json": ("status", "ledger", "verify", "report"),
+    "final/model.safetensors": ("verify",),
+    "ledger/worker-0.jsonl": ("ledger", "report"),
+    "logs/worker-0.jsonl": ("logs", "report"),
+    "metrics/host.jsonl": ("top --once", "report", "metrics --once"),
+}
+DEEP = "[" * 200_000 + "]" * 200_000
+LARGE = "9" * 5000
+
+
+def good_run(folder: Path) -> Path:
+    for name in READERS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints").mkdir()
+    job = {"task": "t", "argv": [], "config": {"steps": 2}, "dataset_size": 128, "created_unix_ns": 1}
+    (folder / "job.json").write_text(json.dumps(job))
+    event = {"time_unix_ns": 1, "kind": "step_committed", "step": 1, "loss": 0.5}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    (folder / "ledger" / "worker-0.jsonl").write_text('{"step":1,"generation":1,"lanes":[]}\n')
+    (folder / "final" / "digest.json").write_text(json.dumps({"version": 1, "step": 2, "model": "a", "state": "b"}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "final" / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def nested(path: Path) -> None:
+    path.write_text(f'{{"kind":{DEEP}}}\n')
+
+
+def large_numbers(path: Path) -> None:
+    names = ("step", "time_unix_ns", "dataset_size", "begins_after", "created_unix_ns", "generation", "worker_id")
+    said = ",".join(f'"{name}":{number}' for name, number in zip(names, [10**18] * len(names), strict=True))
+    path.write_text(f'{{"kind":"step_committed","task":"t","argv":[],"config":{{}},"model":"m","lanes":[],{said}}}\n')
+
+
+def endless_number(path: Path) -> None:
+    path.write_text(f'{{"kind":"step_committed","task":"t","argv":[],"config":{{"steps":{LARGE}}},"step":{LARGE}}}\n')
+
+
+def other_types(path: Path) -> None:
+    path.write_text('{"kind":["a"],"task":{},"argv":3,"config":[],"step":"a","model":[],"lanes":"x","pid":"x"}\n')
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes(b'{"kind":"\xff\xfe\\ud800","task":"\xff"}\n' * 3)
+
+
+def list_of_lists(path: Path) -> None:
+    path.write_text("[[], null, NaN, 1e999]\n")
+
+
+def header_of_everything(path: Path) -> None:
+    path.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+
+
+WAYS: list[Callable[[Path], None]] = [
+    *(fifo, endless, sparse, folder, nested, large_numbers, endless_number),
+    *(other_types, no_text, list_of_lists, header_of_everything),
+]
+
+
+def used_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@pytest.fixture
+def little_memory() -> object:
+    """What is asked for beyond it is refused, so that nothing takes the machine's."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes() + MARGIN_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def ask(words: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    name, *options = words.split()
+    more = {"verify": [str(run_dir)], "scale": ["--workers", "2"]}.get(name, [])
+    begun_s = time.process_time()
+    argv = (
+        [name, *options, str(run_dir), *more]
+        if name in ("checkpoints", "chaos")
+        else [name, str(run_dir), *more, *options]
+    )
+    code = run_command(argv)
+    assert time.process_time() - begun_s < 20
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_command_takes_every_file_for_what_it_is(
+    tmp_path: Path, way: Callable[[Path], None], little_memory: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, commands in READERS.items():
+        run_dir = good_run(tmp_path / name.replace("/", "-"))
+        (run_dir / name).unlink(missing_ok=True)
+        way(run_dir / name)
+        for words in commands:
+            code, told = ask(words, run_dir, capsys)
+            assert code in (0, 1, 2), (name, words)
+            assert "Traceback" not in told and told.count("\n") <= 1, (name, words, told)
+            assert told.startswith("error: ") if code == 2 else True, (name, words, told)
+            assert len(told) < 2000, (name, words, told[:300])
+
+
+YAMLS = {
+    "nested": "[" * 100_000,
+    "aliases": "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)),
+    "merges": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60)),
+    "cycle": "task: &a [*a]\n",
+    "large": f"lanes: {LARGE}\n",
+    "hexadecimal": f"lanes: 0x{LARGE}\n",
+    "long": "# " + "x" * (1 << 20),
+    "tag": "lanes: !!python/object/apply:os.system [id]\n",
+    "map": "!!map [a]\n",
+    "date": "lanes: 2001-99-99\n",
+    "bytes": "\udcff\udcfe",
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_config_file_is_refused_in_one_line(
+    tmp_path: Path, name: str, little_memory: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(YAMLS[name].encode(errors="surrogateescape"))
+    assert run_command(["run", "mlp-digits", "--config", str(path), "--run-dir", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 1000, told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_file_may_be_a_pipe_that_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read, write = os.pipe()
+    os.write(write, b"lanes: none\n")
+    os.close(write)
+    assert run_command(["run", "mlp-digits", "--config", f"/dev/fd/{read}", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "lanes: expected whole number" in capsys.readouterr().err
+    os.close(read)
+
+
+@pytest.mark.parametrize("text", ["a=[" + "[" * 100_000, f"lanes={LARGE}", f"task.x=0x{LARGE}", "lanes=\udcff"])
+def test_settings_are_taken_or_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "no-such-task", "--set", text, "--run-dir", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 1000, told[:300]
+
+
+def test_what_no_command_foresaw_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from everstep.cli import status
+
+    for error in (OSError(5, "Input/output error", "/x/\x1b"), MemoryError(), RecursionError()):
+
+        def fail(*args: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(status, "read_status", fail)
+        assert run_command(["status", "x"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and told.count("\n") == 1 and "\x1b" not in told
