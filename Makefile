@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended mutants bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    check, then simulator, real processes, faults and the command line"
 	@echo "make chaos   only the tests that inject faults into real processes"
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
+	@echo "make mutants   plant bugs one by one, and show which test notices each; IDS=S2,S3 for some"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -93,6 +94,10 @@ sim: $(STAMP)
 # What takes longer, in parts.
 extended: $(STAMP)
 	$(BIN)/python tests/extended.py
+
+# Bugs that are planted one by one, in copies of the tree: which test notices each?
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py $(IDS)
 
 bench: $(STAMP)
 	mkdir -p bench/out
