@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_deflated_frames_cannot_explode() -> None:
         wire.FrameReader().feed((len(packed) | 1 << 31).to_bytes(4, "big") + packed)
     with pytest.raises(ProtocolError, match="deflated"):
         wire.FrameReader().feed((4 | 1 << 31).to_bytes(4, "big") + b"junk")
+
+
+def test_what_inflates_beyond_the_limit_is_not_inflated_to_see_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100_000)
+    packed = zlib.compress(bytes(50_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="inflates beyond"):
+            wire.inflate(packed)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_both_sides_prove_the_token() -> None:
