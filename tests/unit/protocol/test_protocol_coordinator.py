@@ -548,6 +548,20 @@ def test_the_coordinators_own_absence_is_nobodys_silence():
     assert world.plan.generation == 1
 
 
+def test_nor_is_it_that_of_one_host_among_others():
+    world = World()
+    world.agent(0, 1)
+    world.agent(2, name="a2", host="h2")
+    for i, host in enumerate(("h1", "h1", "h2")):
+        world.hello(i, host=host)
+    for i in range(3):
+        world.entered(i, 1, 1)
+    world.wait(5 * S)
+    world.now += 60 * S
+    world.handle(Tick())
+    assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
+
+
 # ---- links
 
 
