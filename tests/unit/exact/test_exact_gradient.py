@@ -117,3 +117,7 @@ def test_statistics_are_the_mean_over_the_lanes_that_changed_them() -> None:
     GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
     assert torch.equal(model[0].running_mean, torch.tensor([1.0, 2.0, 3.0, 0.0]))
     assert torch.equal(model[0].running_var, before)  # nobody changed it: count 0
+    sums = torch.tensor([5.0, 7.0, 11.0, 13.0])
+    flat[mean.offset : mean.offset + 4], flat[mean.offset + 4] = sums, 41.0
+    GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
+    assert torch.equal(model[0].running_mean, sums / 41) and not torch.equal(sums / 41, sums * (1 / 41))

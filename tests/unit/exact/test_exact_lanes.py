@@ -332,6 +332,21 @@ def test_odd_gradients(lanes: int) -> None:
         assert not flat[start:stop].any()
 
 
+def test_gradients_that_share_memory_are_added_apart() -> None:
+    model = nn.ParameterList([torch.zeros(24), torch.zeros(24)])
+    layout = GradientLayout.build(model, [model])
+    accumulator = LaneAccumulator(layout, model)
+    flat = torch.zeros(layout.numel)
+    accumulator.begin(1, [Node(0, 4)], lambda _: flat)
+    for lane in range(4):
+        shared = torch.arange(24.0) + lane
+        for parameter in model:
+            parameter.grad = shared
+        accumulator.add(lane)
+    for entry in layout.entries:
+        assert torch.equal(entry.view(flat), 4 * torch.arange(24.0) + 6), entry.name
+
+
 def test_minus_zero_survives() -> None:
     model = nn.Linear(1, 1, bias=False)
     layout = GradientLayout.build(model, [model])
