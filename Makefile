@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment fuzz bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment fuzz mutants bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -21,6 +21,7 @@ help:
 	@echo "make extended  more seeds, generations and kills, in parts: what has passed is not run again"
 	@echo "make torment SEEDS=0:500  random harm from outside to real jobs, seed by seed: what has passed is not run again"
 	@echo "make fuzz    changed inputs for every parser, FUZZ_SECONDS (60) for each; goes on where it was"
+	@echo "make mutants   plant bugs one by one, and show which test notices each; IDS=S2,S3 for some"
 	@echo "make bench   the benchmarks, JSON into bench/out"
 	@echo "make clean   remove what was built and run, the environment included"
 
@@ -105,6 +106,10 @@ torment: $(STAMP)
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ)
+
+# Bugs that are planted one by one, in copies of the tree: which test notices each?
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py $(IDS)
 
 bench: $(STAMP)
 	mkdir -p bench/out

@@ -101,6 +101,11 @@ def test_clipping_is_that_of_torch() -> None:
     assert math.isnan(clip_factor(math.nan, scale, 1.0)) and clip_factor(math.inf, scale, 1.0) == 0.0
 
 
+def test_the_norm_is_in_float64_and_clipping_has_the_epsilon_of_torch() -> None:
+    assert gradient_norm(2.0, 1 / 3) == math.sqrt(2.0) * (1 / 3)
+    assert clip_factor(1e-12, 1.0, 1e-6) == pytest.approx(0.5)
+
+
 def test_statistics_are_the_mean_over_the_lanes_that_changed_them() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     layout = GradientLayout.build(model, [model])
@@ -112,3 +117,7 @@ def test_statistics_are_the_mean_over_the_lanes_that_changed_them() -> None:
     GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
     assert torch.equal(model[0].running_mean, torch.tensor([1.0, 2.0, 3.0, 0.0]))
     assert torch.equal(model[0].running_var, before)  # nobody changed it: count 0
+    sums = torch.tensor([5.0, 7.0, 11.0, 13.0])
+    flat[mean.offset : mean.offset + 4], flat[mean.offset + 4] = sums, 41.0
+    GradientHandOver(layout, model).commit_statistics(reduced_of(layout, flat))
+    assert torch.equal(model[0].running_mean, sums / 41) and not torch.equal(sums / 41, sums * (1 / 41))

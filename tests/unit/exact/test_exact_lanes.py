@@ -177,6 +177,36 @@ def test_placement_does_not_change_bits(kind: str, dtype: torch.dtype) -> None:
                 assert bytes_of(mine) == bytes_of(other), name
 
 
+def test_a_lane_that_leaves_running_statistics_alone_has_no_part_in_them() -> None:
+    def uncounted(model: nn.Module) -> None:
+        model.blocks[0].norm.num_batches_tracked = None  # or lanes would leave that different
+
+    one, others = Worker("resnet", edit=uncounted), Worker("resnet", edit=uncounted)
+    others.model.blocks[0].norm.eval()  # type: ignore[union-attr]
+    parts = one.compute(1, [0]) + others.compute(1, list(range(1, LANES)))
+    left = one.model.blocks[0].norm.running_mean.clone()  # type: ignore[union-attr]
+    one.hand_over.commit_statistics(reduce(one.layout, parts))
+    assert bytes_of(one.model.blocks[0].norm.running_mean) == bytes_of(left)  # type: ignore[union-attr]
+
+
+def test_statistics_are_those_that_were_captured_after_the_forward_pass() -> None:
+    """Lanes of a split model interleave: before a lane's backward pass others have gone forward."""
+    found = []
+    for others in (False, True):
+        worker = Worker("resnet")
+        worker.guard.begin_step(1)
+        worker.accumulator.begin(1, [Node(0, 1)], worker.buffer)
+        worker.guard.begin_lane()
+        loss = worker.model(batch("resnet", 1, 0)[0], 0).sum()
+        worker.accumulator.capture(0)
+        loss.backward()
+        if others:
+            worker.model.blocks[0].norm.running_mean.add_(1.0)  # type: ignore[union-attr]
+        worker.accumulator.add(0)
+        found.append(bytes_of(worker.parts()[0].tensor))
+    assert found[0] == found[1]
+
+
 def test_the_tree_is_the_plain_one_for_two_lanes() -> None:
     """What the fold gives for a node is what autograd gives for its lanes, added."""
     worker = Worker("transformer")
@@ -300,6 +330,21 @@ def test_odd_gradients(lanes: int) -> None:
         torch.testing.assert_close(entry.view(flat), value, msg=entry.name)
     for start, stop in layout.gaps:
         assert not flat[start:stop].any()
+
+
+def test_gradients_that_share_memory_are_added_apart() -> None:
+    model = nn.ParameterList([torch.zeros(24), torch.zeros(24)])
+    layout = GradientLayout.build(model, [model])
+    accumulator = LaneAccumulator(layout, model)
+    flat = torch.zeros(layout.numel)
+    accumulator.begin(1, [Node(0, 4)], lambda _: flat)
+    for lane in range(4):
+        shared = torch.arange(24.0) + lane
+        for parameter in model:
+            parameter.grad = shared
+        accumulator.add(lane)
+    for entry in layout.entries:
+        assert torch.equal(entry.view(flat), 4 * torch.arange(24.0) + 6), entry.name
 
 
 def test_minus_zero_survives() -> None:

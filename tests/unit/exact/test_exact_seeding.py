@@ -95,6 +95,14 @@ def test_a_units_draws_do_not_depend_on_units_before_it() -> None:
     assert not torch.equal(first, units[0].drawn[0])
 
 
+def test_what_is_drawn_outside_units_depends_on_step_and_lane() -> None:
+    seeder, drawn = UnitSeeder([Noise()], 9), []
+    for step, lane in ((3, 1), (3, 2), (4, 1), (3, 1)):
+        seeder.begin_lane(step, lane)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[3] and len(set(drawn)) == 3
+
+
 def test_inactive_outside_lanes_and_after_close() -> None:
     unit = Noise()
     seeder = UnitSeeder([unit], 9)

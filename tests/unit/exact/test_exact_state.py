@@ -13,8 +13,8 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as lr
 
 from everstep.base.errors import CheckpointCorrupt, ConfigError
-from everstep.exact.digest import bytes_of
-from everstep.exact.image import BLOCK_BYTES
+from everstep.exact.digest import bytes_of, tensor_digest
+from everstep.exact.image import BLOCK_BYTES, Image, Outline, StateEntry
 from everstep.exact.layout import untie
 from everstep.exact.state import ModelState
 
@@ -203,6 +203,17 @@ def test_digests_tell_every_bit() -> None:
         nan = job.state.model_digest()
         job.model.out.bias.view(torch.int32)[0] += 1
         assert job.state.model_digest() != nan
+
+
+def test_every_entry_and_its_type_is_in_the_digests() -> None:
+    values = torch.arange(6, dtype=torch.int32)
+    assert tensor_digest(values) != tensor_digest(values.view(torch.float32))
+    entries = [StateEntry(name, "int32", (6,), 64 * at, 24) for at, name in enumerate("abc")]
+    digests = {Image.of_tensors(entries, [values] * 3, {}, Outline()).digest()}
+    for at in range(3):
+        tensors = [values + (k == at) for k in range(3)]
+        digests.add(Image.of_tensors(entries, tensors, {}, Outline()).digest())
+    assert len(digests) == 4
 
 
 def test_digest_does_not_depend_on_units_ties_or_order_of_insertion() -> None:

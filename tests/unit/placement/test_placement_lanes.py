@@ -30,6 +30,11 @@ def test_even_runs_for_eight_lanes():
     assert lanes_of(place([4, 2], 8)) == {2: (0, 1, 2, 3), 4: (4, 5, 6, 7)}
 
 
+def test_who_has_lanes_keeps_them_though_another_could_be_active():
+    seats = place([0, 1], 8, previous=[Seat(1, 0, "active", tuple(range(8)))], wish=PoolWish(active=(1,)))
+    assert lanes_of(seats) == {0: (), 1: tuple(range(8))}
+
+
 def test_larger_runs_go_where_they_are_aligned():
     # Seven lanes split as ((0 1)(2 3))((4 5)6): run 4..6 is one node, so the last worker has the three.
     assert sizes(place(range(3), 7)) == [2, 2, 3]

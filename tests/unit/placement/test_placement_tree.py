@@ -4,7 +4,7 @@ import pytest
 
 from everstep.base.errors import InvariantViolation
 from everstep.base.ports import Node
-from everstep.placement.tree import Merge, children, cover, fold, fold_order, root, run_nodes
+from everstep.placement.tree import Merge, children, cover, fold, fold_order, root, run_nodes, total_sumsq
 
 
 def test_children_split_at_the_largest_power_of_two_below_the_size():
@@ -24,6 +24,11 @@ def test_cover_takes_maximal_nodes():
     assert cover([4, 5, 6], 7) == (Node(4, 7),)  # the right edge is a node too
     assert cover([], 8) == ()
     assert run_nodes(1, 4, 8) == 2
+
+
+def test_the_sum_of_norms_does_not_depend_on_their_order():
+    values = [1.0] + [2.0**-54] * 5
+    assert total_sumsq(values) == total_sumsq(values[::-1]) == 1.0 + 2.0**-52
 
 
 def test_cover_refuses_lanes_that_do_not_exist():

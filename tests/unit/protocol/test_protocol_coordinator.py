@@ -540,6 +540,18 @@ def test_an_evicted_process_that_still_runs_is_killed_when_its_agent_is_back():
     assert world.last(m.KillWorker, "a1").worker_id == 2
 
 
+def test_an_evicted_process_that_does_not_leave_is_killed_again_and_again():
+    world = running()
+    message = m.WorkerFailed(worker_id=2, incarnation=0, step=4, reason="it raised", signature="x", fatal=False)
+    world.say("w2.0", message)
+    assert world.plan.worker_ids == (0, 1) and world.last(m.KillWorker) is None
+    for _ in range(12):  # the first time that it is seen it may be about to leave
+        world.now += S
+        world.beat((2, 0, "computing", 0))
+    killed = world.messages(m.KillWorker, "a1")
+    assert [(k.worker_id, k.incarnation) for k in killed] == [(2, 0)] * 2
+
+
 def test_the_coordinators_own_absence_is_nobodys_silence():
     world = running()
     world.wait(5 * S)
@@ -549,6 +561,20 @@ def test_the_coordinators_own_absence_is_nobodys_silence():
     world.beat()
     world.wait(5 * S)
     assert world.plan.generation == 1
+
+
+def test_nor_is_it_that_of_one_host_among_others():
+    world = World()
+    world.agent(0, 1)
+    world.agent(2, name="a2", host="h2")
+    for i, host in enumerate(("h1", "h1", "h2")):
+        world.hello(i, host=host)
+    for i in range(3):
+        world.entered(i, 1, 1)
+    world.wait(5 * S)
+    world.now += 60 * S
+    world.handle(Tick())
+    assert world.plan.generation == 1 and world.plan.worker_ids == (0, 1, 2)
 
 
 # ---- links
@@ -585,6 +611,15 @@ def test_link_faults_far_apart_are_first_ones():
     world.fault(0, 2, 2)
     world.wait(100 * MS)
     assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1, 2)
+
+
+def test_who_has_lost_a_peer_before_the_others_switched_is_not_waited_for():
+    world = running()
+    assert world.command("drain", worker_id=2).ok
+    world.fault(1, 1, 0)
+    world.entered(0, 2, 5)
+    assert world.plan.generation == 3 and world.plan.worker_ids == (0, 1)
+    assert "could not follow to the switch" in world.plan.reason
 
 
 def test_accusations_are_void_once_a_death_explains_them():

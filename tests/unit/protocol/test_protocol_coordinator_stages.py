@@ -152,6 +152,16 @@ def test_a_ready_spare_goes_to_a_lost_stage_however_large_the_state():
     assert pools(world.plan) == [(0,), (3,), (2,)] and world.plan.joining == (3,)
 
 
+def test_who_has_yet_to_copy_a_stage_does_not_hold_it():
+    world = staged(workers=3)
+    hello(world, 3)
+    world.exited(1)
+    assert world.plan.joining == (3,)
+    world.entered(0, 2, 1)
+    world.exited(2)
+    assert "stage 1, 2 has lost its whole pool" in world.plan.reason
+
+
 def test_the_donors_of_a_joiner_are_those_of_its_stage_backups_first():
     world = staged()
     world.exited(5)

@@ -60,6 +60,20 @@ def test_opening_cuts_the_torn_tail_off(tmp_path: Path) -> None:
     assert Journal(path).entries == [{"a": 1}, {"b": 2}]
 
 
+def test_an_entry_counts_once_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, synced = Journal(tmp_path / "journal"), []
+
+    def sync(fd: int) -> None:
+        synced.append(parse((tmp_path / "journal").read_bytes())[0])
+        if len(synced) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    assert [journal.append({"n": n}) for n in range(3)] == [True, False, True]
+    assert synced == [[{"n": k} for k in range(n + 1)] for n in range(3)]
+    journal.close()
+
+
 def test_a_full_disk_delays_entries_but_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)

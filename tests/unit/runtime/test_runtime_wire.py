@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -55,6 +56,17 @@ def test_deflated_frames_cannot_explode() -> None:
         wire.FrameReader(right).feed(wire.sealed(left, (len(packed) | 1 << 31).to_bytes(4, "big") + packed))
     with pytest.raises(ProtocolError, match="deflated"):
         wire.FrameReader(right).feed(wire.sealed(left, (4 | 1 << 31).to_bytes(4, "big") + b"junk"))
+
+
+def test_what_inflates_beyond_the_limit_is_not_inflated_to_see_that() -> None:
+    packed = zlib.compress(bytes(50_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="inflates beyond"):
+            wire.inflate(packed, 100_000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_token_file_is_the_owners(tmp_path: Path) -> None:
