@@ -193,6 +193,11 @@ class Caller:
         self._nonce = b""
         self._body = b""
 
+    @property
+    def address(self) -> str:
+        """Where the server was reached."""
+        return self._ends.there
+
     def answer(self, greeting: bytes) -> bytes:
         """What to send. Raises: ProtocolError if the greeting is not that of a server of our version."""
         if greeting[: len(MAGIC)] != MAGIC:

@@ -182,7 +182,9 @@ def handshake_client(sock: socket.socket, key: bytes, role: str, name: str) -> S
     try:
         proof = recv_exact(sock, PROOF_BYTES)
     except (ProtocolError, ConnectionError):
-        raise ProtocolError("the server refused this job's token: it serves another job") from None
+        raise ProtocolError(
+            f"the server refused this job's token: it serves another job, or is not at {caller.address} itself"
+        ) from None
     return caller.accept(proof)
 
 
