@@ -6,9 +6,11 @@ import os
 import socket
 import stat
 import threading
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -128,6 +130,27 @@ def test_who_drips_is_cut_off() -> None:
         right.sendall((60).to_bytes(2, "big") + b"x")
         with pytest.raises(TimeoutError):
             wire.handshake_server(left, TOKEN, timeout_s=0.05)
+
+
+def test_what_drips_is_not_waited_for_beyond_the_deadline() -> None:
+    class Dripping:
+        def __init__(self) -> None:
+            self.timeouts: list[float] = []
+
+        def settimeout(self, timeout_s: float) -> None:
+            self.timeouts.append(timeout_s)
+
+        def recv_into(self, out: memoryview) -> int:
+            return 1
+
+    dripping = Dripping()
+    wire.recv_exact(cast(socket.socket, dripping), 3, time.monotonic() + 60.0)
+    assert len(dripping.timeouts) == 3 and all(0 < later <= 60.0 for later in dripping.timeouts)
+    with pytest.raises(TimeoutError):
+        wire.recv_exact(cast(socket.socket, Dripping()), 3, time.monotonic() - 1.0)
+    drop = Dripping()
+    wire.recv_exact(cast(socket.socket, drop), 1, time.monotonic() + 4.0)
+    assert drop.timeouts[0] <= 4.0
 
 
 def test_the_token_file_is_the_owners(tmp_path: Path) -> None:
