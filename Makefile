@@ -90,8 +90,13 @@ integration e2e: $(STAMP)
 chaos: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)
 
+# Fixed seeds, and a few that nobody has seen before; one that fails says how it is replayed.
+SEED ?= $(shell date +%s)
 sim: $(STAMP)
 	$(PYTEST) -n $(JOBS) tests/$@
+	@echo "fresh seeds from $(SEED); the same again: make sim SEED=$(SEED)"
+	$(EVERSTEP) sim --seeds 60 --start $(SEED)
+	$(EVERSTEP) sim --seeds 30 --start $(SEED) --split
 
 # What takes longer, in parts.
 extended: $(STAMP)

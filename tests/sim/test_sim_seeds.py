@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from everstep.cli.main import run_command
-from everstep.sim.faults import PHASES
-from everstep.sim.scenario import set_up, simulate
+from everstep.protocol.step_machine import StepMachine
+from everstep.protocol.step_types import Holding
+from everstep.sim.faults import KNOWN as FAULTS
+from everstep.sim.faults import PHASES, SimFault
+from everstep.sim.model import SimJob
+from everstep.sim.scenario import Setup, set_up, set_up_split, simulate
 
 CHUNK = 30
 
@@ -39,6 +45,51 @@ def test_the_seeds_meet_what_they_are_meant_to_meet():
     for kind in ("worker_evicted", "worker_healed", "recovery_completed", "leader_changed", "job_completed", "waiting"):
         assert seen.get(kind, 0) > 0, seen
     assert len(kinds) >= 12 and phases >= set(PHASES)
+
+
+def _differs(kind: str, setup: Setup) -> bool:
+    return kind == "differs" and setup.differs is not None
+
+
+def test_each_fault_strikes_in_ordinary_seeds():
+    """Whatever may befall a job is met within the 300 seeds of either kind, and is counted."""
+    setups = {(seed, split): set_up_split(seed) if split else set_up(seed) for split in (0, 1) for seed in range(300)}
+    seen: Counter[str] = Counter()
+    for _, kind in FAULTS:
+        drawn = (at for at, s in setups.items() if kind in {f.kind for f in s.faults} or _differs(kind, s))
+        while not seen[kind]:
+            seed, split = next(drawn, (None, 0))
+            assert seed is not None, f"no seed meets {kind}"
+            met = simulate(seed, split=bool(split)).seen
+            seen.update({name: n for (group, name), n in met.items() if group == "faults"})
+
+
+def test_a_resumed_job_goes_on_from_its_checkpoints_with_another_number_of_workers():
+    dies = SimFault("launcher", 300, pick=1, for_ms=50)
+    fall = Setup(3, 0, 2, 1, "replace", SimJob(12, 6, 4, write_every=2), (dies,))
+    outcomes = [simulate(seed, setup=fall) for seed in range(8)]
+    assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert sum(any(outcome.targets) for outcome in outcomes) > 4, "they begin with what is on the disk"
+
+
+def test_where_one_builds_another_initial_state_all_take_the_same():
+    alone = Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 4), (), differs=2)
+    assert all(simulate(seed, setup=alone).ok for seed in range(4))
+
+    class TakesItsOwn(StepMachine):
+        """States the digest of everybody else, and so goes on with its own."""
+
+        def holding(self) -> Holding:
+            return replace(super().holding(), digest="")
+
+    problems = [simulate(seed, setup=alone, machine=TakesItsOwn).problem for seed in range(4)]
+    assert all("another state" in problem for problem in problems), problems
+
+
+def test_a_full_disk_costs_the_checkpoint_alone():
+    full = SimFault("disk_full", 80, for_ms=4000), SimFault("save", 120), SimFault("save", 200)
+    outcomes = [simulate(seed, setup=Setup(3, 0, 1, 1, "replace", SimJob(10, 6, 4), full)) for seed in range(4)]
+    assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes if not outcome.ok]
 
 
 def test_a_seed_replays_exactly():

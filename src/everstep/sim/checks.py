@@ -15,7 +15,7 @@ from everstep.base.ports import Tag
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.model import PLANES, Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
+from everstep.sim.model import OTHER_DIGEST, PLANES, Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
 
 
 class PromiseBroken(AssertionError):
@@ -64,6 +64,12 @@ class SimRecords:
             self._new_plan(plan)
         elif known != plan:
             raise PromiseBroken(f"P3: two plans of generation {plan.generation}: {known} and {plan}")
+
+    def clear(self) -> None:
+        """Another run of the job begins, whose generations count from 1."""
+        self.plans.clear()
+        self.holdings.clear()
+        self.exchanged.clear()
 
     def _new_plan(self, plan: Plan) -> None:
         text = f"generation {plan.generation}: {plan}"
@@ -129,6 +135,10 @@ class Taint:
     def flip(self) -> None:
         """A bit of a copy has flipped."""
         self.flipped = True
+
+    def accept(self) -> None:
+        """What is another state than that of the undisturbed run was there from the first step: nobody can know."""
+        self.unnoticed = True
 
     def _due(self, step: int) -> bool:
         """Whether states are compared before the step."""
@@ -309,6 +319,8 @@ class Checks:
         missing = set(self.records.plans[generation].stages_of(who.worker_id)) - whole
         require(not missing, "P1", f"{who} enters {generation} at step {step} without stages {sorted(missing)}")
         self.together(generation)
+        if step == 0:
+            self._first_state(who, generation, held)
         if self.job.stages > 1:
             self._newest_possible(who, generation, step)
         floor = self.effects.floor
@@ -354,6 +366,22 @@ class Checks:
         kept = [h.kept_parts[stage, at] for h in said.values() if (stage, at) in h.kept_parts]
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
+
+    def resumed(self) -> None:
+        """The job was started again: what processes held is gone, and nothing of before counts."""
+        self.records.clear()
+        self.newest = 0
+        self.effects.back(0)
+
+    def _first_state(self, who: WorkerKey, generation: int, held: Mapping[int, Blocks]) -> None:
+        """Where workers have built different initial states, all take that of the lowest id that has one."""
+        seats, said = self.records.plans[generation].stages_of(who.worker_id), self.records.holdings.get(generation, {})
+        for stage, state in ((k, held[k]) for k in seats if k in held):
+            having = [i for i, h in said.items() if h.position.step == 0 and (stage in h.stages or stage in h.parts)]
+            if wrong(state) and not self.taint.flipped and having:
+                first = said[min(having)].digest
+                require(first == OTHER_DIGEST, "P1", f"{who} begins with another state of stage {stage} than all")
+                self.taint.accept()
 
     def together(self, generation: int) -> None:
         """Those who have entered a generation are at most one decision apart, whatever their stages."""

@@ -37,7 +37,8 @@ _MOST_IDLE_TICKS = 5
 
 
 MakeDriver = Callable[[WorkerKey], Driver]
-MakeCoordinator = Callable[[Sequence[dict[str, Any]]], Coordinator]
+MakeCoordinator = Callable[[Sequence[dict[str, Any]], int], Coordinator]
+"""From a journal, and how many workers the job begins with."""
 
 
 class SimCoordinator(Process):
@@ -49,7 +50,7 @@ class SimCoordinator(Process):
     def __init__(self, world: World, control: Control) -> None:
         super().__init__(world, "coordinator", CONTROL_HOST)
         self.control = control
-        self.machine = control.make(control.journal)
+        self.machine = control.make(control.journal, control.size)
         self.peers: dict[str, SimConnection] = {}
         self._crash_after: int | None = None
         self._tick_at: int | None = None
@@ -279,13 +280,20 @@ class Control:
     """What there is: the coordinator's journal and present life, the agents of the hosts, every worker's life."""
 
     def __init__(
-        self, site: SimSite, slots: dict[str, list[int]], make: MakeCoordinator, make_driver: MakeDriver
+        self,
+        site: SimSite,
+        hosts: Sequence[str],
+        size: tuple[int, int],
+        make: MakeCoordinator,
+        make_driver: MakeDriver,
     ) -> None:
+        """size: how many workers, and how many spares."""
         self.site = site
-        self.world = site.world
         self.checks = site.checks
-        self.slots = slots
-        self.hosts = list(slots)
+        self.hosts = list(hosts)
+        self.size, self.spares = size
+        self.fallen = False  # there is no job: it has yet to be resumed
+        self.clients: list[Client] = []
         self.make = make
         self.make_driver = make_driver
         self.journal: list[dict[str, Any]] = []
@@ -294,6 +302,11 @@ class Control:
         self.workers: dict[WorkerKey, SimWorker] = {}
         self.fate = Fate()
         self.coordinator = SimCoordinator(self.world, self)
+
+    @property
+    def world(self) -> World:
+        """Where all of it is."""
+        return self.site.world
 
     def dial(
         self, owner: Process, role: str, receive: Callable[[Any], None], lost: Callable[[], None]
@@ -312,21 +325,41 @@ class Control:
 
     def start_coordinator(self) -> None:
         """The next life of the coordinator, if there is none now."""
-        if not self.coordinator.alive:
+        if not self.coordinator.alive and not self.fallen:
             self.coordinator = SimCoordinator(self.world, self)
             self.fate.began(self.coordinator.machine.status()["state"])
 
     def boot(self, host: str) -> None:
         """Start a host's agent, and with it its workers, unless it runs."""
         known = self.agents.get(host)
-        if known is None or not known.alive:
-            slots = self.slots[host] if known is None else known.slots
+        if (known is None or not known.alive) and not self.fallen:
+            first = [i for i in range(self.size + self.spares) if i % len(self.hosts) == self.hosts.index(host)]
+            slots = first if known is None else known.slots
             self.agents[host] = AgentProcess(self.world, self, host, slots, HEARTBEAT_NS)
 
     def command(self, name: str, args: dict[str, Any]) -> None:
         """What a user types."""
         self.world.log("user", name, args)
-        Client(self.world, self, name, args)
+        self.clients.append(Client(self.world, self, name, args))
+
+    def fall(self) -> None:
+        """The process of the job dies, and with it all that it has started."""
+        self.fallen = True
+        for process in (self.coordinator, *self.agents.values(), *self.clients):
+            process.die("its job is gone")
+        self.clients.clear()
+
+    def resume(self, size: int) -> None:
+        """The job goes on from what is on the disk, with so many workers, unless it runs."""
+        if self.fallen and not self.fate.ended:
+            self.world.log("user", "resumes with", size)
+            self.fallen, self.size = False, size
+            self.journal.clear()
+            self.agents.clear()
+            self.checks.resumed()
+            self.start_coordinator()
+            for host in self.hosts:
+                self.boot(host)
 
     def new_worker(self, worker_id: int, agent: AgentProcess) -> SimWorker:
         """The next life of a slot, on the agent's host."""

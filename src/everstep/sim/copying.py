@@ -82,6 +82,10 @@ class Memory:
 _GRACE_NS = 500 * MS
 
 
+def _ended(number: int, ok: bool) -> SaveEnded:
+    return SaveEnded(number, True, "", "disk") if ok else SaveEnded(number, False, "no space left on the disk")
+
+
 class SimSaver:
     """Writes this worker's parts."""
 
@@ -96,7 +100,7 @@ class SimSaver:
         life, number = self.life, effect.step
         me, disk = life.me.worker_id, life.site.disk
         if effect.plan.leader(0) == me:
-            disk.ask(number, lambda: life.later(0, life.handle, SaveEnded(number, True, "", "disk")))
+            disk.ask(number, lambda ok: life.later(0, life.handle, _ended(number, ok)))
         for stage in effect.plan.stages_of(me):
             if effect.plan.leader(stage) == me:
                 state = life.state.stages[stage]

@@ -86,6 +86,20 @@ def draw_losses(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
     return tuple(faults)
 
 
+def draw_more(rng: Random, horizon_ms: int, *, resumes: bool) -> tuple[SimFault, ...]:
+    """What befalls more than workers and links, in every second schedule. resumes: the job may die as a whole."""
+    faults: list[SimFault] = []
+    for _ in range(rng.choice((1, 1, 2)) if rng.random() < 0.5 else 0):
+        one = draw_one(rng, rng.randint(20, horizon_ms))
+        kind = rng.choices(list(_MORE), weights=list(_MORE.values()))[0]
+        if kind == "launcher" and not resumes:
+            kind = "fork_server"
+        faults.append(replace(one, kind=kind))
+        if kind == "disk_full":  # somebody wants to write
+            faults += [replace(one, kind="save", at_ms=one.at_ms + rng.randint(0, 100)) for _ in range(2)]
+    return tuple(faults)
+
+
 def draw_one(rng: Random, at_ms: int, phase: str | None = None) -> SimFault:
     """Any fault at a time, perhaps aimed at a phase."""
     kind = rng.choices(list(_KINDS), weights=[weight for weight, _ in _KINDS.values()])[0]
@@ -176,6 +190,8 @@ class SimInjector:
         self.world.mend_all()
         control.coordinator.crash_after(None)
         control.coordinator.thaw()
+        control.site.disk.empty_all()
+        control.resume(control.size)
         control.start_coordinator()
         for worker in control.live_workers():
             worker.thaw()
@@ -230,6 +246,23 @@ def _stale_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> No
         plan = plans[-1 - fault.pick % min(3, len(plans))]
         again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
         target.later(injector.world.latency_ns(), target.ties.deliver, again)
+
+
+def _old_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """Any plan that there has been comes again, as one for at once or as one that was prepared."""
+    plans = [p for _, p in sorted(injector.control.checks.records.plans.items())]
+    if plans:
+        plan = plans[fault.pick % len(plans)]
+        again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
+        target.later(injector.world.latency_ns(), target.ties.deliver, again)
+
+
+def _double_plan(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """The newest plan that it is a member of comes twice more, one right after the other."""
+    plans = [p for _, p in sorted(injector.control.checks.records.plans.items()) if p.has(target.me)]
+    for plan in plans[-1:] * 2:
+        again = wire.PlanPrepared(plan=plan) if plan.prepared else wire.PlanNow(plan=plan)
+        target.later(0, target.ties.deliver, again)
 
 
 def _lose(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
@@ -350,6 +383,28 @@ def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
     injector.world.later(fault.for_ms * MS + SECOND // 2, injector.control.boot, host)
 
 
+def _fork_server(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """A host's fork server dies, and its workers with it; the agent lives, and starts them anew."""
+    for _, one in sorted(injector.control.agents[injector.host(fault, worker)].workers.items()):
+        one.die("its fork server died")
+
+
+def _launcher(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The whole job dies, and is resumed, with another number of workers perhaps."""
+    control = injector.control
+    if not control.fallen:
+        most = min(5, control.checks.job.lanes)
+        control.fall()
+        injector.for_a_while(fault, control.resume, 1 + fault.pick % most)
+
+
+def _disk_full(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """Nothing can be written for a while."""
+    disk = injector.control.site.disk
+    disk.fill()
+    injector.for_a_while(fault, disk.empty)
+
+
 def _damage(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """The newest checkpoint can be listed, but not read."""
     injector.control.site.disk.damage()
@@ -427,6 +482,16 @@ def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
     injector.for_a_while(fault, control.start_coordinator)
 
 
+def _save(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    injector.control.command("checkpoint", {})
+
+
+def _signal(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """The job is told to end, and after a while told to end at once."""
+    injector.control.command("stop", {"grace_s": 10.0})
+    injector.for_a_while(fault, injector.control.command, "stop", {})
+
+
 _KINDS: dict[str, tuple[int, Strikes]] = {
     "kill": (8, _one(_kill)),
     "freeze": (3, _one(_freeze)),
@@ -453,9 +518,20 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "lose_all": (0, _lose_all),
     "lose_kept": (0, _lose_kept),
     "flip": (0, _flip),
+    "save": (0, _save),
+    "signal": (0, _signal),
     "end_alone": (0, _end_alone),
     "senseless": (0, _senseless),
+    "old_plan": (0, _one(_old_plan)),
+    "double_plan": (0, _one(_double_plan)),
+    "fork_server": (0, _fork_server),
+    "launcher": (0, _launcher),
+    "disk_full": (0, _disk_full),
 }
 """How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
-KNOWN = tuple(("faults", kind) for kind in _KINDS if kind not in ("flip", "end_alone", "senseless"))
-"""What `World.seen` counts of them; few seeds flip a bit, and some faults have scenarios of their own."""
+_MORE = {"save": 3, "disk_full": 2, "fork_server": 2, "old_plan": 2, "double_plan": 2, "launcher": 3, "signal": 1}
+"""How often each is drawn, among these."""
+DIFFERS = ("faults", "differs")
+"""A worker that builds another initial state than all others; that is no matter of time."""
+KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in ("end_alone", "senseless")), DIFFERS)
+"""What `World.seen` counts of them; two have scenarios of their own."""

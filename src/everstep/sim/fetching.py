@@ -82,6 +82,8 @@ class Fetcher:
     def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
         """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
         machine, wanted = self.life.driver.machine, operation.position
+        if wanted.step == 0 and self.life.site.differs is not None:
+            return NONE  # its initial state may not be the one that counts
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
         return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)

@@ -66,18 +66,35 @@ class Disk:
         self.damaged: set[int] = set()
         self.saving: dict[int, set[int]] = {}
         """By step, the workers that have begun the last checkpoint, which has a part of each."""
-        self._asking: dict[int, Callable[[], None]] = {}
+        self._asking: dict[int, Callable[[bool], None]] = {}
+        self._full = 0
 
-    def ask(self, step: int, complete: Callable[[], None]) -> None:
-        """Call `complete` when the parts of all stages are there."""
-        self._asking = {step: complete}
+    def ask(self, step: int, ended: Callable[[bool], None]) -> None:
+        """Call `ended` when the parts of all stages are there, or one will never be."""
+        self._asking = {step: ended}
+
+    def fill(self) -> None:
+        """There is no room for anything, until `empty`."""
+        self._full += 1
+
+    def empty(self) -> None:
+        """There is room again, unless somebody else has filled it."""
+        self._full = max(0, self._full - 1)
+
+    def empty_all(self) -> None:
+        """There is room again."""
+        self._full = 0
 
     def write(self, stage: int, step: int, state: Blocks) -> None:
-        """One stage's part is on disk; the last one completes the checkpoint."""
+        """One stage's part is on disk, if there is room; the last one completes the checkpoint."""
+        if self._full:
+            if step in self._asking:
+                self._asking.pop(step)(False)
+            return
         self.parts.setdefault(step, {})[stage] = state
         self.damaged.discard(step)
         if len(self.parts[step]) == self.stages and step in self._asking:
-            self._asking.pop(step)()
+            self._asking.pop(step)(True)
 
     def newest(self, host: str, limit: int | None) -> tuple[int, ...]:
         """Steps of the newest two checkpoints that a host can read, up to the limit."""
@@ -116,20 +133,21 @@ class SimCopy:
 class SimState:
     """Of the stages that a worker holds, all of one step. `records`: of that step's agree, as far as known."""
 
-    def __init__(self, me: WorkerKey, job: SimJob, checks: Checks) -> None:
+    def __init__(self, me: WorkerKey, job: SimJob, checks: Checks, *, other: bool) -> None:
+        """other: the initial state that it builds differs from everybody else's."""
         self.me = me
         self.checks = checks
         self.at = 0
-        self.stages = {stage: initial(stage) for stage in range(job.stages)}
+        self._first = {stage: flipped(initial(stage)) if other else initial(stage) for stage in range(job.stages)}
+        self.stages = dict(self._first)
         self.records: Mapping[int, Record] = {}
         self.gradients: tuple[int, dict[int, SimGradient]] | None = None
         self.effects: dict[int, int] = {}
-        self._all = range(job.stages)
 
     def build(self) -> None:
         """What nobody has trained can be built."""
         if self.at == 0:
-            self.stages = {k: self.stages.get(k, initial(k)) for k in self._all}
+            self.stages = {**self._first, **self.stages}
 
     def flip(self, stage: int) -> None:
         """A bit of a stage's state flips."""
@@ -207,8 +225,11 @@ def nothing(*what: object) -> None:
 class SimSite:
     """What the workers of a simulation share."""
 
-    def __init__(self, world: World, checks: Checks, disk: Disk, donors: int = 1) -> None:
-        """donors: how many are asked for a state at once."""
+    def __init__(
+        self, world: World, checks: Checks, disk: Disk, donors: int = 1, differs: WorkerKey | None = None
+    ) -> None:
+        """donors: how many are asked for a state at once. differs: who builds another initial state than all others."""
+        self.differs = differs
         self.donors = donors
         self.world = world
         self.checks = checks
@@ -236,7 +257,7 @@ class Life(Process):
         self.site = site
         self.driver = driver
         self.slowness = site.world.rng.choice((1, 1, 1, 2, 4))
-        self.state = SimState(self.me, self.job, site.checks)
+        self.state = SimState(self.me, self.job, site.checks, other=self.me == site.differs)
         self.operation: do.Operation | None = None
         self.finished: do.Operation | None = None  # the exchange whose end the driver is being told of
         self.cut_to = -1  # operations of this generation and older ones are over

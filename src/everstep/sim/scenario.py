@@ -33,10 +33,10 @@ from everstep.sim.control import (
     Control,
     SimCoordinator,
 )
+from everstep.sim.faults import DIFFERS, SimFault, SimInjector, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.faults import KNOWN as FAULTS
-from everstep.sim.faults import SimFault, SimInjector, draw, draw_losses, draw_one, draw_split
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import INITIAL, SimJob, wrong
+from everstep.sim.model import INITIAL, OTHER_DIGEST, SimJob, wrong
 from everstep.sim.worker import KNOWN as WAYS
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
@@ -70,12 +70,25 @@ class Setup:
     rewindable: bool = True  # applications can go on from an earlier step, in place
     verify_every: int = 0  # steps between comparisons of the copies; 0: none
     donors: int = 1  # how many are asked for a state at once
+    differs: int | None = None  # whose first life builds another initial state than all others
 
     def with_losses(self, seed: int, horizon_ms: int) -> Setup:
         """The same; now and then blocks are lost, or several donors are asked at once."""
         rng = Random(f"blocks {seed}")
         faults = (*self.faults, *draw_losses(rng, horizon_ms))
         return replace(self, donors=rng.choice((1, 1, 2, 3)), faults=tuple(sorted(faults, key=lambda f: f.at_ms)))
+
+    def with_more(self, seed: int, horizon_ms: int) -> Setup:
+        """The same; now and then with what users do, with hosts, disks and whole jobs that fail, and with a worker that
+        builds another initial state."""
+        rng, compared = Random(f"more {seed}"), bool(self.verify_every)
+        more = draw_more(rng, horizon_ms, resumes=not compared)
+        job, dies = self.job, any(fault.kind == "launcher" for fault in more)
+        if dies and not job.write_every:
+            job = replace(job, write_every=rng.choice((1, 2, 3)))
+        differs = self.workers - 1 if rng.random() < 0.15 and self.workers > 1 and not compared else None
+        faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
+        return replace(self, job=job, faults=faults, differs=differs)
 
     def with_state_of(self, size: int) -> Setup:
         """The same, with workers whose state has so many bytes."""
@@ -100,6 +113,7 @@ class Setup:
         split = f"; {self.job}, {self.active} active, disk on {self.disk_hosts}" if self.job.stages > 1 else ""
         compared = f"; compared every {self.verify_every}" if self.verify_every else ""
         compared += f"; {self.donors} donors at once" if self.donors > 1 else ""
+        compared += f"; worker {self.differs} begins differently" if self.differs is not None else ""
         lines = [
             f"{self.workers} workers and {self.spares} spares on {self.hosts} hosts, at least {self.min_workers}, "
             f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
@@ -124,7 +138,8 @@ def set_up(seed: int) -> Setup:
         rewindable=rng.random() < 0.5,
         save_ms=rng.choice((0, 300)),
     )
-    return chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
+    chosen = chosen.with_state_of(rng.choice((-1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 40)
+    return chosen.with_more(seed, 60 + steps * 40)
 
 
 def set_up_split(seed: int) -> Setup:
@@ -148,7 +163,8 @@ def set_up_split(seed: int) -> Setup:
         lasting_ms=rng.choice((30_000, 0, 50)),
         save_ms=rng.choice((0, 300)),
     )
-    return chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
+    chosen = chosen.with_state_of(rng.choice((-1, -1, 1))).with_corruption(rng).with_losses(seed, 60 + steps * 60)
+    return chosen.with_more(seed, 60 + steps * 60)
 
 
 @dataclass(frozen=True)
@@ -198,9 +214,9 @@ class Simulation:
         self.new_machine, self.new_driver, self.new_coordinator = machine, driver, coordinator
         hosts = [f"host{i}" for i in range(setup.hosts)]
         seeing = None if setup.disk_hosts is None else frozenset(hosts[: setup.disk_hosts])
-        site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors)
-        numbers = range(setup.workers + setup.spares)
-        slots = {host: [i for i in numbers if i % setup.hosts == n] for n, host in enumerate(hosts)}
+        self.differs = None if setup.differs is None else WorkerKey(setup.differs, 0)
+        self.world.seen[DIFFERS] += self.differs is not None
+        site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors, self.differs)
         self.config = CoordinatorConfig(
             lanes=setup.job.lanes,
             stages=setup.job.stages,
@@ -220,15 +236,18 @@ class Simulation:
             ),
             lasting_ns=setup.lasting_ms * MS,
         )
-        self.control = Control(site, slots, self._coordinator, self._driver)
+        self.control = Control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
         for host in hosts:
             self.control.boot(host)
         self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
         self.unused: dict[SimConnection, int] = {}  # and how often they were seen
         self._look()
 
-    def _coordinator(self, journal: Sequence[dict[str, Any]]) -> Coordinator:
-        return self.new_coordinator(self.config, list(journal))
+    def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int) -> Coordinator:
+        least = min(self.config.min_workers, workers)
+        wish = replace(self.config.wish, homes=even_homes(workers, self.setup.job.stages))
+        config = replace(self.config, workers=workers, min_workers=least, wish=wish)
+        return self.new_coordinator(config, list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
         job, every = self.setup.job, self.setup.verify_every
@@ -236,7 +255,9 @@ class Simulation:
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
-        return self.new_driver(key, config, self.new_machine(key, str(INITIAL)))
+        return self.new_driver(
+            key, config, self.new_machine(key, OTHER_DIGEST if key == self.differs else str(INITIAL))
+        )
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import os
 from dataclasses import replace
-from pathlib import Path
 
+from everstep.base.given import read_given
 from everstep.train.restarts import Finding
 
 
@@ -18,7 +18,7 @@ class Places:
         self._lines: dict[str, int] = {}
         self._joined = 0
         try:
-            tree = ast.parse(Path(script).read_text())
+            tree = ast.parse(read_given(script))
         except (OSError, ValueError, SyntaxError):
             return
         for node in ast.walk(tree):

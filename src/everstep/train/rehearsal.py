@@ -24,6 +24,7 @@ from typing import Any
 
 from everstep.base.config import Config, device_of
 from everstep.base.errors import EverstepError
+from everstep.base.given import read_given, read_json
 from everstep.base.plan import Plan
 from everstep.protocol import messages as wire
 from everstep.runtime.address import CHECKPOINTS_DIR, write_atomically
@@ -328,13 +329,13 @@ class Rehearsal:
     def _output(self, life: str) -> str:
         """The last that this life has printed."""
         try:
-            return self._what.path(f"{life}.log").read_text(errors="replace")[-_MOST_OUTPUT:]
+            return read_given(self._what.path(f"{life}.log")).decode(errors="replace")[-_MOST_OUTPUT:]
         except OSError:
             return ""
 
 
 def _read(path: Path) -> Sighting:
-    data = json.loads(path.read_text())
+    data = read_json(path)
     facts = {name: Fact(**fact) for name, fact in data.pop("facts").items()}
     facts = {n: replace(f, shape=None if f.shape is None else tuple(f.shape)) for n, f in facts.items()}
     return Sighting(**{**data, "facts": facts, "shapes": tuple(tuple(s) for s in data["shapes"])})

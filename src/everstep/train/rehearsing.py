@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from everstep.base.errors import ConfigError
+from everstep.base.given import read_given, read_json
 from everstep.runtime.address import write_atomically
 from everstep.runtime.fork_server import redirect_output
 from everstep.runtime.process import close_descriptors, die_with_parent, own_command, pinned_environment, readable
@@ -126,7 +127,7 @@ def _conclude(pid: int, run_dir: Path, script: str, digest: str, tick: Callable[
     os.waitpid(pid, 0)
     folder = run_dir / _FOLDER
     try:
-        said = json.loads((folder / _VERDICT).read_text())
+        said = read_json(folder / _VERDICT)
         note, lines = str(said["note"]), [str(line) for line in said["refused"]]
     except (OSError, ValueError, KeyError, TypeError):
         note, lines = "its process ended without a word", []
@@ -184,7 +185,7 @@ def _gpus() -> bool:
 
 def script_digest(script: str, argv: Iterable[str]) -> str:
     """Of a script and its arguments; 32 hex digits."""
-    found = hashlib.blake2b(Path(script).read_bytes(), digest_size=16)
+    found = hashlib.blake2b(read_given(script), digest_size=16)
     found.update(json.dumps(list(argv)).encode())
     return found.hexdigest()
 
@@ -192,7 +193,7 @@ def script_digest(script: str, argv: Iterable[str]) -> str:
 def is_rehearsed(run_dir: Path, digest: str, *, tried: bool = False) -> bool:
     """Whether this script was rehearsed for this job. tried: it counts, too, if that failed."""
     try:
-        said = json.loads((run_dir / _REMEMBERED).read_text())
+        said = read_json(run_dir / _REMEMBERED)
         return bool(said["script"] == digest) and (tried or not said["note"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

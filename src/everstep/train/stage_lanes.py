@@ -48,7 +48,7 @@ class StageLanes:
         the same bits twice."""
         self.seeder = UnitSeeder(parts.units, config.seed, spec.units)
         self._call = ModelCall(parts.model) if spec.is_split else None
-        self._passes: dict[int, PartPass] = {}
+        self.passes: dict[int, PartPass] = {}
         at = 0
         inside = {id(m) for unit in parts.units for m in unit.modules()}
         for part in spec.parts:
@@ -56,9 +56,9 @@ class StageLanes:
             at = here.stop
             units = tuple(parts.units[k] for k in here)
             modules = {id(m) for unit in units for m in unit.modules()}
-            if not self._passes:  # what is outside all units goes with the first part
+            if not self.passes:  # what is outside all units goes with the first part
                 modules |= {id(m) for m in parts.model.modules()} - inside
-            self._passes[part] = PartPass(
+            self.passes[part] = PartPass(
                 part,
                 spec,
                 units,
@@ -71,22 +71,16 @@ class StageLanes:
                 lambda: autocast(config.precision, device),
                 probing,
             )
-        self._sums = StageSums([p.accumulator for p in self._passes.values()], config.lanes)
+        self._sums = StageSums([p.accumulator for p in self.passes.values()], config.lanes)
         self._scaler = scaler
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
-
-    @property
-    def whole(self) -> PartPass:
-        """The one part of a model that is not split."""
-        check(self._call is None, "lanes of a model that is split go through its parts")
-        return self._passes[0]
 
     def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor]) -> None:
         """The lanes of a step that are wanted from here; what has been computed of them already counts."""
         if step != self._step:
             self._step, self._reports = step, {}
-            for part in self._passes.values():
+            for part in self.passes.values():
                 part.begin_step(step)
         self._sums.begin(step, lanes, buffer)
 
@@ -125,7 +119,7 @@ class StageLanes:
         Raises: TaskError if the task does what cannot be split.
         """
         check(step == self._step, f"step {step} has not begun")
-        result = self._passes[part].forward(step, number, lane)
+        result = self.passes[part].forward(step, number, lane)
         if isinstance(result, Bundle):
             return result
         self._reports[number] = LaneReport(number, *result, count, use)
@@ -133,7 +127,7 @@ class StageLanes:
 
     def recompute(self, step: int, part: int, lane: int) -> None:
         """The forward pass again, directly before its backward pass: same bits, and nothing is counted twice."""
-        self._passes[part].recompute(step, lane)
+        self.passes[part].recompute(step, lane)
 
     def backward(
         self,
@@ -149,11 +143,11 @@ class StageLanes:
         called with what is returned before that, since somebody waits for it.
         """
         check(step == self._step, f"step {step} has not begun")
-        return self._passes[part].backward(lane, back, self._scaler.scale, give)
+        return self.passes[part].backward(lane, back, self._scaler.scale, give)
 
     def drop(self) -> None:
         """Forget lanes between their passes (a generation has ended); what has been added stays."""
-        for part in self._passes.values():
+        for part in self.passes.values():
             part.drop()
 
     def evaluate(self, part: int, inputs: Bundle | None, metrics: Loss, batch: Any = None) -> Any:
@@ -162,7 +156,7 @@ class StageLanes:
         metrics: `Task.metrics`. The model must be in eval mode.
         """
         with torch.no_grad():
-            return self._passes[part].evaluate(inputs, metrics, batch)
+            return self.passes[part].evaluate(inputs, metrics, batch)
 
     # ---- what the step gets
 
@@ -180,25 +174,25 @@ class StageLanes:
 
     def buffer_reports(self) -> list[bytes]:
         """What the lanes have made of the buffers, by part."""
-        return [part.guard.report().encode() for part in self._passes.values()]
+        return [part.guard.report().encode() for part in self.passes.values()]
 
     def commit_buffers(self, step: int, reports: Sequence[Sequence[bytes]]) -> None:
         """A step was decided: the buffers become what all lanes together make of them. reports: by worker, by part."""
         if step != self._step:
             self.begin(step, (), _no_buffer)
-        for k, part in enumerate(self._passes.values()):
+        for k, part in enumerate(self.passes.values()):
             part.guard.commit([BufferReport.decode(row[k]) for row in reports])
 
     def settle_buffers(self) -> None:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""
-        for part in self._passes.values():
+        for part in self.passes.values():
             part.guard.settle()
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
         """What is done meanwhile leaves no trace in buffers and extra state: they are the step's before and after."""
         with ExitStack() as stack:
-            for part in self._passes.values():
+            for part in self.passes.values():
                 stack.enter_context(part.guard.shielded())
             yield
 
@@ -214,7 +208,7 @@ class StageLanes:
     def abandon(self) -> None:
         """The state is about to be replaced: nothing of the step that was under way counts."""
         self.discard()
-        for part in self._passes.values():
+        for part in self.passes.values():
             part.guard.abandon()
 
 
@@ -233,7 +227,7 @@ class LoopLane:
     def __init__(self, lanes: StageLanes, model: nn.Module, scaler: LossScaler, autocast: Callable[[], Any]) -> None:
         """lanes: of the one stage, which are told of each lane. autocast: makes the context of a forward pass."""
         self._lanes = lanes
-        self._pass = lanes.whole
+        self._pass = lanes.passes[0]
         self._model = model
         self._scaler = scaler
         self._autocast_of = autocast

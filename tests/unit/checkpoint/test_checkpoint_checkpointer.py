@@ -281,3 +281,19 @@ def test_an_update_before_the_disk_is_ready(tmp_path: Path, limit_blocks: int) -
     else:
         assert "limit_mb" in reports[0].error and reports[0].file is None
         assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_manifest_names_no_part_that_is_elsewhere(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start(2)
+    job.workers[1].close()
+    job.workers[1] = Checkpointer(
+        tmp_path / "elsewhere",
+        CheckpointConfig(),
+        identity_of(job.states[0]),
+        1,
+        send=lambda data: job.workers[0].report(data),
+    )
+    job.save(5)
+    assert job.workers[0].drain(60.0)
+    assert steps_in(job.workers[0].store) == []
+    assert "must be a directory that all workers share" in str(job.ended[-1].failed)
