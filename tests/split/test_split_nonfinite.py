@@ -12,7 +12,9 @@ from split_run import SplitRun, config_of, run_split
 from torch import Tensor, nn
 from torch.nn import functional
 
+import everstep
 from everstep import Task
+from everstep.base.errors import NonFinite
 from everstep.protocol.driver.records import StepOutcome, nonfinite
 
 STEPS = 3
@@ -109,3 +111,25 @@ def test_words() -> None:
     assert nonfinite(outcome((0, 3), False), scaled=False) == "the loss of lanes 0, 3 is not finite"
     assert "the gradient is not finite" in nonfinite(outcome((), False), scaled=False)
     assert nonfinite(outcome((), False), scaled=True) == ""  # a loss scaler leaves the step out, and halves its scale
+
+
+def test_a_script_by_itself_stops_with_a_checkpoint_and_goes_on_from_it(tmp_path: Any) -> None:
+    def train(policy: str, run_dir: Any) -> nn.Module:
+        torch.manual_seed(0)
+        task = Strange(math.nan)
+        model = task.build_model()
+        optimizer = task.build_optimizer(model.parameters())
+        run = everstep.join(
+            model, optimizer, Rows(math.nan), lanes=4, micro_batch=2, steps=STEPS, run_dir=run_dir, on_nonfinite=policy
+        )
+        for step in run:
+            for batch in step:
+                step.backward(task.loss(model, batch))
+        return model
+
+    undisturbed = train("skip", tmp_path / "skip").state_dict()
+    with pytest.raises(NonFinite, match=r"step \d: the loss of lane \d is not finite; its update is left out"):
+        train("stop", tmp_path / "stop")
+    assert list((tmp_path / "stop" / "checkpoints").glob("step-*"))
+    found = train("skip", tmp_path / "stop").state_dict()
+    assert all(torch.equal(found[name], undisturbed[name]) for name in found)

@@ -231,7 +231,7 @@ class BufferGuard:
         if self._step == _NO_STEP:
             self.settle()
         self._step = step
-        self._steps_seen += 1
+        self._steps_seen += step != _NO_STEP
         self.forget_lanes()
         self._dirty, self._in_flight = set(), {}
         with torch.no_grad():

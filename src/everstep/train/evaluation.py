@@ -7,7 +7,6 @@ seed, and the results are folded in chunk order. What a dead worker leaves undon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -120,9 +119,8 @@ class Waves:
         self._local = {}
         models = [replica.parts.model for replica in view.stages.values()]
         modes = [model.training for model in models]
-        shields = ExitStack()
         for replica in view.stages.values():
-            shields.enter_context(replica.lanes.shielded())
+            replica.lanes.settle_buffers()
             replica.parts.model.eval()
         try:
             for place, index in enumerate(self._missing()):
@@ -134,7 +132,6 @@ class Waves:
         finally:
             for model, mode in zip(models, modes, strict=True):
                 model.train(mode)
-            shields.close()
 
     def _holder(self, plan: Plan, part: int, place: int) -> int:
         pool = [seat.worker_id for seat in plan.pool(part % plan.stages) if seat.lanes]

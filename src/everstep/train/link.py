@@ -17,8 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from everstep.base.cause import Cause
+from everstep.base.cause import Cause, Why
 from everstep.base.config import Config
+from everstep.base.errors import NonFinite
 from everstep.base.given import read_json
 from everstep.base.plan import Member, Plan, Rank, Seat, WorkerKey
 from everstep.observe.logs import WorkerLog, set_up_worker_log
@@ -97,6 +98,10 @@ class WorkerLink:
 
     def turn(self, view: Any, over: bool) -> None:
         """The loop asks for the next step, or, if it is over, for no more. view: the `WorkerView`."""
+
+    def stop_words(self, error: NonFinite, step: int) -> wire.WorkerFailed | None:
+        """What is to be told at once of a loop that is to stop; None: whoever runs the loop tells."""
+        return None
 
     def close(self) -> None:
         """Leave."""
@@ -192,18 +197,43 @@ class LoneLink(WorkerLink):
         row, token = Board.create(1).row(0), secrets.token_bytes(16)
         super().__init__(WorkerKey(0, 0), task, socket.gethostname(), config, run_dir, row, token, WorkerLog(0, 0))
         self._deliver: Deliver | None = None
+        self._stopped: Why | None = None
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         self._deliver = deliver
+        deliver(wire.PlanNow(plan=self._plan(1, Why(Cause.STARTED, "a job of one worker"))))
+
+    def _plan(self, generation: int, why: Why, save: str = "") -> Plan:
         member = Member(0, 0, self.host, os.getpid())
-        seat, why = Seat(0, 0, "active", tuple(range(self.config.lanes))), "a job of one worker"
-        plan = Plan(1, why, (member,), (seat,), self.config.lanes, cause=Cause.STARTED)
-        deliver(wire.PlanNow(plan=plan))
+        seat = Seat(0, 0, "active", tuple(range(self.config.lanes)))
+        return Plan(generation, why.reason, (member,), (seat,), self.config.lanes, cause=why.cause, save=save)
+
+    def stop_words(self, error: NonFinite, step: int) -> wire.WorkerFailed:
+        return wire.WorkerFailed(
+            worker_id=0,
+            incarnation=0,
+            step=step,
+            cause=error.cause,
+            reason=str(error),
+            signature="",
+            fatal=True,
+            holds=True,
+        )
 
     def tell(self, message: wire.AnyMessage) -> None:
-        if isinstance(message, wire.WorkerDone) and self._deliver is not None:
+        """Answered as a coordinator would, where there is something to answer."""
+        deliver = self._deliver
+        if deliver is None:
+            return
+        if isinstance(message, wire.WorkerDone):
             why = "all steps are done"
-            self._deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+            deliver(wire.JobEnded(state="completed", cause=Cause.COMPLETED, reason=why, exit_code=0))
+        elif isinstance(message, wire.WorkerFailed):  # a checkpoint comes first
+            self._stopped = Why(message.cause, message.reason)
+            deliver(wire.PlanNow(plan=self._plan(2, self._stopped, save=message.reason)))
+        elif isinstance(message, wire.Saved) and self._stopped is not None:
+            cause, reason = self._stopped.cause, self._stopped.reason
+            deliver(wire.JobEnded(state="failed", cause=cause, reason=reason, exit_code=1))
 
     def turn(self, view: Any, over: bool) -> None:
         pass

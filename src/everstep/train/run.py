@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from everstep.base.cause import Cause
-from everstep.base.errors import TaskError
+from everstep.base.errors import JobFailed, NonFinite, TaskError
 from everstep.data.batch import to_device
 from everstep.exact.seeding import derive, preserve_rng, seed_all
 from everstep.order.ledger import use_digest
@@ -66,7 +65,7 @@ class Step:
                 yield from self._lane(turn, lane)
             turn = session.executor.computed()
         if not self.done:
-            session.updates.stop_if_nonfinite(self.number)
+            self._stop_if_nonfinite()
         self.done = True
         self._seed_loop(past=1)
 
@@ -113,8 +112,20 @@ class Step:
         """
         if not self.done:
             self._session.executor.ask(StepAsked(self.number))
-            self._session.updates.stop_if_nonfinite(self.number)
+            self._stop_if_nonfinite()
             self.done = True
+
+    def _stop_if_nonfinite(self) -> None:
+        """Raises: NonFinite, after a checkpoint in a job of one worker; else whoever runs the loop sees to that."""
+        session = self._session
+        try:
+            session.updates.stop_if_nonfinite(self.number)
+        except NonFinite as error:
+            words = session.view.link.stop_words(error, self.number)
+            if words is not None and session.saver.on:
+                with contextlib.suppress(JobFailed):  # the end that was told
+                    session.executor.ask(HoldAsked(words, session.view.hold_until_ns()))
+            raise
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backward of this batch. `loss` is its mean; or its sum, with `weight` (number of tokens, say).
@@ -208,8 +219,7 @@ class Run:
         Raises: what ends a member, such as Evicted.
         """
         if self._kept is not None and inspect.getgeneratorstate(self._kept) != inspect.GEN_CLOSED:
-            grace_ns = int(self._session.view.config.checkpoint.grace_s * 1e9)
-            self._session.executor.ask(HoldAsked(words, time.monotonic_ns() + grace_ns))
+            self._session.executor.ask(HoldAsked(words, self._session.view.hold_until_ns()))
 
     def close(self) -> None:
         """The loop is over, be it that it raised."""
@@ -264,12 +274,9 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            lanes = session.view.stages.only.lanes
-            with (
-                torch.no_grad(),
-                preserve_rng(),
-                lanes.shielded(),
-            ):  # who evaluates what must not be seen by what the loop draws next
+            guard = session.view.stages.only.lanes.whole.guard
+            # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
+            with torch.no_grad(), preserve_rng(), guard.shielded():
                 found = evaluate(
                     fn,
                     chunks,

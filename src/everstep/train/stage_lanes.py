@@ -5,8 +5,7 @@ Apart from the replica because nothing here changes the state: the same lanes gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,7 +154,7 @@ class StageLanes:
 
         metrics: `Task.metrics`. The model must be in eval mode.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.passes[part].guard.shielded():
             return self.passes[part].evaluate(inputs, metrics, batch)
 
     # ---- what the step gets
@@ -187,14 +186,6 @@ class StageLanes:
         """Put the step's buffers back, whatever the last lane left: the state is whole again."""
         for part in self.passes.values():
             part.guard.settle()
-
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        """What is done meanwhile leaves no trace in buffers and extra state: they are the step's before and after."""
-        with ExitStack() as stack:
-            for part in self.passes.values():
-                stack.enter_context(part.guard.shielded())
-            yield
 
     # ---- the end
 

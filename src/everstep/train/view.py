@@ -5,6 +5,7 @@ Apart so that they need not know each other: they look at this, get what they wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -131,6 +132,10 @@ class WorkerView:
     def ended(self) -> bool:
         """Whether the job has."""
         return self.driver.ended is not None
+
+    def hold_until_ns(self) -> int:
+        """How long a loop that has raised stays with what it holds, if nobody lets it go, from now on."""
+        return time.monotonic_ns() + int(self.config.checkpoint.grace_s * 1e9)
 
     def tick(self) -> None:
         """Something was done: this worker does not hang."""
