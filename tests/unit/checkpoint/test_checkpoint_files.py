@@ -19,6 +19,7 @@ from everstep.checkpoint.manifest import refuse_foreign
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.pointers import read_pins, read_pointer, seal, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
+from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.table import open_store
 from everstep.exact.image import BLOCK_BYTES
@@ -291,3 +292,15 @@ def test_stores_by_path_and_url(tmp_path: Path) -> None:
     store.delete("a/c")
     assert list(tmp_path.iterdir()) == []
     assert DirectoryStore(tmp_path / "nothing").list() == []
+
+
+def test_what_a_writer_of_pointers_left_behind_goes_with_the_next_sweep(tmp_path: Path) -> None:
+    """What others write there meanwhile, such as pins, stays."""
+    store, state = DirectoryStore(tmp_path), make_state()
+    save(store, state, 1)
+    for name in (f".tmp-{LATEST}-0a", f".tmp-{BEST}-0b", ".tmp-pins-0c", "latest-notes"):
+        (tmp_path / name).write_bytes(b"half")
+    Shelf.read(store, None).sweep()
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")}
+    assert {name for name in left if "-" in name} == {".tmp-pins-0c", "latest-notes"}
+    assert read_pointer(store, LATEST) == 1
