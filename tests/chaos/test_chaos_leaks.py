@@ -46,7 +46,7 @@ class Watched:
         pids = {"survivor": survivor, "launcher": launcher}
         for pid in children(launcher):
             what = Path(f"/proc/{pid}/cmdline").read_text()
-            names = ("agent", "agent_main"), ("coordinator", "coordinator_main")
+            names = ("agent", "host_agent"), ("coordinator", "coordinator_main")
             pids[next((name for name, module in names if module in what), "fork server")] = pid
         assert len(pids) == 5 and survivor in children(pids["fork server"]), pids
         return Watched(pids)
