@@ -160,13 +160,13 @@ def test_a_job_from_start_to_end(start: Callable[..., Job]) -> None:
         ask(job.run_dir, "status")
 
 
-def test_workers_inherit_nothing_but_the_board(start: Callable[..., Job]) -> None:
+def test_workers_inherit_nothing_but_the_board_and_their_lifeline(start: Callable[..., Job]) -> None:
     job = start(workers=1)
     job.running({0: 0})
     fds = [int(fd) for fd in (job.run_dir / "fds-0.0").read_text().split()]
     board = int((job.run_dir / "board-0.0").read_text())
     assert {0, 1, 2, board} < set(fds)
-    assert len(fds) == 5  # the fifth is that of listing them
+    assert len(fds) == 6  # the sixth is that of listing them
     job.finish()
 
 

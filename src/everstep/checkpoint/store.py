@@ -184,11 +184,12 @@ class DirectoryStore:
             for folder in ("", *(path.name for path in self.path.iterdir() if path.is_dir())):
                 self.drop_temporaries(folder)
 
-    def drop_temporaries(self, folder: str) -> None:
-        """Removes what writers that died left behind in a folder."""
+    def drop_temporaries(self, folder: str, of: Sequence[str] = ("",)) -> None:
+        """Removes what writers that died left behind in a folder ("": the store's own). of: names begin like this."""
+        left = tuple(f"{TEMPORARY}{name}" for name in of)
         with suppress(OSError, StoreError), self._folder(f"{folder}/any" if folder else "any", "list") as folders:
             for name in os.listdir(folders[-1]):
-                if name.startswith(TEMPORARY):
+                if name.startswith(left):
                     with suppress(OSError):
                         os.unlink(name, dir_fd=folders[-1])
 

@@ -16,7 +16,7 @@ from typing import Any
 from everstep.base.errors import EverstepError
 from everstep.runtime.board import MAX_ROWS, create_board_memory
 from everstep.runtime.context import Handed, WorkerContext
-from everstep.runtime.process import Pinged, own_command, pinned_environment, readable, why_ended
+from everstep.runtime.process import Pinged, own_command, pinned_environment, readable, unreaped_status, why_ended
 
 MODULE = "everstep.runtime.fork_server"
 _DEATH_WAIT_S = 5.0
@@ -138,7 +138,8 @@ class ForkServerClient:
         os.close(self.pidfd)
         self.pidfd = -1
         if self._process is None:
-            return "how it ended was for its parent to see"
+            status = unreaped_status(self.pid)
+            return "nobody saw how" if status is None else why_ended(os.waitstatus_to_exitcode(status)).reason
         return why_ended(self._process.wait()).reason
 
 

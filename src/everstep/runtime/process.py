@@ -94,6 +94,19 @@ def end_strays(known: Container[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
+def unreaped_status(pid: int) -> int | None:
+    """The wait status of a dead process whose parent, not this one, has yet to wait for it; None if it is none.
+
+    Source: proc(5): the state, and exit_code, in /proc/PID/stat.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[-1]) if fields[0] == "Z" else None
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process. Source: proc(5): the state in /proc/PID/stat."""
     try:

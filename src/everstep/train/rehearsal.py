@@ -111,7 +111,7 @@ class LifeLink(LoneLink):
         self._last = _NEVER
         self._asked = False
         self._hand: Deliver | None = None
-        self._plan: Plan | None = None
+        self._current: Plan | None = None
         self._ignored: tuple[Any, ...] = ()
         self._unpassed: tuple[str, str] | None = None
         self._roots: Mapping[str, Any] | None = None
@@ -135,7 +135,7 @@ class LifeLink(LoneLink):
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         def first(message: wire.AnyMessage) -> None:
             if isinstance(message, wire.PlanNow):
-                self._plan = message.plan
+                self._current = message.plan
             deliver(message)
 
         self._hand = deliver
@@ -160,9 +160,9 @@ class LifeLink(LoneLink):
             self._regroup("the rehearsal goes on from here")
 
     def _regroup(self, save: str) -> None:
-        if self._hand is not None and self._plan is not None:
-            self._plan = replace(self._plan, generation=self._plan.generation + 1, save=save)
-            self._hand(wire.PlanNow(plan=self._plan))
+        if self._hand is not None and self._current is not None:
+            self._current = replace(self._current, generation=self._current.generation + 1, save=save)
+            self._hand(wire.PlanNow(plan=self._current))
 
     def _pass_on(self) -> None:
         """What was saved, and nothing else, is what life b begins with."""

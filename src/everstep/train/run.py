@@ -274,7 +274,7 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            guard = session.view.stages.only.lanes.whole.guard
+            guard = session.view.stages.only.lanes.passes[0].guard
             # Who evaluates what must not be seen by what the loop draws next, nor in buffers.
             with torch.no_grad(), preserve_rng(), guard.shielded():
                 found = evaluate(

@@ -19,6 +19,7 @@ from everstep.checkpoint.manifest import refuse_foreign
 from everstep.checkpoint.names import BEST, LATEST, manifest_name
 from everstep.checkpoint.pointers import read_pins, read_pointer, seal, write_pins
 from everstep.checkpoint.reader import newest_complete, open_checkpoint, steps_in, verify_blocks, verify_store
+from everstep.checkpoint.retention import Shelf
 from everstep.checkpoint.store import DirectoryStore
 from everstep.checkpoint.stores.table import open_store
 from everstep.exact.image import BLOCK_BYTES
@@ -303,3 +304,15 @@ def test_nothing_is_left_of_writers_that_were_killed(tmp_path: Path) -> None:
         path.write_bytes(b"half a")
     store.drop_leftovers()
     assert stays.exists() and not any(path.exists() for path in left)
+
+
+def test_what_a_writer_of_pointers_left_behind_goes_with_the_next_sweep(tmp_path: Path) -> None:
+    """What others write there meanwhile, such as pins, stays."""
+    store, state = DirectoryStore(tmp_path), make_state()
+    save(store, state, 1)
+    for name in (f".tmp-{LATEST}-0a", f".tmp-{BEST}-0b", ".tmp-pins-0c", "latest-notes"):
+        (tmp_path / name).write_bytes(b"half")
+    Shelf.read(store, None).sweep()
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("step-")}
+    assert {name for name in left if "-" in name} == {".tmp-pins-0c", "latest-notes"}
+    assert read_pointer(store, LATEST) == 1

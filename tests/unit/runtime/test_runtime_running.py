@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from everstep.runtime.board import Board
-from everstep.runtime.process import Pinged, readable
+from everstep.runtime.process import Pinged, readable, unreaped_status
 from everstep.runtime.running import Running
 
 PATIENCE_S = 60.0
@@ -108,3 +108,21 @@ def test_only_several_unanswered_pings_are_silence() -> None:
     assert watch.silence_s(begin + 30) == 30.0
     watch.answered()
     assert watch.silence_s(begin + 60) == 0.0
+
+
+def test_how_anothers_child_has_ended_can_be_seen_until_it_is_waited_for() -> None:
+    read_end, write_end = os.pipe()
+    script = (
+        "import os, signal, sys, time; pid = os.fork(); pid or signal.pause(); print(pid, flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=write_end) as parent:
+        pid = int(os.read(read_end, 32))
+        assert unreaped_status(pid) is None
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert readable([pidfd], PATIENCE_S)
+        assert unreaped_status(pid) == signal.SIGTERM
+        parent.kill()
+    for fd in (read_end, write_end, pidfd):
+        os.close(fd)
+    assert unreaped_status(1) is None and unreaped_status(1 << 30) is None
