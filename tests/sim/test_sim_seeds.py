@@ -75,6 +75,7 @@ def test_a_resumed_job_goes_on_from_its_checkpoints_with_another_number_of_worke
 def test_where_one_builds_another_initial_state_all_take_the_same():
     alone = Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 4), (), differs=2)
     assert all(simulate(seed, setup=alone).ok for seed in range(4))
+    assert simulate(5249).ok, "the lowest id has lost blocks of its own: that of the other, who has all, counts"
 
     class TakesItsOwn(StepMachine):
         """States the digest of everybody else, and so goes on with its own."""

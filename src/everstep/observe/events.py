@@ -269,7 +269,7 @@ def _newest(path: str | os.PathLike[str], size: int) -> tuple[list[dict[str, Any
             start = file.seek(max(0, end - size))
             lines = Lines()
             data = b"".join(map(lines.whole, portions(file))) + lines.rest
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [], True
     found, whole = list[dict[str, Any]](), start == 0
     for event in parse_events(data if start == 0 else data[data.find(b"\n") + 1 :]):

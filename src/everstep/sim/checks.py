@@ -374,10 +374,13 @@ class Checks:
         self.effects.back(0)
 
     def _first_state(self, who: WorkerKey, generation: int, held: Mapping[int, Blocks]) -> None:
-        """Where workers have built different initial states, all take that of the lowest id that has one."""
+        """Where workers have built different initial states, all take that of the lowest id that has all of it,
+        else of the lowest that has a part."""
         seats, said = self.records.plans[generation].stages_of(who.worker_id), self.records.holdings.get(generation, {})
         for stage, state in ((k, held[k]) for k in seats if k in held):
-            having = [i for i, h in said.items() if h.position.step == 0 and (stage in h.stages or stage in h.parts)]
+            at_first = {i: h for i, h in said.items() if h.position.step == 0}
+            whole = [i for i, h in at_first.items() if stage in h.stages]
+            having = whole or [i for i, h in at_first.items() if stage in h.parts]
             if wrong(state) and not self.taint.flipped and having:
                 first = said[min(having)].digest
                 require(first == OTHER_DIGEST, "P1", f"{who} begins with another state of stage {stage} than all")

@@ -48,12 +48,13 @@ class Publisher:
         self._released = 0
         self._reported_through = 0
         self._reports: dict[tuple[str, int], dict[str, Any]] = {}
-        self._events_path = rows = Path(os.devnull)
+        events = rows = Path(os.devnull)
+        self._events_path = events / EVENTS_FILE  # nothing is there
         if run_dir is not None:
-            self._events_path = run_dir / EVENTS_FILE
+            self._events_path = events = run_dir / EVENTS_FILE
             rows = run_dir / "ledger" / f"worker-{me.worker_id}-{me.incarnation}.jsonl"
             rows.parent.mkdir(parents=True, exist_ok=True)
-        self._events = EventLog(self._events_path, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
+        self._events = EventLog(events, worker_id=me.worker_id, incarnation=me.incarnation, pid=os.getpid())
         self._ledger = LedgerFile(rows)
 
     def hold(self, outcome: StepOutcome, generation: int, extra: dict[str, Any]) -> None:

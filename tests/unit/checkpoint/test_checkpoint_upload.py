@@ -246,6 +246,27 @@ def test_newest_wins_and_training_never_waits(source: DirectoryStore, tmp_path: 
     assert "slower than checkpoints come" in slow["reason"]
 
 
+def test_what_waits_and_counts_for_nothing_is_not_uploaded(source: DirectoryStore, tmp_path: Path) -> None:
+    for step in (1, 3):
+        write_step(source, step, seed=step)
+    began, go = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        began.set()
+        assert go.wait(LIMIT_S)
+
+    target = Spoiled(tmp_path / "far", before)
+    uploader = Uploader(source, target, Events())
+    uploader.offer(1)
+    assert began.wait(LIMIT_S)
+    uploader.offer(3)
+    uploader.invalidate(2)
+    assert uploader.holds == {1}
+    go.set()
+    uploader.finish(LIMIT_S)
+    assert steps_in(target) == [1]
+
+
 def test_grace_is_kept(source: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.checkpoint.transfer._STOP_PATIENCE_S", 0.05)
     write_step(source, 1)

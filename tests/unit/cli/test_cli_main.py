@@ -115,21 +115,3 @@ def test_placement_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_spans() -> None:
     assert [span(lanes) for lanes in ([], [3], [0, 1, 2, 5], [1, 3])] == ["-", "3", "0-2,5", "1,3"]
-
-
-def test_ctrl_c_while_the_command_line_is_imported_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from everstep import __main__ as door
-
-    class Interrupted:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "everstep.cli.main":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "everstep.cli.main")
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    with pytest.raises(SystemExit) as ended:
-        door.main()
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
