@@ -158,8 +158,12 @@ def _greeted(data: bytes) -> bytes:
 
 
 def _answered() -> bytes:
-    caller = Caller(role_token(b"t" * 32, "worker"), "worker", "w", Ends("127.0.0.1:2", "127.0.0.1:1"))
+    caller = Caller(role_token(b"t" * 32, "worker", "w"), "worker", "w", Ends("127.0.0.1:2", "127.0.0.1:1"))
     return caller.answer(Greeter(keys_of(b"t" * 32, frozenset({"worker"})), "127.0.0.1:1").greeting)
+
+
+def _framed(body: bytes) -> bytes:
+    return wire.frame(body, deflate=True) + bytes(TAG_BYTES)
 
 
 def _frames(data: bytes) -> list[bytes]:
@@ -261,7 +265,7 @@ def targets() -> list[FuzzTarget]:
     report = encode_report(PartReport(1, 1, 0, 0, 0, 4))
     return [
         FuzzTarget("json", [as_json(_JOB), b'{"a":{"b":[1,2,null]}}'], parse_json, (ValueError,), as_json),
-        FuzzTarget("frames", [(wire.frame(b"abc") + bytes(TAG_BYTES)) * 3, wire.frame(bytes(20_000), deflate=True) + bytes(TAG_BYTES)], _frames),
+        FuzzTarget("frames", [_framed(b"abc") * 3, _framed(bytes(20_000))], _frames),
         FuzzTarget("handshake", [bytes(60), _answered()], _greeted),
         FuzzTarget("token", [b"ab" * 32], lambda data: wire.token_of(data.decode("latin-1"), "x")),
         FuzzTarget("messages", _message_samples(), messages.decode, again=messages.encode),
