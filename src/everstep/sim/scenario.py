@@ -87,6 +87,8 @@ class Setup:
         if dies and not job.write_every:
             job = replace(job, write_every=rng.choice((1, 2, 3)))
         differs = self.workers - 1 if rng.random() < 0.15 and self.workers > 1 and not compared else None
+        if job.stages > 1:  # a stage that nobody holds any more is built anew there, from whoever takes it
+            differs = None
         faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
         return replace(self, job=job, faults=faults, differs=differs)
 
