@@ -185,7 +185,7 @@ def test_what_is_wrong_is_said_in_one_line(
     gone = ObjectOptions("http://127.0.0.1:9", retries=0)
     assert said(open_s3(f"s3://{bucket}", gone)).count("connection refused") == 3
     proxy.set("error")
-    assert said(through(proxy, bucket)).count("503") == 3
+    assert said(through(proxy, bucket)).count("answered 503") == 3
     proxy.set("silent")
     impatient = ObjectOptions(proxy.endpoint, request_timeout_s=0.3, retries=0)
     assert said(open_s3(f"s3://{bucket}", impatient)).count("did not answer in time") == 3
