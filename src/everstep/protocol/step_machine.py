@@ -307,7 +307,7 @@ class StepMachine:
             self._asked = None
             self.phase = Phase.UPDATING
             return [*effects, step_types.StepDecided(top.step, dict(records))]
-        gathered = step_types.Gathered(top, dict(records))
+        gathered = step_types.Gathered(top, dict(records), here=False)
         if isinstance(self._asked, step_types.GatherWanted):
             self._asked = None
             effects.append(gathered)

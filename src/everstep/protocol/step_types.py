@@ -276,10 +276,12 @@ class StepDecided(StepEffect, frozen=True):
 
 
 class Gathered(StepEffect, frozen=True):
-    """A gather is decided; hand the records to the application."""
+    """A gather is decided; hand the records to the application. here: by the members of this generation, who are all
+    past its settle then; else it was in an earlier one, and says nothing of them."""
 
     key: Key
     records: Mapping[int, Record] = {}
+    here: bool = True
 
 
 class Release(StepEffect, frozen=True):

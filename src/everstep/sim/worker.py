@@ -196,7 +196,8 @@ class SimWorker(Life):
         own = isinstance(made, do.Exchange) and Key(made.tag.step, made.tag.seq) == effect.key
         if machine.position != effect.key:
             raise AssertionError(f"{self.me} decided {effect.key} and is at {machine.position}")
-        freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
+        if own:
+            freed(self.me, "its shelf, beyond a decision", self.donor.shelf)
         generation = made.generation if own and made is not None else effect.generation
         self.site.checks.decision(generation, effect.key, machine.records, not own)
 

@@ -217,6 +217,20 @@ def test_gathers_that_came_with_the_offer_answer_the_application_later() -> None
     assert w.out == [do.GatherDone(found)]
 
 
+def test_a_gather_that_was_decided_before_it_joined_leaves_the_shelf_to_those_who_still_copy() -> None:
+    w = split_pair(Key(4, 0), Key(4, 0))
+    w.done(do.Copied(records_of(SPLIT), {Key(4, 0): records_of(SPLIT)}))
+    w.hear(plan(2, (1,), (0, 3)))
+    w.abort()
+    w.settle(w1=at(4, 1, records=gather_records(SPLIT)), w3=at(0, stages=()))
+    assert w.count(do.Shelve) == 1 and w.out[-1] == do.Arrived(4)
+    w.ask(do.GatherAsked(b""))
+    assert w.out[0] == do.Decided(Key(4, 1), 2, False) and w.count(do.Unshelve) == 0
+    w.ask(do.GatherAsked(b""))
+    w.exchange(gather_records(w.plan))
+    assert w.out[:2] == [do.Unshelve(), do.Decided(Key(4, 2), 2, True)]
+
+
 def test_whom_to_ask_for_what() -> None:
     given = plan(3, (1, 2), (1, 2), (2,))
     some = ticket(1, given, (2, 0, 1), holders=[[2, 9], [2, 1], [2, 1]])

@@ -347,7 +347,7 @@ def test_one_gather_behind_is_made_up_with_the_records_that_are_handed_over():
     w.on(PlanArrived(plan(2, [0, 1])))
     handed = {0: record(0, b"mine"), 1: record(0, b"theirs")}
     effects = w.hold_all(2, w.holding(Key(0, 1), records=handed))
-    assert effects == [Gathered(Key(0, 1), handed), Entered(2, 0)]
+    assert effects == [Gathered(Key(0, 1), handed, here=False), Entered(2, 0)]
     assert w.machine.position == Key(0, 1)
 
 
@@ -357,7 +357,7 @@ def test_a_gather_decided_before_this_application_asked_is_its_answer():
     handed = {1: record(0, b"theirs")}
     assert w.hold_all(2, w.holding(Key(0, 1), records=handed)) == [Entered(2, 0)]
     assert w.machine.next_gather == Key(0, 1)
-    assert w.on(GatherWanted(b"mine")) == [Gathered(Key(0, 1), handed)]
+    assert w.on(GatherWanted(b"mine")) == [Gathered(Key(0, 1), handed, here=False)]
     assert w.machine.next_gather == Key(0, 2)
 
 

@@ -313,7 +313,8 @@ class Driver:
         self._feed(*self._keeper.released(effect.step))
 
     def _gathered(self, effect: step.Gathered) -> None:
-        self._settler.unshelve()
+        if effect.here:  # else others may still be copying the state
+            self._settler.unshelve()
         self._stepper.gathered(effect)
 
     def _update(self, effect: step.StepDecided) -> None:

@@ -110,7 +110,7 @@ class Stepper:
 
     def gathered(self, effect: step.Gathered) -> None:
         """A gather is decided."""
-        self._decided(effect.key)
+        self._decided(effect.key, effect.here)
         self._gathers.decided(effect.key, effect.records)
 
     def update(self, effect: step.StepDecided) -> Differs | None:
@@ -150,9 +150,11 @@ class Stepper:
         every = self._verify_every
         return max(0, number // every * every - 1 if every else 0, self._begins_after)
 
-    def _decided(self, key: Key) -> None:
-        self._out.put(do.Decided(key, self._generation, first=self._entered == self._generation))
-        self._entered = 0
+    def _decided(self, key: Key, here: bool = True) -> None:
+        first = here and self._entered == self._generation
+        self._out.put(do.Decided(key, self._generation, first))
+        if first:
+            self._entered = 0
 
 
 @dataclass
