@@ -27,6 +27,7 @@ from everstep.runtime.process import adopt_orphans, children, close_descriptors,
 PRELOAD = (
     *fork_server.DEFAULT_PRELOAD,
     "everstep",
+    "everstep.__main__",
     "everstep.cli.main",
     "everstep.cli.run",
     "everstep.cli.probe",
@@ -114,7 +115,8 @@ def probe_in_fork(task: str, request: Any, server: Any, *, units: bool = False) 
 
 def run_job(request: dict[str, Any]) -> None:
     """In a fork: `everstep ARGV` or `python ARGV`, output and exit code into files. Never returns."""
-    from everstep.cli import main, run
+    from everstep import __main__ as everstep
+    from everstep.cli import run
 
     code = 1
     try:
@@ -136,7 +138,8 @@ def run_job(request: dict[str, Any]) -> None:
         if ranks > 1:
             run.ENTRY = cell_worker.ENTRY
             supervisor.LocalHost = functools.partial(supervisor.LocalHost, ranks=ranks)  # type: ignore
-        code = main.run_command(request["argv"])
+        sys.argv = ["everstep", *request["argv"]]
+        everstep.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

@@ -10,6 +10,7 @@ from driver_harness import Worker, joiner, member_worker, payload, plan, records
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
+from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.policy import END
 from everstep.protocol.driver.records import AgreePayload, conclude, encode
@@ -78,6 +79,14 @@ def test_a_job_without_checkpoints_ends_at_one_step_too() -> None:
 def test_who_is_no_member_leaves_at_once() -> None:
     w = joiner()
     assert w.on(do.EndOrdered(WHY))[-1] == do.Exit(WHY.reason, failed=True)
+
+
+def test_a_job_that_is_over_is_not_ended_once_more() -> None:
+    w = joiner()
+    w.hear(wire.JobEnded(state="completed", cause=Cause.STARTED, reason="", exit_code=0))
+    w.on(do.EndOrdered(WHY))
+    w.ask(do.EndAsked())
+    assert w.driver.ended is not None and w.driver.ended.state == "completed"
 
 
 def test_after_a_checkpoint_by_a_plan_nobody_waits_for_a_coordinator_that_is_gone() -> None:

@@ -114,6 +114,11 @@ def test_a_tick_is_nothing_by_itself() -> None:
     assert w.on(do.TimePassed()) == []
 
 
+def test_a_message_for_somebody_else_is_nothing() -> None:
+    w = joiner()
+    assert w.hear(wire.ProfileNow(name="p", first_step=1, steps=2)) == []
+
+
 INTERRUPTING = {"PlanNow", "Heal", "JobEnded", "Dismissed"}
 
 

@@ -346,6 +346,16 @@ def test_a_step_is_answered_once_all_have_settled() -> None:
     assert w.out[-1] == do.Stepped(1)
 
 
+@pytest.mark.parametrize("rewindable", [True, False])
+def test_who_copies_a_later_step_than_it_was_asked_for_goes_on_from_there_or_starts_anew(rewindable: bool) -> None:
+    w = behind(rewindable=rewindable)
+    w.settle(w1=at(5))
+    assert isinstance(w.op, do.Fetch)
+    w.done(do.Copied(OF_5))
+    anew = do.Exit("the others are at step 5, while step 3 was under way here: this worker starts anew")
+    assert w.out[-1] == (do.WentBack(5) if rewindable else anew)
+
+
 # ---- going back
 
 
