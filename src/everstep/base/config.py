@@ -265,6 +265,7 @@ def check_together(config: Config) -> None:
         if least > most_s:
             raise ConfigError(f"{low}: expected at most {high} ({most_s:g}), got {least:g}: lower it or raise {high!r}")
     _check_address(config.network.address)
+    _check_tls(config)
     if config.early_stop.target is not None and config.early_stop.metric is None:
         raise ConfigError("early_stop.target: expected early_stop.metric to be set too, got none: name the metric")
     if config.batch == "per_worker" and config.stages > 1:
@@ -283,6 +284,17 @@ def _check_address(address: str) -> None:
         raise ConfigError(
             f"network.address: expected one IPv4 address of this host, which others are told too, got {address!r}: "
             "give e.g. network.address=127.0.0.1"
+        )
+
+
+def _check_tls(config: Config) -> None:
+    tls = config.security.tls
+    given = {f"security.tls.{name}": getattr(tls, name) for name in ("cert", "key", "ca")}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ConfigError(
+            f"{missing[0]}: expected security.tls.cert, .key and .ca together, or none of them, got none of this: "
+            "name a file, or drop the others"
         )
 
 

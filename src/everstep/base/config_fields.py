@@ -91,6 +91,8 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
         return "auto"
     if kind.none and (value is None or (isinstance(value, str) and value.strip().lower() in _NONE)):
         return None
+    if isinstance(value, bool) and {"on", "off"} <= set(kind.choices):
+        value = "on" if value else "off"  # which is what YAML makes of them
     converted = _CONVERTERS[kind.base](value)
     if converted is _MISSING or not _fits(kind, converted):
         raise ConfigError(

@@ -151,6 +151,33 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True)
+class TlsConfig:
+    """How what is said between processes is hidden from others, and what this host shows of itself."""
+
+    mode: str = key(
+        "auto",
+        "auto: TLS wherever a connection leaves the host; on: on one host, too; off: nowhere",
+        choices=("auto", "on", "off"),
+    )
+    cert: str | None = key(
+        None,
+        "this host's certificate chain, a PEM file, that names its address; none: one is made from the job's token",
+    )
+    ca: str | None = key(
+        None, "whose certificates are believed, a PEM file; none: the job's own CA, made from its token"
+    )
+    key: str | None = key(None, "its private key, a PEM file without a password")
+
+
+@dataclass(frozen=True)
+class SecurityConfig:
+    """Who may take part in a job."""
+
+    token_file: str | None = key(None, "file with the job's token; none: $EVERSTEP_TOKEN, else a new one is made")
+    tls: TlsConfig = field(default_factory=TlsConfig)
+
+
+@dataclass(frozen=True)
 class LogsConfig:
     """How much room the workers' logs may take."""
 
@@ -206,6 +233,7 @@ class Config:
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 
     eval_every: int = key(0, "steps between evaluations; 0: never", low=0)

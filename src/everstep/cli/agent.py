@@ -6,10 +6,13 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from everstep.base.config import load_config, parse_set
+from everstep.base.config_keys import SecurityConfig
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
 from everstep.cli.worker import ENTRY, PRELOAD
@@ -18,6 +21,7 @@ from everstep.runtime import wire
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
 from everstep.runtime.handshake import role_token
+from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 _PATIENCE_S = 600.0
@@ -34,8 +38,16 @@ _AGAIN_S = 0.25
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
+@click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
-    address: str, slots: int | None, token_file: Path | None, run_dir: Path | None, host_name: str | None
+    address: str,
+    slots: int | None,
+    token_file: Path | None,
+    run_dir: Path | None,
+    host_name: str | None,
+    own: str | None,
+    settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
@@ -45,6 +57,9 @@ def command(
 
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
+    security = _security(settings)
+    if token_file is None and security.token_file is not None:
+        token_file = Path(security.token_file)
     joining = Joining(
         address=address,
         token_file=str(token_file or ""),
@@ -53,13 +68,14 @@ def command(
         host=host_name or os.uname().nodename,
         room=slots or 0,
         run_dir=str(run_dir or ""),
+        own=own or "",
+        tls=security.tls,
     )
     where = joining.where()
     if isinstance(where, Path):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
     token = _token(token_file, run_dir)
-    _wait_for_job(where, token)
-    left = take_part(joining, token)
+    left = take_part(_wait_for_job(joining, where, token), token)
     if left.words:
         complain(left.words)
     return left.exit_code
@@ -77,13 +93,8 @@ def given_token() -> bytes | None:
         raise ConfigError(str(error)) from None
 
 
-def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
-    given = given_token()
-    path = token_file if token_file is not None else run_dir / TOKEN_FILE if run_dir is not None else None
-    if path is None:
-        if given is None:
-            raise ConfigError(f"expected the job's token, got none: give --token-file, or set {TOKEN_VARIABLE}")
-        return given
+def token_in(path: Path) -> bytes:
+    """Raises: ConfigError if the file holds no token, or cannot be read."""
     try:
         return wire.read_token(path)
     except OSError as error:
@@ -92,17 +103,38 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
         raise ConfigError(f"--token-file: {error}") from None
 
 
-def _wait_for_job(where: tuple[str, int], token: bytes) -> None:
-    """Until a job answers that has this token.
+def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
+    given = given_token()
+    path = token_file if token_file is not None else run_dir / TOKEN_FILE if run_dir is not None else None
+    if path is None:
+        if given is None:
+            raise ConfigError(f"expected the job's token, got none: give --token-file, or set {TOKEN_VARIABLE}")
+        return given
+    return token_in(path)
+
+
+def _security(settings: tuple[str, ...]) -> SecurityConfig:
+    """Raises: ConfigError for other keys, or values that contradict each other."""
+    for text in settings:
+        if not parse_set(text)[0].startswith("security."):
+            raise ConfigError(f"--set: expected a key of security.*, got {text!r}: the others are the job's to say")
+    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings]).security
+
+
+def _wait_for_job(joining: Joining, where: tuple[str, int], token: bytes) -> Joining:
+    """Until a job answers that has this token. Returns the same with the address of this host.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
     end_s, told = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
-            with socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S) as sock:
+            sock = socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S)
+            own = joining.own or str(sock.getsockname()[0])
+            tls = Tls.of(shown_by(joining.tls, token, own))
+            with wire.secured(sock, tls) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-                return
+                return replace(joining, own=own)
         except ProtocolError as error:
             raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
         except OSError as error:

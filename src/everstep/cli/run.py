@@ -19,7 +19,7 @@ from everstep.base.errors import ConfigError
 from everstep.chaos.spec import parse
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
-from everstep.cli.agent import given_token
+from everstep.cli.agent import given_token, token_in
 from everstep.cli.beside import (
     ANY_PORT,
     PUBLIC_HELP,
@@ -69,6 +69,7 @@ from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.fork_server_client import EarlyForkServer
+from everstep.runtime.tls import check_tls
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
@@ -178,11 +179,11 @@ def command(
     layers.append(("options", {key: value for key, value in options.items() if value is not None}))
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
-    token = given_token() if listen is not None else None
+    given = read_layers(request.layers)
+    token = _token(given.get("security.token_file"), listen)
     key = read_public_key(key_file) if key_file is not None else None
     if dashboard:
         check_installed("--dashboard")
-    given = read_layers(request.layers)
     check_metrics(given.get("metrics.listen"), public)
     _check_sign_key(given.get("checkpoint.sign_key"))
     threads = given.get("threads")
@@ -193,6 +194,12 @@ def command(
             spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local, key
         )
         return _run_or_show(invocation, dry_run)
+
+
+def _token(path: str | None, listen: str | None) -> bytes | None:
+    """The job's, None for a new one. Raises: ConfigError if a file holds none."""
+    given = given_token() if listen is not None else None
+    return given if path is None else token_in(Path(path))
 
 
 def _check_sign_key(path: str | None) -> None:
@@ -231,6 +238,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     _check_sign_key(config.checkpoint.sign_key)
     check_hosts(config)
     check_network(config, invocation.port or 0)
+    check_tls(config.security.tls, config.network.address)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe

@@ -36,6 +36,7 @@ from everstep.parallel.reduction import (
 )
 from everstep.parallel.socket_mesh import SocketMesh
 from everstep.placement.owners import owners
+from everstep.runtime.tls import Tls
 
 _LOOPBACK = "127.0.0.1"
 _TICK_S = 0.01
@@ -49,7 +50,7 @@ class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
     store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
-    role `peer`, which members prove to each other. device: where
+    role `peer`, which members prove to each other; tls: what they show where that covers them. device: where
     gradients are; they go over sockets of our own from the CPU (over gloo's with `gloo`), and over NCCL from a CUDA
     device.
     """
@@ -64,11 +65,13 @@ class GroupTransport:
         device: torch.device | str = "cpu",
         *,
         key: bytes,
+        tls: Tls | None = None,
         name: str = "",
         gloo: bool = False,
     ) -> None:
         self._gloo = gloo
         self._key = key
+        self._tls = tls
         self._device = torch.device(device)
         self._me = me
         self._layout = layout
@@ -105,7 +108,7 @@ class GroupTransport:
             self._old += [group for group in (self._links, self._records) if group is not None]
             store = PrefixStore(f"generation{plan.generation}{self._name}", self._store)
             host = _own_host(plan, self._me)
-            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key)
+            meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key, self._tls)
             records = self._records = PeerSockets(meeting, self._tick)
             cuda = self._device.type == "cuda"
             links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting)

@@ -16,6 +16,7 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.runtime.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
 
@@ -23,7 +24,8 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 @dataclass(frozen=True)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
-    role `peer`, likewise. device: where gradients and received tensors are."""
+    role `peer`, likewise, and `tls` what peers are shown that it covers. device: where gradients and received tensors
+    are."""
 
     me: WorkerKey
     n_lanes: int
@@ -31,6 +33,7 @@ class Site:
     device: torch.device
     store: Store | None = None
     key: bytes = b""
+    tls: Tls | None = None
 
     def group(
         self, layout: GradientLayout, name: str, device: torch.device | str, *, gloo: bool = False
@@ -39,7 +42,11 @@ class Site:
         if self.store is None or not self.key:
             raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
         return GroupTransport(
-            self.me, layout, self.n_lanes, self.store, self.tick, device, key=self.key, name=name, gloo=gloo
+            *(self.me, layout, self.n_lanes, self.store, self.tick, device),
+            key=self.key,
+            tls=self.tls,
+            name=name,
+            gloo=gloo,
         )
 
 

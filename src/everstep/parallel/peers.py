@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from everstep.parallel.fence import Fence
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
 from everstep.runtime.porch import Complaints, Porch
+from everstep.runtime.tls import Tls, TlsSocket, said
 from everstep.runtime.wire import ends
 
 log = logging.getLogger(__name__)
@@ -53,9 +55,9 @@ class Door(NamedTuple):
 class Meeting(NamedTuple):
     """Who meets in a generation, this one among them, and where: the part of a store that is this group's own.
 
-    host: address to listen on. key: the token of the role `peer`, which members prove to each other. Of what
-    is made for a meeting, every method that waits raises CollectiveAborted within milliseconds after the fence went
-    down.
+    host: address to listen on. key: the token of the role `peer`, which members prove to each other; tls: what they
+    show to each other where that covers them. Of what is made for a meeting, every method that waits raises
+    CollectiveAborted within milliseconds after the fence went down.
     """
 
     worker_ids: tuple[int, ...]
@@ -64,6 +66,7 @@ class Meeting(NamedTuple):
     host: str
     fence: Fence
     key: bytes
+    tls: Tls | None = None
 
 
 class PeerSockets:
@@ -73,7 +76,7 @@ class PeerSockets:
     """
 
     def __init__(self, meeting: Meeting, tick: OnTick, what: str = "records") -> None:
-        self._worker_ids, self._me, store, self._host, self._fence, self._key = meeting
+        self._worker_ids, self._me, store, self._host, self._fence, self._key, self._tls = meeting
         self._store = PrefixStore(what, store)
         self._tick = tick
         self._sockets: dict[int, socket.socket] = {}
@@ -87,10 +90,10 @@ class PeerSockets:
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.create_server((self._host, 0), family=family, backlog=_BACKLOG))
-            porch = Porch(listener, peer_keys(self._key), Complaints(log.warning))
+            porch = Porch(listener, peer_keys(self._key), Complaints(log.warning), self._tls)
             stack.callback(porch.close)
             doors = self._doors(Door(*listener.getsockname()[:2]))
-            calls = [_Call(w, doors[w], self._key, self._name(self._me)) for w in doors if w < self._me]
+            calls = [_Call(w, doors[w], self._key, self._name(self._me), self._tls) for w in doors if w < self._me]
             for call in calls:
                 stack.callback(call.give_up)
             callers = {self._name(w): w for w in doors if w > self._me}
@@ -111,9 +114,14 @@ class PeerSockets:
         talks = [_Talk(w, sock, self._seals_of[w], key, payload) for w, sock in self._sockets.items()]
         pending = {talk.sock.fileno(): talk for talk in talks}
         found = {self._me: payload}
-        for talk in pending.values():
+        for descriptor, talk in tuple(pending.items()):
             self._guarded(talk.send, talk.worker_id)
-            poller.register(talk.sock, talk.events())
+            if isinstance(talk.sock, TlsSocket) and talk.sock.pending():  # it came with the frame before
+                self._guarded(talk.receive, talk.worker_id)
+            if talk.events():
+                poller.register(talk.sock, talk.events())
+            else:
+                found[talk.worker_id] = pending.pop(descriptor).payload()
         while pending:
             for descriptor, events in self._poll(poller):
                 talk = pending[descriptor]
@@ -166,8 +174,9 @@ class PeerSockets:
         try:
             seals = call.go_on()
         except (OSError, ProtocolError) as error:
+            why = ProtocolError(said(error)) if isinstance(error, ssl.SSLError) else error
             if not call.again(time.monotonic()):
-                self._lost(call.worker_id, error)
+                self._lost(call.worker_id, why)
             return False
         if seals is None:
             return False
@@ -215,11 +224,12 @@ class _Call:
     """One call to a member until it has proved the token and been proved it. What goes wrong at first is tried again:
     who said where it listens does listen, or has left."""
 
-    def __init__(self, worker_id: int, door: Door, key: bytes, name: str) -> None:
+    def __init__(self, worker_id: int, door: Door, key: bytes, name: str, tls: Tls | None) -> None:
         self.worker_id = worker_id
         self._door = door
         self._key = key
         self._name = name
+        self._tls = tls
         self._sock: socket.socket | None = None
         self._caller: Caller | None = None
         self._heard = b""
@@ -240,7 +250,8 @@ class _Call:
         return self._sock is not None
 
     def events(self) -> int:
-        return select.POLLOUT if self._caller is None else select.POLLIN
+        connecting = self._caller is None and not isinstance(self._sock, TlsSocket)
+        return select.POLLOUT if connecting else select.POLLIN
 
     def go_on(self) -> Seals | None:
         """Returns the seals once both have proved the token. Raises: OSError, ProtocolError."""
@@ -248,10 +259,11 @@ class _Call:
         if sock is None:
             return None
         if self._caller is None:
-            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error:
-                raise OSError(error, os.strerror(error))
-            self._caller = Caller(self._key, PEER, self._name, ends(sock))
+            sock = self._sock = self._secured(sock)
+            with contextlib.suppress(BlockingIOError):
+                if isinstance(sock, TlsSocket):
+                    sock.do_handshake()
+                self._caller = Caller(self._key, PEER, self._name, ends(sock))
             return None
         want = PROOF_BYTES if self._greeted else GREETING_BYTES
         data = sock.recv(want - len(self._heard))
@@ -266,6 +278,16 @@ class _Call:
         sock.send(self._caller.answer(heard))
         self._greeted = True
         return None
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """Connected, and to be used over TLS where that is spoken. Raises: OSError."""
+        if isinstance(sock, TlsSocket):
+            return sock
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        between = ends(sock)
+        return self._tls.call(sock, between) if self._tls is not None and self._tls.covers(between) else sock
 
     def again(self, now_s: float) -> bool:
         """It failed. Returns False if it has done so for too long."""

@@ -23,6 +23,7 @@ from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
 from everstep.parallel.kinds import KINDS, Site
+from everstep.runtime.tls import Tls
 
 _OPEN = "open"
 
@@ -31,8 +32,8 @@ class StagedTransport:
     """Moves gradients, records and activations among the members of one generation, whatever their stages.
 
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`,
-    likewise. device: where gradients and received tensors are. cell_rank: of this process in its worker's cell; it
-    meets those of the same rank.
+    likewise; tls: what peers are shown that it covers. device: where gradients and received tensors are. cell_rank: of
+    this process in its worker's cell; it meets those of the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -50,6 +51,7 @@ class StagedTransport:
         kind: str = "shm",
         store: Store | None = None,
         key: bytes = b"",
+        tls: Tls | None = None,
         device: torch.device | str = "cpu",
         cell_rank: int = 0,
     ) -> None:
@@ -57,7 +59,7 @@ class StagedTransport:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
         store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._site = Site(me, n_lanes, tick, torch.device(device), store, key)
+        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls)
         self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")

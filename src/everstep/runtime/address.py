@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -39,17 +39,20 @@ def role_file(role: str) -> str:
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """The coordinator's process and where it listens."""
+    """The coordinator's process and where it listens. tls: where it expects TLS, as `security.tls.mode` has it;
+    ca: whose certificates it shows then."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    tls: Literal["auto", "on", "off"] = "off"
+    ca: str = ""
 
 
-def write_address(path: Path, host: str, port: int) -> None:
+def write_address(path: Path, host: str, port: int, tls: str = "off", ca: str = "") -> None:
     """Announce this process as the coordinator."""
-    address = {"pid": os.getpid(), "host": host, "port": port, "started_unix_ns": time.time_ns()}
-    write_atomically(path, json.dumps(address))
+    where = {"pid": os.getpid(), "host": host, "port": port, "tls": tls, "ca": ca}
+    write_atomically(path, json.dumps({**where, "started_unix_ns": time.time_ns()}))
 
 
 def read_address(path: Path) -> CoordinatorAddress:

@@ -28,6 +28,7 @@ from everstep.protocol.roles import AGENT
 from everstep.runtime.board import Board
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
+from everstep.runtime.tls import Tls
 
 FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
@@ -70,7 +71,7 @@ class LaneTime:
 class AgentLink:
     """Speaks for the workers of one host.
 
-    address: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
+    address, tls: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
     room: for how many workers, 0 if that does not matter. lives: called (from any thread) for the processes that run
     now; slots: likewise, how many are kept filled. on_message: called in the connection's thread for what the
     coordinator says.
@@ -86,6 +87,7 @@ class AgentLink:
         lives: Callable[[], list[WorkerLife]],
         slots: Callable[[], int],
         on_message: Callable[[AnyMessage], None],
+        tls: Tls | None = None,
     ) -> None:
         self.agent_id = agent_id
         self._room = room
@@ -100,7 +102,8 @@ class AgentLink:
         self._rtts_ms: deque[float] = deque(maxlen=31)
         self._paces: dict[tuple[int, int], tuple[Rate, LaneTime]] = {}
         self._next_s = 0.0
-        self.client = ControlClient(address, role_token(token, AGENT), AGENT, agent_id, self._hello, self._receive)
+        key = role_token(token, AGENT)
+        self.client = ControlClient(address, key, AGENT, agent_id, self._hello, self._receive, tls=tls)
 
     # ---- heartbeats
 

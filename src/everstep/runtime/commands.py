@@ -18,6 +18,8 @@ from everstep.protocol.roles import COMMANDS, OPERATE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOCK_FILE, TOKEN_FILE, read_address, role_file
 from everstep.runtime.handshake import role_token
+from everstep.runtime.tls import Shown, Tls
+from everstep.runtime.wire import secured
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -48,7 +50,9 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"cannot read {run_dir}: {why}") from None
     try:
-        with socket.create_connection((address.host, address.port), timeout=timeout_s) as sock:
+        tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
+        sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        with secured(sock, tls) as sock:
             sock.settimeout(timeout_s)
             seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")
             wire.send_frame(sock, seals, encode(Command(request=1, name=name, args=args or {})))

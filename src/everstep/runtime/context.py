@@ -11,9 +11,11 @@ import msgspec
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
+from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import ConfigError
 from everstep.base.given import parse_json, read_given
 from everstep.base.plan import WorkerKey
+from everstep.runtime.tls import Shown, Tls
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,12 @@ class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
     `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: the job's own is not for
-    workers. `coordinator_file` names coordinator.json, which is rewritten when the
-    coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
-    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
-    beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the
-    head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    workers. `address`: of its host, "" if as the config says; `tls`: what that shows to others (a `Shown`), None if it
+    speaks without. `coordinator_file` names coordinator.json, which is rewritten when the coordinator restarts.
+    `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the effective config as
+    `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
+    wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
+    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
     """
 
     run_dir: str
@@ -43,6 +46,8 @@ class WorkerContext:
     cell_size: int = 1
     cell_fds: list[int] = field(default_factory=list)
     peer_token: str = ""
+    address: str = ""
+    tls: dict[str, Any] | None = None
 
     @property
     def key(self) -> WorkerKey:
@@ -82,6 +87,10 @@ class WorkerContext:
         """The peers' token."""
         return bytes.fromhex(self.peer_token)
 
+    def tls_shown(self) -> Tls | None:
+        """What this worker shows its peers and the coordinator."""
+        return None if self.tls is None else Tls(Shown(**self.tls))
+
     def load_config(self) -> Config:
         """The effective config. Raises: ConfigError."""
         return load_config([("job.json", self.config)])
@@ -111,6 +120,8 @@ class Joining:
     has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    own: the address of this host that workers listen at and tell others, "" if as the job's config says. tls: how it
+    speaks with others.
     """
 
     address: str
@@ -124,6 +135,8 @@ class Joining:
     server: Handed | None = None
     parent: int = 0
     ranks: int = 1
+    own: str = ""
+    tls: TlsConfig = field(default_factory=TlsConfig)
 
     def where(self) -> Path | tuple[str, int]:
         """As a control connection wants it. Raises: ConfigError if it is no address."""

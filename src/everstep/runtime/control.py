@@ -21,7 +21,8 @@ from everstep.base.errors import EverstepError, ProtocolError
 from everstep.protocol.messages import AnyMessage, Heartbeat, Progress, decode, encode
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed
+from everstep.runtime.tls import Tls
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ControlClient:
     on_message: called in the client's thread for each message that arrives; it must not block for long. An exception
     in it is logged and does not end the connection.
     on_connected: called in the client's thread with True after each hello, with False when the connection is lost.
+    tls: what is shown to a coordinator that it covers.
 
     Messages that could not be sent wait. Passing ones (Progress, Heartbeat) are dropped when the connection is lost
     and when the queue is full; the others are kept. What was already handed to a connection that then broke may be
@@ -55,7 +57,9 @@ class ControlClient:
         hello: Callable[[], AnyMessage],
         on_message: Callable[[AnyMessage], None],
         on_connected: Callable[[bool], None] | None = None,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._address = address
         self._key = key
         self._role = role
@@ -183,10 +187,12 @@ class ControlClient:
             found = read_address(Path(address))
             host, port = found.host, found.port
         sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+        if sock.getsockname() == sock.getpeername():
+            sock.close()
+            raise ProtocolError("connected to itself: nobody listens there")
+        sock = secured(sock, self._tls)
         try:
             keep_alive(sock)
-            if sock.getsockname() == sock.getpeername():
-                raise ProtocolError("connected to itself: nobody listens there")
             seals = handshake_client(sock, self._key, self._role, self._name)
             sock.sendall(sealed(seals, frame(encode(self._hello()), deflate=True)))
             sock.setblocking(False)

@@ -58,10 +58,11 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
-from everstep.runtime.handshake import Greeter, Seals, keys_of
+from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.journal import Journal
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
+from everstep.runtime.tls import Tls, TlsPipe, shown_by
 
 MAX_STRANGERS = 2048
 MAX_ASKED_BYTES = 64 << 10
@@ -128,13 +129,20 @@ class ControlServer:
     """Connections, timer, journal and events around one `Coordinator`."""
 
     def __init__(
-        self, coordinator: Coordinator, switchboard: Switchboard, journal: Journal, events: EventLog, token: bytes
+        self,
+        coordinator: Coordinator,
+        switchboard: Switchboard,
+        journal: Journal,
+        events: EventLog,
+        token: bytes,
+        tls: Tls | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.switchboard = switchboard
         self.journal = journal
         self.events = events
         self.keys = keys_of(token, CONTROL_ROLES)
+        self.tls = tls
         self.connections: dict[str, ControlSocket] = {}
         self.strangers: Strangers[ControlSocket] = Strangers(MAX_STRANGERS, wire.HANDSHAKE_TIMEOUT_S)
         self._complaints = Complaints(lambda text: self._warn(Why(Cause.REFUSED, text)))
@@ -271,7 +279,10 @@ class ControlServer:
 
 
 class ControlSocket(asyncio.Protocol):
-    """One socket: first a stranger, then a client with a role. Nothing of a stranger's is decoded."""
+    """One socket: first a stranger, then a client with a role. Nothing of a stranger's is decoded.
+
+    Over TLS, people show no certificate, and all others do.
+    """
 
     def __init__(self, server: ControlServer) -> None:
         self._server = server
@@ -280,6 +291,8 @@ class ControlSocket(asyncio.Protocol):
         self._greeter: Greeter | None = None
         self._seals: Seals | None = None
         self._reader: wire.FrameReader | None = None
+        self._pipe: TlsPipe | None = None
+        self._here = ""
         self.host = "?"
         self.peer = "?"
 
@@ -287,13 +300,22 @@ class ControlSocket(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, which is no subclass of it
         peer = transport.get_extra_info("peername") or ("?", 0)
         self.host, self.peer = str(peer[0]), f"{peer[0]}:{peer[1]}"
-        here = wire.address_text(transport.get_extra_info("sockname"))
-        self._greeter = Greeter(self._server.keys, here)
+        self._here = wire.address_text(transport.get_extra_info("sockname"))
+        tls = self._server.tls
+        there = wire.address_text(peer) if peer[1] else ""  # it may be gone again
+        covered = tls is not None and tls.covers(Ends(self._here, there))
         self._server.arrived(self)
-        self._transport.write(self._greeter.greeting)
+        if tls is None or not covered:
+            self._greet(Greeter(self._server.keys, self._here))
 
     def data_received(self, data: bytes) -> None:
         try:
+            if self._greeter is None and not self._name:
+                data = self._begin_tls(data)
+            elif self._pipe is not None:
+                data = self._pipe.feed(data)
+            if not data:
+                return
             if self._name:
                 self._frames(data)
             elif self._transport is not None:
@@ -317,8 +339,7 @@ class ControlSocket(asyncio.Protocol):
         transport, seals = self._transport, self._seals
         if transport is None or seals is None or transport.is_closing():
             return
-        transport.write(data)
-        transport.write(seals.tag(data))
+        self._write(data, seals.tag(data))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
@@ -328,6 +349,38 @@ class ControlSocket(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _begin_tls(self, data: bytes) -> bytes:
+        """A stranger that has to speak TLS says something; until then it costs nothing of that. Returns what it says
+        inside."""
+        tls = self._server.tls
+        if tls is None or self._transport is None:
+            return b""
+        pipe = self._pipe = self._pipe or tls.pipe()
+        try:
+            data = pipe.feed(data)
+        finally:  # a refusal has words too
+            self._write()
+        if pipe.ready and self._greeter is None:
+            self._greet(Greeter(self._server.keys, self._here, tls.fingerprint))
+        return data
+
+    def _greet(self, greeter: Greeter) -> None:
+        self._greeter = greeter
+        self._write(greeter.greeting)
+
+    def _write(self, *parts: bytes) -> None:
+        if self._transport is None:
+            return
+        if self._pipe is None:
+            for part in parts:
+                self._transport.write(part)
+            return
+        for part in parts:
+            self._pipe.write(part)
+        sealed = self._pipe.leaving()
+        if sealed:
+            self._transport.write(sealed)
+
     def _handshake(self, data: bytes) -> None:
         transport, greeter = self._transport, self._greeter
         if transport is None or greeter is None or transport.is_closing():
@@ -336,7 +389,9 @@ class ControlSocket(asyncio.Protocol):
         seals = greeter.seals
         if seals is None:
             return
-        transport.write(reply)
+        if self._pipe is not None and not self._pipe.shows_certificate and seals.role not in PEOPLE:
+            raise ProtocolError(f"expected a certificate of who claims the role {seals.role!r}, it showed none")
+        self._write(reply)
         self._greeter, self._seals = None, seals
         most = MAX_ASKED_BYTES if seals.role in PEOPLE else MAX_FRAME_BYTES
         self._reader = wire.FrameReader(seals, most_bytes=most)
@@ -355,7 +410,11 @@ class ControlSocket(asyncio.Protocol):
         """A stranger has to go."""
         self._server.strangers.leave(self)
         self._server.refuse(self.peer, reason)
-        if self._transport is not None:
+        if self._transport is None:
+            return
+        if self._pipe is not None:
+            self._transport.close()  # after what is said of it
+        else:
             self._transport.abort()
 
 
@@ -406,7 +465,9 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
     coordinator = Coordinator(coordinator_config(config), journal.entries)
-    server = ControlServer(coordinator, Switchboard(job_facts(run_dir, job, job_pid)), journal, events, token)
+    shown = shown_by(config.security.tls, token, host)
+    board = Switchboard(job_facts(run_dir, job, job_pid))
+    server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown))
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
         return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), host, port, backlog=2048)
@@ -418,7 +479,8 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
             raise
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
-    write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1])
+    tls = (config.security.tls.mode, shown.ca) if shown is not None else ()
+    write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1], *tls)
     if journal.entries:
         report_restart(events, coordinator, journal, down_since_unix_ns, cause)
     server.handle(Tick())

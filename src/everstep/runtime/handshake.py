@@ -7,9 +7,10 @@ Each role has a token of its own, made from the job's (`role_token`), and so may
     server -> client   proof (32)
 
 A proof is the HMAC-SHA256, with the role's token, of the side's label, both nonces and all that the client says. The
-address is the one that the client dialled, and the server goes on only if it is its own: so nobody can pass a
-connection on to another server of the job. bulk: whether long runs of bytes bear a tag too; the client, which knows
-both addresses, leaves it out where they do not leave the host.
+address is the one that the client dialled, and over TLS the fingerprint of the certificate that it was shown there; the
+server goes on only if both are its own: so nobody can pass a connection on to another server of the job. bulk: whether
+long runs of bytes bear a tag too; the client, which knows both addresses, leaves it out where they do not leave the
+host, and over TLS, which has tags of its own.
 
 From the same bytes both derive two keys, one for each direction. Behind each frame comes a tag of 16 bytes: BLAKE2b,
 with the direction's key, of the number of the frame and the frame. So what is injected, altered, repeated, left out,
@@ -38,6 +39,8 @@ MAX_ANSWER_BYTES = 640
 MAX_NAME_BYTES = 255
 PEER = "peer"
 _SHORT = struct.Struct(">H")
+_TLS = b"\x16\x03"
+"""How a ClientHello begins."""
 _NUMBER = struct.Struct(">Q")
 
 Keys = Callable[[str, str], bytes | None]
@@ -61,15 +64,22 @@ def peer_keys(token: bytes) -> Keys:
 
 
 class Ends(NamedTuple):
-    """Addresses of the two ends of a connection, as "host:port"; "" where there are none."""
+    """Addresses of the two ends of a connection, as "host:port"; "" where there are none. channel: over TLS, the
+    fingerprint of the server's certificate."""
 
     here: str
     there: str
+    channel: str = ""
 
     @property
     def on_one_host(self) -> bool:
         """Whether nothing that is sent leaves the host."""
         return self.here.rpartition(":")[0] == self.there.rpartition(":")[0]
+
+    @property
+    def needs_tags(self) -> bool:
+        """Whether somebody on the way could change bytes that bear none."""
+        return not (self.on_one_host or self.channel)
 
 
 class Seals:
@@ -140,12 +150,14 @@ def _tag(key: bytes, number: int, parts: tuple[bytes | memoryview, ...]) -> byte
 class Greeter:
     """The server's side of one handshake. `greeting` goes out first; then it is fed what comes.
 
-    here: the address at which the client reached it. seals: set once the client has proved the token.
+    here: the address at which the client reached it; channel: over TLS, the fingerprint of what it was shown there.
+    seals: set once the client has proved the token.
     """
 
-    def __init__(self, keys: Keys, here: str) -> None:
+    def __init__(self, keys: Keys, here: str, channel: str = "") -> None:
         self._keys = keys
         self._here = here
+        self._dialled = _dialled(here, channel)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._heard = b""
         self.greeting = MAGIC + _SHORT.pack(VERSION) + self._nonce
@@ -175,8 +187,9 @@ class Greeter:
             raise ProtocolError(f"expected a role that is served here, got {role[:40]!r}")
         if not hmac.compare_digest(proof, _proof(key, b"client", self._nonce, body)):
             raise ProtocolError(f"expected proof of the job's token for the role {role!r}, got a wrong one")
-        if address != self._here:
-            raise ProtocolError(f"expected a client of {self._here}, got one that dialled {address[:80]!r}: a relay?")
+        if address != self._dialled:
+            what = f"one that dialled {address[:80]!r}" if self._here == self._dialled else "one that was shown another"
+            raise ProtocolError(f"expected a client of {self._here}, got {what}: a relay?")
         to_server, to_client = _directions(key, self._nonce, body)
         self.seals = Seals(role, name, bulk == "tags", to_client, to_server)
         return _proof(key, b"server", self._nonce, body)
@@ -208,7 +221,8 @@ class Caller:
         if len(self._name.encode()) > MAX_NAME_BYTES or "\0" in self._name:
             raise ProtocolError(f"expected a name of at most {MAX_NAME_BYTES} bytes, got {self._name[:40]!r}")
         self._nonce = greeting[len(MAGIC) + _SHORT.size :]
-        words = (self._role, self._name, self._ends.there, "" if self._ends.on_one_host else "tags")
+        dialled = _dialled(self._ends.there, self._ends.channel)
+        words = (self._role, self._name, dialled, "tags" if self._ends.needs_tags else "")
         self._body = secrets.token_bytes(NONCE_BYTES) + "\0".join(words).encode()
         sent = self._body + _proof(self._key, b"client", self._nonce, self._body)
         return _SHORT.pack(len(sent)) + sent
@@ -218,10 +232,18 @@ class Caller:
         if not hmac.compare_digest(proof, _proof(self._key, b"server", self._nonce, self._body)):
             raise ProtocolError("the server does not know this job's token: it serves another job")
         to_server, to_client = _directions(self._key, self._nonce, self._body)
-        return Seals(self._role, self._name, not self._ends.on_one_host, to_server, to_client)
+        return Seals(self._role, self._name, self._ends.needs_tags, to_server, to_client)
+
+
+def _dialled(address: str, channel: str) -> str:
+    return f"{address} {channel}" if channel else address
 
 
 def _answer_length(prefix: bytes) -> int:
+    if prefix == _TLS:
+        raise ProtocolError(
+            "expected a plain client, one that speaks TLS came: is security.tls.mode the same everywhere?"
+        )
     length: int = _SHORT.unpack(prefix)[0]
     if not NONCE_BYTES + PROOF_BYTES < length <= MAX_ANSWER_BYTES:
         raise ProtocolError(f"expected a handshake of at most {MAX_ANSWER_BYTES} bytes, got one of {length}")

@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
@@ -51,6 +51,7 @@ from everstep.runtime.process import (
     readable,
     taking_signals,
 )
+from everstep.runtime.tls import Shown, Tls, shown_by
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
@@ -69,6 +70,13 @@ class Left:
     words: str = ""
 
 
+class Secrets(NamedTuple):
+    """What a host shows that it is of the job with. token: the job's. shown: over TLS, None where it speaks without."""
+
+    token: bytes
+    shown: Shown | None
+
+
 class HostAgent:
     """One agent. In the main thread `run` takes SIGINT and SIGTERM: its workers are ended at once, and it leaves.
 
@@ -77,7 +85,8 @@ class HostAgent:
 
     def __init__(self, joining: Joining, token: bytes, board: Board, server: ForkServerClient) -> None:
         self._joining = joining
-        self._token = token
+        shown = shown_by(joining.tls, token, joining.own) if joining.own else None
+        self._secrets = Secrets(token, shown)
         self._board = board
         self._server = server
         self._inbox: Inbox[AnyMessage | int] = Inbox()
@@ -91,7 +100,8 @@ class HostAgent:
         self._idle = True  # until it is told of slots
         self._left: Left | None = None
         self._link = AgentLink(
-            joining.where(), token, joining.host, joining.room, board, self._lives, self._slots, self._inbox.put
+            *(joining.where(), token, joining.host, joining.room, board),
+            *(self._lives, self._slots, self._inbox.put, Tls.of(shown)),
         )
 
     def run(self) -> Left:
@@ -179,7 +189,7 @@ class HostAgent:
         if not os.path.isdir(run_dir):
             self._leave(Left(2, f"the job's directory {run_dir} is not here: say with --run-dir where it is"))
             return
-        self._host = Host(facts, self._joining, self._token, self._board, self._server, self._link, self._notify)
+        self._host = Host(facts, self._joining, self._secrets, self._board, self._server, self._link, self._notify)
         interval = self._host.config.heartbeat.interval_s
         self._link.beat_every(None if isinstance(interval, str) else float(interval))
         if not self._joining.run_dir and os.path.exists(facts.coordinator_file):
@@ -275,7 +285,7 @@ class Host:
         self,
         facts: JobFacts,
         joining: Joining,
-        token: bytes,
+        secrets: Secrets,
         board: Board,
         server: ForkServerClient,
         link: AgentLink,
@@ -283,7 +293,7 @@ class Host:
     ) -> None:
         self.facts = facts
         self._joining = joining
-        self._token = token
+        self._secrets = secrets
         self._board = board
         self._notify = notify
         self._failures = 0
@@ -399,14 +409,16 @@ class Host:
             worker_id=worker_id,
             incarnation=incarnation,
             host=self._joining.host,
-            token=role_token(self._token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
-            peer_token=role_token(self._token, PEER).hex(),
+            token=role_token(self._secrets.token, WORKER, str(WorkerKey(worker_id, incarnation))).hex(),
+            peer_token=role_token(self._secrets.token, PEER).hex(),
             coordinator_file=str((self.run_dir / COORDINATOR_FILE).resolve()),
             board_fd=self._board.fd,
             config=self.facts.config,
             task=self.facts.task,
             argv=list(self.facts.argv),
             spare=worker_id >= self.config.workers,
+            address=self._joining.own,
+            tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
         )
 
     def _start_sampler(self) -> Sampler | None:

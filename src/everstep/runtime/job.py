@@ -47,6 +47,7 @@ from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
 from everstep.runtime.process import Inbox, Pinged, last_line, raise_descriptor_limit, readable, taking_signals
 from everstep.runtime.supervisor import CoordinatorProcess, LocalHost, Supervised
+from everstep.runtime.tls import Tls, shown_by
 
 COORDINATOR_SILENT_S = 5.0
 GRACE_S = 10.0
@@ -106,7 +107,9 @@ class Job:
                 self._write_files()
                 self._start_coordinator()
                 self._start_local()
-                self._link = JobLink(self.run_dir / COORDINATOR_FILE, self._token, self._inbox.put)
+                shown = shown_by(self.config.security.tls, self._token, self.config.network.address)
+                where = self.run_dir / COORDINATOR_FILE
+                self._link = JobLink(where, self._token, self._inbox.put, Tls.of(shown))
                 while not self._end.over:
                     self._turn(self._link)
         finally:
@@ -416,16 +419,23 @@ def _interrupted(number: int, more: str = "") -> Outcome:
 
 
 class JobLink:
-    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says."""
+    """Speaks for the job. on_message: called in the connection's thread for what the coordinator says. tls: as
+    `ControlClient` has it."""
 
-    def __init__(self, coordinator_file: Path, token: bytes, on_message: Callable[[AnyMessage], None]) -> None:
+    def __init__(
+        self,
+        coordinator_file: Path,
+        token: bytes,
+        on_message: Callable[[AnyMessage], None],
+        tls: Tls | None = None,
+    ) -> None:
         self._on_message = on_message
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Command, float | None]] = {}
         self._watch = Pinged()
         self._spoke_s = time.monotonic()
         self._client = ControlClient(
-            coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", self._hello, self._receive
+            coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", self._hello, self._receive, tls=tls
         )
 
     def due_in(self, now_s: float) -> float:

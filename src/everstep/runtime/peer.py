@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import select
 import socket
 import struct
 import threading
@@ -19,7 +20,15 @@ from typing import Any
 from everstep.base.errors import CollectiveAborted, EverstepError, ProtocolError, check
 from everstep.runtime.handshake import PEER, TAG_BYTES, Seals, peer_keys
 from everstep.runtime.porch import Complaints, Porch
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, handshake_client, recv_exact_into, recv_frame, send_frame
+from everstep.runtime.tls import Tls, TlsSocket
+from everstep.runtime.wire import (
+    HANDSHAKE_TIMEOUT_S,
+    handshake_client,
+    recv_exact_into,
+    recv_frame,
+    secured,
+    send_frame,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +45,7 @@ class PeerConnection:
 
     Every operation raises `CollectiveAborted` when the other side is gone, when nothing moves for `timeout_s`, and
     when another thread calls `abort`; `ProtocolError` when it says something that was not asked for. `sent_bytes`
-    counts what `send_bytes` sent. All that is said is tagged, and so are runs of bytes that leave the host.
+    counts what `send_bytes` sent. All that is said is tagged, and so are runs of bytes that leave the host without TLS.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -46,9 +55,10 @@ class PeerConnection:
         self._seals = seals
         self.sent_bytes = 0
 
-    def fileno(self) -> int:
-        """For select: readable means that something has come, or that the other side is gone."""
-        return self._sock.fileno()
+    def readable(self, timeout_s: float) -> bool:
+        """Whether something can be read within the timeout."""
+        there = isinstance(self._sock, TlsSocket) and self._sock.pending() > 0
+        return there or bool(select.select([self._sock], [], [], timeout_s)[0])
 
     def send_json(self, value: Any) -> None:
         """Send a small JSON-able value."""
@@ -156,14 +166,15 @@ class PeerServer:
     """Listens for peers on a port of the kernel's choice; each request is handled in a daemon thread of its own.
 
     key: the token of the role `peer`. Who has not proved it waits beside the others and gets no thread. handler: called
-    with the connection and the request (a JSON object); the connection is closed when it returns.
+    with the connection and the request (a JSON object); the connection is closed when it returns. tls: as `Porch` has
+    it.
     """
 
-    def __init__(self, host: str, key: bytes, handler: PeerHandler) -> None:
+    def __init__(self, host: str, key: bytes, handler: PeerHandler, tls: Tls | None = None) -> None:
         self._handler = handler
         self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self._complaints = Complaints(log.warning)
-        self._porch = Porch(self._listener, peer_keys(key), self._complaints)
+        self._porch = Porch(self._listener, peer_keys(key), self._complaints, tls)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -239,7 +250,12 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 def peer_connect(
-    address: str, key: bytes, request: dict[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    address: str,
+    key: bytes,
+    request: dict[str, Any],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    tls: Tls | None = None,
 ) -> PeerConnection:
     """Connect to a `PeerServer` at "host:port", prove the token of the role `peer` and make the request.
 
@@ -251,6 +267,8 @@ def peer_connect(
         sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise CollectiveAborted(f"no peer at {address}: {error}") from None
+    with _faults(f"greeting the peer at {address}"):
+        sock = secured(sock, tls)
     try:
         with _faults(f"greeting the peer at {address}"):
             seals = handshake_client(sock, key, PEER, PEER)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 from everstep.base.errors import ProtocolError
 from everstep.runtime.handshake import Greeter, Keys, Seals
+from everstep.runtime.tls import Tls, TlsSocket, said
 from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends
 
 MAX_STRANGERS = 256
@@ -92,22 +94,25 @@ class Complaints:
 
 
 class _Guest(NamedTuple):
+    """Somebody at the door. greeter: None as long as it has to speak TLS first."""
+
     sock: socket.socket
-    greeter: Greeter
+    greeter: Greeter | None
     who: str
 
 
 class Porch:
     """A listening socket, and the strangers at it. One thread calls `turn`.
 
-    keys: what they have to prove. complaints: takes who was turned away.
+    keys: what they have to prove. complaints: takes who was turned away. tls: what those have to speak that it covers.
     """
 
-    def __init__(self, listener: socket.socket, keys: Keys, complaints: Complaints) -> None:
+    def __init__(self, listener: socket.socket, keys: Keys, complaints: Complaints, tls: Tls | None = None) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._keys = keys
         self._complaints = complaints
+        self._tls = tls
         self._guests: dict[int, _Guest] = {}
         self._strangers: Strangers[int] = Strangers(MAX_STRANGERS, HANDSHAKE_TIMEOUT_S)
         self._poller = select.epoll()
@@ -152,17 +157,49 @@ class Porch:
             time.sleep(_FULL_WAIT_S)
             return
         sock.setblocking(False)
-        guest = _Guest(sock, Greeter(self._keys, ends(sock).here), f"{peer[0]}:{peer[1]}")
-        self._guests[sock.fileno()] = guest
+        who = f"{peer[0]}:{peer[1]}"
+        try:
+            between = ends(sock)
+        except OSError:  # it has left again
+            sock.close()
+            return
+        covered = self._tls is not None and self._tls.covers(between)
+        self._guests[sock.fileno()] = guest = _Guest(sock, None, who)
         out = self._strangers.arrive(sock.fileno(), str(peer[0]), time.monotonic())
         self._poller.register(sock, select.EPOLLIN)
         if out is not None:
             self._send_off(out, "too many connections at once have not proved the token")
+        if not covered and out != sock.fileno():
+            self._greet(guest, Greeter(self._keys, between.here))
+
+    def _greet(self, guest: _Guest, greeter: Greeter) -> None:
+        self._guests[guest.sock.fileno()] = guest._replace(greeter=greeter)
         with contextlib.suppress(OSError):  # heard of when it is read
-            sock.send(guest.greeter.greeting)
+            guest.sock.send(greeter.greeting)
+
+    def _secure(self, fd: int, tls: Tls) -> None:
+        """Go on with the handshake of TLS; until it says its first word, a stranger costs nothing of that."""
+        guest = self._guests[fd]
+        try:
+            if not isinstance(guest.sock, TlsSocket):
+                guest = guest._replace(sock=tls.answer(guest.sock))
+                self._guests[fd] = guest
+            guest.sock.do_handshake()  # type: ignore[attr-defined]
+        except BlockingIOError:
+            return
+        except ssl.SSLError as error:
+            self._send_off(fd, said(error))
+        except OSError as error:
+            self._send_off(fd, str(error))
+        else:
+            self._greet(guest, Greeter(self._keys, ends(guest.sock).here, tls.fingerprint))
 
     def _hear(self, fd: int) -> list[tuple[socket.socket, Seals]]:
         sock, greeter, _ = self._guests[fd]
+        if greeter is None:
+            if self._tls is not None:
+                self._secure(fd, self._tls)
+            return []
         try:
             data = sock.recv(_RECEIVE_BYTES)
             if not data:
@@ -187,5 +224,6 @@ class Porch:
 
     def _forget(self, fd: int) -> _Guest:
         self._strangers.leave(fd)
-        self._poller.unregister(fd)
+        with contextlib.suppress(OSError):  # it is closed already
+            self._poller.unregister(fd)
         return self._guests.pop(fd)

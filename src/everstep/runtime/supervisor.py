@@ -174,6 +174,8 @@ class LocalHost(Supervised):
             ranks=self._ranks,
             server=server,
             parent=os.getpid(),
+            own=self._config.network.address,
+            tls=self._config.security.tls,
         )
         self.spawn(own_command(AGENT_MODULE, joining.to_json()), (server.fd, server.board_fd) if server else ())
         if early is not None:

@@ -14,6 +14,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import ssl
 import struct
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from everstep.base.errors import ProtocolError
 from everstep.base.given import read_given
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PROOF_BYTES, TAG_BYTES, Caller, Ends, Seals
+from everstep.runtime.tls import Tls, TlsSocket, fingerprint_of, said
 
 HANDSHAKE_TIMEOUT_S = 5.0
 DEFLATE_FROM_BYTES = 16 << 10
@@ -159,8 +161,11 @@ def recv_exact_into(sock: socket.socket, out: memoryview) -> None:
 
 
 def ends(sock: socket.socket) -> Ends:
-    """The addresses of a connection's two ends."""
-    return Ends(address_text(sock.getsockname()), address_text(sock.getpeername()))
+    """The addresses of a connection's two ends; for its client also what it was shown at the other one."""
+    channel = ""
+    if isinstance(sock, TlsSocket) and not sock.server_side:
+        channel = fingerprint_of(sock.getpeercert(binary_form=True))
+    return Ends(address_text(sock.getsockname()), address_text(sock.getpeername()), channel)
 
 
 def address_text(name: object) -> str:
@@ -172,13 +177,40 @@ def address_text(name: object) -> str:
     return f"{mapped or host}:{name[1]}"
 
 
+def secured(sock: socket.socket, tls: Tls | None) -> socket.socket:
+    """The client's end of a connection from now on: over TLS where that is spoken. The socket is closed if that fails.
+
+    Raises: ProtocolError if the server is none of the job's; OSError.
+    """
+    try:
+        between = ends(sock)
+        if tls is None or not tls.covers(between):
+            return sock
+        sock = tls.call(sock, between)
+        sock.do_handshake()
+        return sock
+    except (ssl.SSLError, ValueError) as error:  # the latter: no certificate where a CA's was expected
+        sock.close()
+        words = said(error) if isinstance(error, ssl.SSLError) else str(error)
+        raise ProtocolError(f"the server cannot be trusted: {words}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
 def handshake_client(sock: socket.socket, key: bytes, role: str, name: str) -> Seals:
     """Prove the token of a role to the server, and have it prove it too. Honours the socket's timeout.
 
     Raises: ProtocolError if the server is not ours or refuses; OSError.
     """
+    try:
+        greeting = recv_exact(sock, GREETING_BYTES)
+    except ConnectionAbortedError as error:
+        raise ProtocolError(f"the server does not trust this host: {error}") from None
+    except TimeoutError:
+        raise TimeoutError("it says nothing: is security.tls.mode the same here and there?") from None
     caller = Caller(key, role, name, ends(sock))
-    sock.sendall(caller.answer(recv_exact(sock, GREETING_BYTES)))
+    sock.sendall(caller.answer(greeting))
     try:
         proof = recv_exact(sock, PROOF_BYTES)
     except (ProtocolError, ConnectionError):

@@ -109,9 +109,9 @@ class Finisher:
             return self._manifest(stage, number), model_tensors(replica.parts.model)
         holders = [plan.member(seat.worker_id) for seat in plan.pool(stage)]
         request = {"kind": "final", "stage": stage, "step": number, "generation": plan.generation}
-        connection = heal.connect_first(holders, view.link.token, request)
+        connection = heal.connect_first(holders, view.link, request)
         with view.cutter.guarded(connection, plan.generation):
-            while not heal.readable(connection, 0.005):
+            while not connection.readable(0.005):
                 view.tick()
             told = connection.recv_json()
             manifest = told["manifest"]

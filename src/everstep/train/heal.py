@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import select
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ from everstep.exact.reduce import TiePlace
 from everstep.exact.state import ModelState
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Key, Record
-from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.runtime.peer import PeerConnection
+from everstep.train.link import WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -508,12 +508,7 @@ def unpack_state(state: ModelState, data: bytes) -> None:
 # ---- connections
 
 
-def readable(connection: PeerConnection, timeout_s: float) -> bool:
-    """Whether something can be read within the timeout."""
-    return bool(select.select([connection.fileno()], [], [], timeout_s)[0])
-
-
-def connect_first(donors: Iterable[Member], token: bytes, request: dict[str, Any]) -> PeerConnection:
+def connect_first(donors: Iterable[Member], link: WorkerLink, request: dict[str, Any]) -> PeerConnection:
     """Connect to the first donor that answers.
 
     Raises: CheckpointCorrupt if none does (nobody to copy from).
@@ -521,7 +516,7 @@ def connect_first(donors: Iterable[Member], token: bytes, request: dict[str, Any
     reasons = []
     for donor in donors:
         try:
-            return peer_connect(donor.address, token, request)
+            return link.call_peer(donor.address, request)
         except (EverstepError, OSError) as error:
             reasons.append(f"{donor.key} at {donor.address}: {error}")
     raise CheckpointCorrupt("no donor could be reached: " + "; ".join(reasons))

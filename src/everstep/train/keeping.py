@@ -22,7 +22,7 @@ from everstep.exact.snapshot import Snapshot
 from everstep.protocol.driver.operations import ForgetKept, HandedOver, InMemory, Keep, NotKept, RetireKept
 from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.step_types import Record
-from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.runtime.peer import PeerConnection
 from everstep.train.heal import Held, receive_blocks, send_blocks
 from everstep.train.view import WorkerView
 
@@ -135,7 +135,7 @@ class SnapshotKeeper:
 
     def _hand_over(self, to: Member, stage: int, number: int, snapshot: Snapshot, records: bytes) -> None:
         request = {"kind": "keep", "stage": stage, "step": number, "records": records.hex()}
-        with closing(peer_connect(to.address, self._view.link.token, request)) as connection:
+        with closing(self._view.link.call_peer(to.address, request)) as connection:
             connection.send_json(snapshot.manifest())
             send_blocks(connection, snapshot)
             connection.recv_json()

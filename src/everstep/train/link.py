@@ -29,7 +29,8 @@ from everstep.runtime.board import Board, Row
 from everstep.runtime.cell import Head
 from everstep.runtime.context import WorkerContext
 from everstep.runtime.control import ControlClient
-from everstep.runtime.peer import PeerConnection, PeerServer
+from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
+from everstep.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ Hello = Callable[[], wire.AnyMessage]
 class WorkerLink:
     """One worker's ties to its job; those of one that has no peers, as far as they are here.
 
-    `run_dir` None: nothing is written. `token`: of the role `peer`. `task`: as job.json names it, or "". `flip`: a
-    scripted fault, for whoever has the state: one bit of it changes. `fault_now`: faults that are asked for while the
-    job runs.
-    `regular_saves`: checkpoints are taken by themselves, beside those that are asked for.
+    `run_dir` None: nothing is written. `token`: of the role `peer`; `tls`: what peers are shown that it covers. `task`:
+    as job.json names it, or "". `flip`: a scripted fault, for whoever has the state: one bit of it changes.
+    `fault_now`: faults that are asked for while the job runs. `regular_saves`: checkpoints are taken by themselves,
+    beside those that are asked for.
     """
 
     me: WorkerKey
@@ -62,6 +63,7 @@ class WorkerLink:
     fault_now: FaultNow = lambda text, number, step, phase, plan: None
     flip: Callable[[], None] = lambda: None
     regular_saves: bool = True
+    tls: Tls | None = None
 
     @cached_property
     def job(self) -> dict[str, Any]:
@@ -86,6 +88,10 @@ class WorkerLink:
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
         """Listen for peers; returns the address they reach this worker at ("" if there are none)."""
         return ""
+
+    def call_peer(self, address: str, request: dict[str, Any]) -> PeerConnection:
+        """Raises: CollectiveAborted if nobody answers there; ProtocolError if it is not a peer of this job."""
+        return peer_connect(address, self.token, request, tls=self.tls)
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
         """Say hello, now and after each reconnect; what comes goes to `deliver`, from another thread.
@@ -115,6 +121,7 @@ class LaunchedLink(WorkerLink):
         log = set_up_worker_log(2, context.worker_id, context.incarnation)
         token, run_dir = context.peer_token_bytes(), context.run_path
         super().__init__(context.key, context.task, context.host, config, run_dir, row, token, log, faults)
+        self.tls = context.tls_shown()
         self.cell = Head(context, lambda: self.row.tick())
         self._context = context
         self._control: ControlClient | None = None
@@ -128,7 +135,8 @@ class LaunchedLink(WorkerLink):
         return self.cell.meet()
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
-        self._peers = PeerServer(self.config.network.address, self.token, handler)
+        own = self._context.address or self.config.network.address
+        self._peers = PeerServer(own, self.token, handler, self.tls)
         return self._peers.address
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
@@ -140,6 +148,7 @@ class LaunchedLink(WorkerLink):
             hello=hello,
             on_message=deliver,
             on_connected=lambda there: connected() if there else None,
+            tls=self.tls,
         )
 
     def tell(self, message: wire.AnyMessage) -> None:
@@ -174,6 +183,7 @@ class LaunchedLink(WorkerLink):
                 str(self.me),
                 hello=words,
                 on_message=lambda message: None,
+                tls=self.tls,
             )
             last.wait_connected(_LAST_WORDS_S)
             last.close()

@@ -35,7 +35,7 @@ from everstep.protocol.driver.records import decode_records, encode
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_types import Record
 from everstep.runtime.address import CHECKPOINTS_DIR
-from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.runtime.peer import PeerConnection
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Unusable
 from everstep.train.heal import StateCopy, pack_state, unpack_state
@@ -228,7 +228,7 @@ class PartSaver:
         main = self._leaders.get(decode_report(data).step)
         if main is None:
             return
-        with closing(peer_connect(main.address, self._view.link.token, {"kind": "part"})) as connection:
+        with closing(self._view.link.call_peer(main.address, {"kind": "part"})) as connection:
             connection.send_bytes([data])
             connection.recv_json()
 

@@ -56,8 +56,9 @@ class Session:
         kind = "shm" if config.transport == "auto" else config.transport  # a job's workers are on one machine
         meets = KINDS[kind].meets
         store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
+        me, tick = link.me, lambda: link.row.tick()
         transport = StagedTransport(
-            link.me, config.lanes, lambda: link.row.tick(), kind=kind, store=store, key=link.token, device=device
+            me, config.lanes, tick, kind=kind, store=store, key=link.token, tls=link.tls, device=device
         )
         publisher = Publisher(link.run_dir, link.me)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)

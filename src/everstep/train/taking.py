@@ -21,7 +21,7 @@ from everstep.exact.digest import digest_bytes
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.protocol.chunks import Chunk, Chunks, share
 from everstep.protocol.step_types import Pieces, Piecewise
-from everstep.runtime.peer import PeerConnection, peer_connect
+from everstep.runtime.peer import PeerConnection
 from everstep.train import heal
 from everstep.train.executor import Unusable
 from everstep.train.heal import FollowedStep, Held, ReceivedOffer, StageState
@@ -60,7 +60,7 @@ class Donation:
         """Make the request. Raises: EverstepError or OSError."""
         if self._connection is None:
             request = {**self._request, "stages": list(self.stages)}
-            self._connection = peer_connect(self.member.address, self._view.link.token, request)
+            self._connection = self._view.link.call_peer(self.member.address, request)
             self._view.cutter.guard(self._connection, self._generation)
         return self._connection
 
@@ -75,7 +75,7 @@ class Donation:
     def wait(self) -> None:
         """Until the donor says something, or goes away."""
         connection = self.connect()
-        while not heal.readable(connection, _SLICE_S):
+        while not connection.readable(_SLICE_S):
             self._view.tick()
 
     def header(self) -> dict[str, Any]:

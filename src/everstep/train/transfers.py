@@ -235,7 +235,7 @@ class Transfers:
         view, seen = self._view, []
         view.tick()
         for index, feed in enumerate(self._feeds):
-            if not heal.readable(feed.connection, _SLICE_S / len(self._feeds)):
+            if not feed.connection.readable(_SLICE_S / len(self._feeds)):
                 continue
             numel = {k: view.stages[k].layout.numel for k in feed.stages}
             try:

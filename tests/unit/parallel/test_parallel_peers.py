@@ -11,12 +11,14 @@ import pytest
 from parallel_cases import together
 from torch.distributed import HashStore, PrefixStore
 
+from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted, InvariantViolation
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import _HEADER, Meeting, PeerSockets
 from everstep.parallel.reduction import batches
 from everstep.runtime.handshake import GREETING_BYTES, PEER, TAG_BYTES, Caller
-from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact
+from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, ends, recv_exact, secured
 
 KEY = bytes(40)
 
@@ -26,12 +28,13 @@ def store() -> HashStore:
     return HashStore()
 
 
-@pytest.fixture
-def pair(store: HashStore) -> Iterator[list[PeerSockets]]:
+@pytest.fixture(params=["plain", "tls"])
+def pair(request: pytest.FixtureRequest, store: HashStore) -> Iterator[list[PeerSockets]]:
+    tls = Tls.of(shown_by(TlsConfig("on"), b"t" * 32, "127.0.0.1")) if request.param == "tls" else None
     fence = Fence()
     fence.enter(1)
     place = PrefixStore("generation1", store)
-    found = [PeerSockets(Meeting((3, 7), me, place, "127.0.0.1", fence, b"k" * 32), lambda: None) for me in (3, 7)]
+    found = [PeerSockets(Meeting((3, 7), me, place, "127.0.0.1", fence, b"k" * 32, tls), lambda: None) for me in (3, 7)]
     yield found
     for peer in found:
         peer.retire()
@@ -44,7 +47,7 @@ def test_a_stranger_is_not_taken_for_a_member(pair: list[PeerSockets], store: Ha
 
     def stranger() -> None:
         host, port = store.get("generation1/records/3").decode().split()
-        sock = socket.create_connection((host, int(port)))
+        sock = secured(socket.create_connection((host, int(port))), pair[1]._tls)
         ours.append(sock)
         greeting = recv_exact(sock, GREETING_BYTES)
         sock.sendall(Caller(b"guessed", PEER, "1 7", ends(sock)).answer(greeting))

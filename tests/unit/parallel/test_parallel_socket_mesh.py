@@ -12,23 +12,27 @@ import torch
 from parallel_cases import same_bits, together
 from torch.distributed import HashStore, PrefixStore
 
+from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting
 from everstep.parallel.socket_mesh import SocketMesh
+from everstep.runtime.tls import Tls, shown_by
 
 ELSEWHERE = "127.0.0.2"
 """Callers come from 127.0.0.1, so this counts as another host: every byte is tagged."""
 
 
-@pytest.fixture(params=["127.0.0.1", ELSEWHERE])
+@pytest.fixture(params=["127.0.0.1", ELSEWHERE, "tls"])
 def meshes(request: pytest.FixtureRequest) -> Iterator[list[SocketMesh]]:
     place = PrefixStore("generation1", HashStore())
+    tls = Tls.of(shown_by(TlsConfig("on"), b"t" * 32, ELSEWHERE)) if request.param == "tls" else None
+    host = ELSEWHERE if request.param == "tls" else request.param
     found = []
     for me in (3, 7):
         fence = Fence()
         fence.enter(1)
-        found.append(SocketMesh(Meeting((3, 7), me, place, request.param, fence, b"k" * 32), lambda: None))
+        found.append(SocketMesh(Meeting((3, 7), me, place, host, fence, b"k" * 32, tls), lambda: None))
     assert together(found[0].connect, found[1].connect) == [None, None]
     tagged = all(line.seals.bulk_tags for mesh in found for line in mesh._lines.values())
     assert tagged is (request.param == ELSEWHERE)
