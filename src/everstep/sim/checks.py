@@ -15,7 +15,19 @@ from everstep.base.ports import Tag
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.model import OTHER_DIGEST, PLANES, Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
+from everstep.sim.model import (
+    OTHER_DIGEST,
+    PLANES,
+    Blocks,
+    SimGradient,
+    SimJob,
+    by_unit,
+    cut_anew,
+    merged,
+    undisturbed,
+    update,
+    wrong,
+)
 
 
 class PromiseBroken(AssertionError):
@@ -192,6 +204,10 @@ class Exact:
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
 
+    def cut_anew(self, job: SimJob) -> None:
+        """The same states, as the stages of another cut of the model."""
+        self.job, self.states = job, [cut_anew(states, job) for states in self.states]
+
     def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
         known = 0 <= step <= self.job.steps
@@ -206,7 +222,7 @@ class Exact:
 
     def effect(self, step: int) -> int:
         """What a step would write into the ledger: a function of the step."""
-        return hash((step, *sorted(self.states[step].values())))
+        return hash((step, by_unit(self.states[step])))
 
     def stands(self, who: WorkerKey, step: int, at: int) -> None:
         """An application is told that the state is that of `step`."""
@@ -367,8 +383,11 @@ class Checks:
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
 
-    def resumed(self) -> None:
-        """The job was started again: what processes held is gone, and nothing of before counts."""
+    def resumed(self, stages: int) -> None:
+        """The job was started again, in so many stages: what processes held is gone, and nothing of before counts."""
+        if stages != self.job.stages:
+            self.job = self.job.cut(stages)
+            self.exact.cut_anew(self.job)
         self.records.clear()
         self.newest = 0
         self.effects.back(0)

@@ -100,7 +100,7 @@ class Fetcher:
                 life.during(operation, 0, self._refuse, said)
                 return
         else:
-            found = life.site.disk.read(stage, at.step) if at.step else initial(stage)
+            found = life.site.disk.read(stage, at.step) if at.step else initial(life.job, stage)
             if found is None:
                 said = f"checkpoint {at.step} is damaged"
                 life.during(operation, life.world.between(0, 5 * MS), self._damaged, said)
