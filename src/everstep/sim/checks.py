@@ -16,7 +16,6 @@ from everstep.protocol.driver.records import AgreePayload, decode_holding, decod
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
 from everstep.sim.model import (
-    OTHER_DIGEST,
     PLANES,
     Blocks,
     SimGradient,
@@ -393,17 +392,19 @@ class Checks:
         self.effects.back(0)
 
     def _first_state(self, who: WorkerKey, generation: int, held: Mapping[int, Blocks]) -> None:
-        """Where workers have built different initial states, all take that of the lowest id that has all of it,
-        else of the lowest that has a part."""
+        """Nobody begins with another initial state than all, unless that is what members had begun with before, or what
+        most of them have built."""
         seats, said = self.records.plans[generation].stages_of(who.worker_id), self.records.holdings.get(generation, {})
         for stage, state in ((k, held[k]) for k in seats if k in held):
-            at_first = {i: h for i, h in said.items() if h.position.step == 0}
-            whole = [i for i, h in at_first.items() if stage in h.stages]
-            having = whole or [i for i, h in at_first.items() if stage in h.parts]
-            if wrong(state) and not self.taint.flipped and having:
-                first = said[min(having)].digest
-                require(first == OTHER_DIGEST, "P1", f"{who} begins with another state of stage {stage} than all")
-                self.taint.accept()
+            if not wrong(state) or self.taint.flipped:
+                continue
+            stated = [h for _, h in sorted(said.items())]
+            first = [h.first[stage] for h in stated if stage in h.first][:1]
+            counts = [int(one, 16) & 1 for one in first or [h.built[stage] for h in stated if stage in h.built]]
+            most = 2 * sum(counts) - len(counts)
+            known = most > 0 or (most == 0 and counts[:1] == [1])
+            require(known, "P1", f"{who} begins with another state of stage {stage} than all")
+            self.taint.accept()
 
     def together(self, generation: int) -> None:
         """Those who have entered a generation are at most one decision apart, whatever their stages."""

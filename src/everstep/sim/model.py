@@ -23,8 +23,6 @@ from everstep.placement.tree import fold
 
 BLOCKS = 3
 INITIAL = 2
-OTHER_DIGEST = "other"
-"""Of an initial state that was built differently; everybody else's has that of `INITIAL`."""
 PLANES = (("model", 2), ("exp_avg", 2))
 
 Block = tuple[int, ...]

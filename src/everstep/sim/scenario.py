@@ -36,7 +36,7 @@ from everstep.sim.control import (
 from everstep.sim.faults import DIFFERS, SimFault, SimInjector, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import INITIAL, OTHER_DIGEST, SimJob, wrong
+from everstep.sim.model import SimJob, wrong
 from everstep.sim.worker import KNOWN as WAYS
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
@@ -87,8 +87,8 @@ class Setup:
         if dies and not job.write_every:
             job = replace(job, write_every=rng.choice((1, 2, 3)))
         differs = self.workers - 1 if rng.random() < 0.15 and self.workers > 1 and not compared else None
-        if job.stages > 1:  # a stage that nobody holds any more is built anew there, from whoever takes it
-            differs, more, job = None, *_cut_anew(rng, more, job)
+        if job.stages > 1:
+            more, job = _cut_anew(rng, more, job)
         faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
         return replace(self, job=job, faults=faults, differs=differs)
 
@@ -264,9 +264,7 @@ class Simulation:
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
-        return self.new_driver(
-            key, config, self.new_machine(key, OTHER_DIGEST if key == self.differs else str(INITIAL))
-        )
+        return self.new_driver(key, config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""
@@ -301,6 +299,8 @@ class Simulation:
             self.injector.stop()
             if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
+        if self.setup.differs is not None and "initial state" in self.control.fate.failed:
+            return ""  # its state was the first one, so all others were refused
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:
