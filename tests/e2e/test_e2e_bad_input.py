@@ -101,6 +101,7 @@ def test_what_does_not_exist(tmp_path: Path) -> None:
 
 
 NOISE = "int.from_bytes(os.urandom(2), 'big') / 65536"
+SEED = "int.from_bytes(os.urandom(4), 'big')"
 NOISY_OPTIMIZER = f"""class Noisy(torch.optim.SGD):
             @torch.no_grad()
             def step(self, closure=None):
@@ -110,6 +111,7 @@ NOISY_OPTIMIZER = f"""class Noisy(torch.optim.SGD):
         return Noisy(params, lr=0.01)"""
 FAILURES = {
     "build_model": ("return nn.Sequential", "raise ValueError('no model today')\n        return nn.Sequential"),
+    "initial": ("return nn.Sequential", f"torch.manual_seed({SEED})\n        return nn.Sequential"),
     "build_dataset": ("return Numbers(50)", "raise OSError('disk on fire')"),
     "build_optimizer": ("return torch.optim.AdamW(params, lr=0.01)", "raise KeyError('lr')"),
     "loss": ("end = time", "raise RuntimeError('no loss today')\n        end = time"),
@@ -121,6 +123,7 @@ FAILURES = {
 METHODS = ("build_model", "build_dataset", "build_optimizer", "loss")
 WORDS = {
     "build_model": ["Small.build_model", "ValueError: no model today"],
+    "initial": ["worker 1", "initial state of stage 0", "not the one that the job began with"],
     "build_dataset": ["Small.build_dataset", "OSError: disk on fire"],
     "build_optimizer": ["Small.build_optimizer", "KeyError: 'lr'"],
     "loss": ["Small.loss", "RuntimeError: no loss today"],

@@ -95,7 +95,7 @@ def test_one_donor_gives_the_whole_as_long_as_nothing_is_lost():
 
 
 def test_states_of_blocks():
-    state = initial(1)
+    state = initial(SPLIT, 1)
     one = present((None, state[1], None, None))
     assert present(state) == WHOLE and present(without(state, WHOLE)) == NONE
     assert merged(without(state, one), without(state, WHOLE - one)) == state

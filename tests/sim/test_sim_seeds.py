@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from everstep.cli.main import run_command
-from everstep.protocol.step_machine import StepMachine
-from everstep.protocol.step_types import Holding
+from everstep.protocol.driver.driver import Driver
+from everstep.protocol.step_types import StepEvent
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.faults import PHASES, SimFault
 from everstep.sim.model import SimJob
@@ -72,19 +73,39 @@ def test_a_resumed_job_goes_on_from_its_checkpoints_with_another_number_of_worke
     assert sum(any(outcome.targets) for outcome in outcomes) > 4, "they begin with what is on the disk"
 
 
-def test_where_one_builds_another_initial_state_all_take_the_same():
-    alone = Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 4), (), differs=2)
-    assert all(simulate(seed, setup=alone).ok for seed in range(4))
-    assert simulate(5249).ok, "the lowest id has lost blocks of its own: that of the other, who has all, counts"
+def test_a_job_is_resumed_in_another_number_of_stages():
+    dies = SimFault("launcher", 400, pick=3, for_ms=50, stages=2), SimFault("launcher", 800, pick=2, stages=1)
+    job = SimJob(8, 4, 4, stages=3, write_every=1, units=4)
+    outcomes = [simulate(seed, setup=Setup(4, 0, 2, 1, "replace", job, dies)) for seed in range(8)]
+    assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert sum(any(outcome.targets) for outcome in outcomes) > 4, "they begin with what is on the disk"
+    assert {f.stages for seed in range(300) for f in set_up_split(seed).faults} >= {1, 2, 3}
 
-    class TakesItsOwn(StepMachine):
-        """States the digest of everybody else, and so goes on with its own."""
 
-        def holding(self) -> Holding:
-            return replace(super().holding(), digest="")
+def test_nobody_begins_with_another_initial_state():
+    job = Setup(3, 0, 2, 1, "replace", SimJob(6, 6, 4), (), differs=2)
+    # Whoever has lost blocks of the initial state must not get the others' of who is about to be refused.
+    mixed = replace(job, workers=2, differs=1, faults=(SimFault("lose_all", 30, pick=94, for_ms=309),))
+    again = Setup(4, 0, 2, 1, "shrink", SimJob(6, 4, 3, stages=2), (SimFault("pool", 60, pick=0),), differs=3)
+    setups = (job, mixed, again)
+    for seed in range(8):
+        assert all(simulate(seed, setup=one).ok for one in setups)
 
-    problems = [simulate(seed, setup=alone, machine=TakesItsOwn).problem for seed in range(4)]
-    assert all("another state" in problem for problem in problems), problems
+    class BelievesItself(Driver):
+        """Goes on with what it has built."""
+
+        def _unless_refused(self, events: Iterable[StepEvent]) -> Iterable[StepEvent]:
+            return events
+
+    for one in setups:
+        problems = [simulate(seed, setup=one, driver=BelievesItself).problem for seed in range(8)]
+        assert any("another state" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("seed", [1191, 1893])
+def test_a_stage_that_was_lost_is_built_anew_as_it_was(seed):
+    """It was by a worker whose initial state differed, and was compared with nothing."""
+    assert simulate(seed, split=True).ok and set_up_split(seed).differs is not None
 
 
 def test_a_full_disk_costs_the_checkpoint_alone():

@@ -45,6 +45,9 @@ class Holding:
 
     `stages` and `snapshots` are whole. parts: of further stages, the blocks whose state at `position` it has;
     kept_parts: of further snapshots, by (stage, step), the blocks that are there.
+
+    Digests of initial states, by stage: first: of those that members are known to have begun with; built: of those that
+    it has built, at step 0 only.
     """
 
     position: Key
@@ -59,6 +62,8 @@ class Holding:
     sound: int = -1
     parts: Mapping[int, Extents] = field(default_factory=dict)
     kept_parts: Mapping[tuple[int, int], Extents] = field(default_factory=dict)
+    first: Mapping[int, str] = field(default_factory=dict)
+    built: Mapping[int, str] = field(default_factory=dict)
 
 
 class Pieces(msgspec.Struct, frozen=True):

@@ -15,7 +15,18 @@ from everstep.base.ports import Tag
 from everstep.protocol.driver.records import AgreePayload, decode_holding, decode_record
 from everstep.protocol.settling import sound_limit
 from everstep.protocol.step_types import Holding, Key, Record
-from everstep.sim.model import OTHER_DIGEST, PLANES, Blocks, SimGradient, SimJob, merged, undisturbed, update, wrong
+from everstep.sim.model import (
+    PLANES,
+    Blocks,
+    SimGradient,
+    SimJob,
+    by_unit,
+    cut_anew,
+    merged,
+    undisturbed,
+    update,
+    wrong,
+)
 
 
 class PromiseBroken(AssertionError):
@@ -192,6 +203,10 @@ class Exact:
         self.states = undisturbed(job)
         self.finals: list[dict[int, Blocks]] = []
 
+    def cut_anew(self, job: SimJob) -> None:
+        """The same states, as the stages of another cut of the model."""
+        self.job, self.states = job, [cut_anew(states, job) for states in self.states]
+
     def state(self, who: WorkerKey, step: int, stage: int, state: Blocks) -> None:
         """A worker's state of a stage, every block that is there, is now that of `step`."""
         known = 0 <= step <= self.job.steps
@@ -206,7 +221,7 @@ class Exact:
 
     def effect(self, step: int) -> int:
         """What a step would write into the ledger: a function of the step."""
-        return hash((step, *sorted(self.states[step].values())))
+        return hash((step, by_unit(self.states[step])))
 
     def stands(self, who: WorkerKey, step: int, at: int) -> None:
         """An application is told that the state is that of `step`."""
@@ -367,24 +382,29 @@ class Checks:
         blocks = {k for part in live + kept for lo, hi in part.spans(PLANES) for k in range(lo, hi)}
         return len(blocks) == sum(n for _, n in PLANES)
 
-    def resumed(self) -> None:
-        """The job was started again: what processes held is gone, and nothing of before counts."""
+    def resumed(self, stages: int) -> None:
+        """The job was started again, in so many stages: what processes held is gone, and nothing of before counts."""
+        if stages != self.job.stages:
+            self.job = self.job.cut(stages)
+            self.exact.cut_anew(self.job)
         self.records.clear()
         self.newest = 0
         self.effects.back(0)
 
     def _first_state(self, who: WorkerKey, generation: int, held: Mapping[int, Blocks]) -> None:
-        """Where workers have built different initial states, all take that of the lowest id that has all of it,
-        else of the lowest that has a part."""
+        """Nobody begins with another initial state than all, unless that is what members had begun with before, or what
+        most of them have built."""
         seats, said = self.records.plans[generation].stages_of(who.worker_id), self.records.holdings.get(generation, {})
         for stage, state in ((k, held[k]) for k in seats if k in held):
-            at_first = {i: h for i, h in said.items() if h.position.step == 0}
-            whole = [i for i, h in at_first.items() if stage in h.stages]
-            having = whole or [i for i, h in at_first.items() if stage in h.parts]
-            if wrong(state) and not self.taint.flipped and having:
-                first = said[min(having)].digest
-                require(first == OTHER_DIGEST, "P1", f"{who} begins with another state of stage {stage} than all")
-                self.taint.accept()
+            if not wrong(state) or self.taint.flipped:
+                continue
+            stated = [h for _, h in sorted(said.items())]
+            first = [h.first[stage] for h in stated if stage in h.first][:1]
+            counts = [int(one, 16) & 1 for one in first or [h.built[stage] for h in stated if stage in h.built]]
+            most = 2 * sum(counts) - len(counts)
+            known = most > 0 or (most == 0 and counts[:1] == [1])
+            require(known, "P1", f"{who} begins with another state of stage {stage} than all")
+            self.taint.accept()
 
     def together(self, generation: int) -> None:
         """Those who have entered a generation are at most one decision apart, whatever their stages."""

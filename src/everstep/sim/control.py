@@ -159,6 +159,7 @@ class AgentProcess(Process):
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.slots = sorted(worker_ids)
+        self.waiting: set[int] | None = None  # slots to be started when there is a fork server again
         self.workers: dict[int, SimWorker] = {}
         self.heartbeat_ns = heartbeat_ns
         self.seq = 0
@@ -177,12 +178,31 @@ class AgentProcess(Process):
         """Start the slot's next life."""
         if self.ended or worker_id not in self.slots:
             return
+        if self.waiting is not None:
+            self.waiting.add(worker_id)
+            return
         old = self.workers.get(worker_id)
         if old is not None and old.alive:
             return
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
+
+    def lose_fork_server(self) -> None:
+        """It dies. Its workers outlive it, but for those that it has not told of yet; until it has been replaced, no
+        others are started."""
+        if self.alive and self.waiting is None:
+            self.world.log(self.name, "FORK SERVER DIED")
+            self.waiting = set()
+            for _, worker in sorted(self.workers.items()):
+                if worker.operation is None:
+                    worker.die("its fork server died")
+
+    def replace_fork_server(self) -> None:
+        """The next one has imported everything."""
+        waiting, self.waiting = self.waiting or set(), None
+        for worker_id in sorted(waiting):
+            self.start(worker_id)
 
     def exited(self, key: WorkerKey, cause: Cause, reason: str, restart: bool, in_order: bool) -> None:
         """A worker's process has ended."""
@@ -349,14 +369,15 @@ class Control:
             process.die("its job is gone")
         self.clients.clear()
 
-    def resume(self, size: int) -> None:
-        """The job goes on from what is on the disk, with so many workers, unless it runs."""
+    def resume(self, size: int, stages: int) -> None:
+        """The job goes on from what is on the disk, with so many workers and stages, unless it runs."""
         if self.fallen and not self.fate.ended:
-            self.world.log("user", "resumes with", size)
+            self.world.log("user", "resumes with", size, stages)
             self.fallen, self.size = False, size
             self.journal.clear()
             self.agents.clear()
-            self.checks.resumed()
+            self.checks.resumed(stages)
+            self.site.disk.cut_anew(self.checks.job)
             self.start_coordinator()
             for host in self.hosts:
                 self.boot(host)

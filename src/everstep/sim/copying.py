@@ -18,7 +18,7 @@ from everstep.protocol.driver.operations import AbandonSave, Save, SaveEnded
 from everstep.protocol.step_types import Record
 from everstep.sim.life import Life, SimCopy, nothing
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, without, wrong
 from everstep.sim.world import MS, SimConnection
 
 NO_ROOM = Why(Cause.CONFIG, "there is no room")
@@ -273,7 +273,7 @@ class SimDonor:
     def _differs(self, stage: int, copy: SimCopy) -> bool:
         """Whether a block is another one now; a wrong one may have been repaired, or have come in a repair."""
         pairs = zip(copy.states[stage], self.life.state.stages.get(stage, NOTHING), strict=True)
-        return any(a != b for a, b in pairs if a is not None and b is not None and not (a | b) & 1)
+        return any(a != b for a, b in pairs if a is not None and b is not None and not wrong((a, b)))
 
     def cut(self, generation: int) -> None:
         """Who waits for a state of this generation, or an older one, need not."""

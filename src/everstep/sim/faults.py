@@ -28,6 +28,7 @@ _LOSSES = ("lose", "lose", "lose_all", "lose_kept")
 class SimFault:
     """One fault. After `at_ms` it strikes at once (`phase` ""), or `delay_us` after the `count`-th time that a worker
     enters the phase. `pick`: which of the possible targets. `for_ms`: how long it lasts (0: does not end by itself).
+    `stages`: of the job from then on; 0: as before.
     """
 
     kind: str
@@ -38,13 +39,15 @@ class SimFault:
     pick: int = 0
     for_ms: int = 0
     same: bool = False  # aimed at the worker that entered the phase
+    stages: int = 0
 
     def __str__(self) -> str:
         when = f"at {self.at_ms} ms"
         if self.phase:
             when += f", {self.delay_us} us after '{self.phase}' number {self.count}{' there' if self.same else ''}"
         lasts = f" for {self.for_ms} ms" if self.for_ms else ""
-        return f"{self.kind}[{self.pick}]{lasts} {when}"
+        cut = f" into {self.stages} stages" if self.stages else ""
+        return f"{self.kind}[{self.pick}]{cut}{lasts} {when}"
 
 
 def draw(rng: Random, horizon_ms: int) -> tuple[SimFault, ...]:
@@ -191,12 +194,13 @@ class SimInjector:
         control.coordinator.crash_after(None)
         control.coordinator.thaw()
         control.site.disk.empty_all()
-        control.resume(control.size)
+        control.resume(control.size, control.checks.job.stages)
         control.start_coordinator()
         for worker in control.live_workers():
             worker.thaw()
         for host in control.hosts:
             control.agents[host].thaw()
+            control.agents[host].replace_fork_server()
         for host in control.hosts:
             control.boot(host)
 
@@ -384,18 +388,26 @@ def _host(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> N
 
 
 def _fork_server(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """A host's fork server dies, and its workers with it; the agent lives, and starts them anew."""
+    """A host's fork server dies, which its workers outlive; it takes a while until there is another."""
+    agent = injector.control.agents[injector.host(fault, worker)]
+    agent.lose_fork_server()
+    injector.for_a_while(fault, agent.replace_fork_server)
+
+
+def _host_workers(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """All workers of a host die at once; the agent lives, and starts them anew."""
     for _, one in sorted(injector.control.agents[injector.host(fault, worker)].workers.items()):
-        one.die("its fork server died")
+        one.die("all workers of its host died")
 
 
 def _launcher(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
-    """The whole job dies, and is resumed, with another number of workers perhaps."""
+    """The whole job dies, and is resumed, with other numbers of workers and stages perhaps."""
     control = injector.control
     if not control.fallen:
         most = min(5, control.checks.job.lanes)
         control.fall()
-        injector.for_a_while(fault, control.resume, 1 + fault.pick % most)
+        stages = fault.stages or control.checks.job.stages
+        injector.for_a_while(fault, control.resume, 1 + fault.pick % most, stages)
 
 
 def _disk_full(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
@@ -525,11 +537,21 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "old_plan": (0, _one(_old_plan)),
     "double_plan": (0, _one(_double_plan)),
     "fork_server": (0, _fork_server),
+    "host_workers": (0, _host_workers),
     "launcher": (0, _launcher),
     "disk_full": (0, _disk_full),
 }
 """How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
-_MORE = {"save": 3, "disk_full": 2, "fork_server": 2, "old_plan": 2, "double_plan": 2, "launcher": 3, "signal": 1}
+_MORE = {
+    "save": 3,
+    "disk_full": 2,
+    "fork_server": 2,
+    "host_workers": 1,
+    "old_plan": 2,
+    "double_plan": 2,
+    "launcher": 3,
+    "signal": 1,
+}
 """How often each is drawn, among these."""
 DIFFERS = ("faults", "differs")
 """A worker that builds another initial state than all others; that is no matter of time."""

@@ -13,7 +13,7 @@ from everstep.protocol.driver import operations as do
 from everstep.protocol.step_types import Pieces, Record
 from everstep.sim.copying import Memory, Taking
 from everstep.sim.life import Life, SimCopy
-from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, initial, merged, present, update, without
+from everstep.sim.model import NOTHING, PLANES, Blocks, SimGradient, merged, present, update, without
 from everstep.sim.world import MS, SimConnection
 
 _ALL = sum(n for _, n in PLANES)
@@ -82,8 +82,6 @@ class Fetcher:
     def _claimed(self, operation: do.Fetch | do.Restore, stage: int) -> Extents:
         """What this worker says that it has of that, live; where it is gathers behind, it copies what they led to."""
         machine, wanted = self.life.driver.machine, operation.position
-        if wanted.step == 0 and self.life.site.differs is not None:
-            return NONE  # its initial state may not be the one that counts
         if machine.step != wanted.step or (isinstance(operation, do.Fetch) and machine.position != wanted):
             return NONE
         return WHOLE if stage in machine.stages else machine.parts.get(stage, NONE)
@@ -100,7 +98,7 @@ class Fetcher:
                 life.during(operation, 0, self._refuse, said)
                 return
         else:
-            found = life.site.disk.read(stage, at.step) if at.step else initial(stage)
+            found = life.site.disk.read(stage, at.step) if at.step else life.state.built_anew(stage)
             if found is None:
                 said = f"checkpoint {at.step} is damaged"
                 life.during(operation, life.world.between(0, 5 * MS), self._damaged, said)
@@ -191,7 +189,12 @@ class Fetcher:
             raise AssertionError(f"{life.me} takes on stages {lacking} without all of their blocks")
         effects = tuple(sorted({effect for c in copies for effect in c.effects}))
         life.state.install(SimCopy(position, records, states, effects, gathers))
-        life.done(operation, do.Copied(records, gathers))
+        anew = (
+            []
+            if position.step or isinstance(operation, do.Fetch)
+            else [k for k, of in operation.sources.items() if not of]
+        )
+        life.done(operation, do.Copied(records, gathers, {k: life.state.first(k) for k in anew}))
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from everstep.protocol.step_types import Discard, LaneDone
 from everstep.sim.checks import Vote
 from everstep.sim.life import Life
 from everstep.sim.mesh import Mesh
-from everstep.sim.model import BLOCKS, Blocks, SimGradient, add, backward, digest, forward, leaf
+from everstep.sim.model import BLOCKS, Blocks, SimGradient, add, digest, forward, leaf, through
 from everstep.sim.world import MS
 
 Pass = tuple[str, int, int, int]  # 'forward' or 'backward', step, stage, lane
@@ -210,11 +210,11 @@ class SimLanes:
     def _backward(self, operation: Compute, step: int, stage: int, lane: int, state: Blocks) -> None:
         entering = self._came.pop(("forward", step, stage, lane))
         coming_back = self._came.pop(("backward", step, stage, lane))
+        value, gradient = through(state, step, lane, entering, coming_back)
         if stage > 0:
-            value = backward(state, step, lane, entering, coming_back)
             to = operation.plan.holder(stage - 1, lane)
             self.mesh.send(to, "lane", "backward", step, stage - 1, lane, value)
-        self._hold(operation, stage, lane, leaf(state, step, lane, entering, coming_back))
+        self._hold(operation, stage, lane, gradient)
 
 
 _USE = 0xFFFFFFFF

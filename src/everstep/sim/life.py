@@ -20,7 +20,7 @@ from everstep.protocol.driver.driver import Driver
 from everstep.protocol.driver.operations import GatheredRecords
 from everstep.protocol.step_types import Key, Record
 from everstep.sim.checks import Checks
-from everstep.sim.model import Blocks, SimGradient, SimJob, flipped, initial, update, without
+from everstep.sim.model import Blocks, SimGradient, SimJob, cut_anew, digest, flipped, initial, update, without
 from everstep.sim.world import MS, Process, SimConnection, World, connect
 
 _PHASES: dict[type[do.Operation], str] = {
@@ -103,6 +103,12 @@ class Disk:
         whole = (step for step, parts in self.parts.items() if len(parts) == self.stages)
         return tuple(sorted(step for step in whole if limit is None or step <= limit)[-2:])
 
+    def cut_anew(self, job: SimJob) -> None:
+        """What is complete is read as the stages of another cut from now on; nobody is left to write the rest."""
+        whole = {step: parts for step, parts in self.parts.items() if len(parts) == self.stages}
+        self.parts = {step: cut_anew(parts, job) for step, parts in whole.items()}
+        self.stages, self._asking, self.saving = job.stages, {}, {}
+
     def damage(self) -> None:
         """The newest complete checkpoint cannot be read any more."""
         self.damaged.update(sorted(step for step, parts in self.parts.items() if len(parts) == self.stages)[-1:])
@@ -138,11 +144,20 @@ class SimState:
         self.me = me
         self.checks = checks
         self.at = 0
-        self._first = {stage: flipped(initial(stage)) if other else initial(stage) for stage in range(job.stages)}
+        first = {stage: initial(job, stage) for stage in range(job.stages)}
+        self._first = {stage: flipped(state) if other else state for stage, state in first.items()}
         self.stages = dict(self._first)
         self.records: Mapping[int, Record] = {}
         self.gradients: tuple[int, dict[int, SimGradient]] | None = None
         self.effects: dict[int, int] = {}
+
+    def built_anew(self, stage: int) -> Blocks:
+        """A stage's initial state."""
+        return self._first[stage]
+
+    def first(self, stage: int) -> str:
+        """Digest of the initial state that it builds of a stage."""
+        return format(digest(self._first[stage]), "x")
 
     def build(self) -> None:
         """What nobody has trained can be built."""

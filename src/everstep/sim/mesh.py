@@ -237,6 +237,7 @@ class Ties:
         self.mesh = mesh
         self.client = SimControlClient(life, dial, f"worker {life.me}", self._hello, self.deliver)
         life.install({do.Tell: self._tell, do.Outvoted: self._outvoted})
+        life.install({do.Refused: lambda effect: self.fail(effect.reason)})
 
     def _hello(self) -> list[wire.AnyMessage]:
         """Everything that the coordinator may have missed, anew."""

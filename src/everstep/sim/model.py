@@ -8,13 +8,14 @@ The lowest bit of every value says whether it descends from one in which a bit h
 is wrong for another reason is never taken for it.
 
 A stage's state is a few blocks in a few planes; what an update makes of one depends on all. One that is lost is None,
-and nothing can be computed from that.
+and nothing can be computed from that. A block has one value per unit of the stage, and each unit is computed by itself:
+so where the model is cut changes no value, and what one cut has written another can read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.base.errors import check
 from everstep.base.extents import Extents
@@ -22,12 +23,12 @@ from everstep.placement.tree import fold
 
 BLOCKS = 3
 INITIAL = 2
-OTHER_DIGEST = "other"
-"""Of an initial state that was built differently; everybody else's has that of `INITIAL`."""
 PLANES = (("model", 2), ("exp_avg", 2))
 
-SimGradient = tuple[int, ...]
-Blocks = tuple[int | None, ...]
+Block = tuple[int, ...]
+"""By number of the unit, of those that a stage has."""
+SimGradient = tuple[Block, ...]
+Blocks = tuple[Block | None, ...]
 """A stage's state, by number of the block."""
 
 
@@ -37,7 +38,7 @@ class SimJob:
 
     stages: of the model. keep_every: every so many steps a snapshot of each stage is kept in memory, one of them by a
     worker of another pool; 0: never. write_every: the same for checkpoints on disk; 0: only
-    those that a plan asks for.
+    those that a plan asks for. units: the finest cut of the model; 0: as many as there are stages.
     """
 
     steps: int
@@ -47,6 +48,16 @@ class SimJob:
     keep_every: int = 0
     write_every: int = 0
     state_bytes: int = -1
+    units: int = 0
+
+    def units_of(self, stage: int) -> range:
+        """The units that a stage is made of."""
+        units = self.units or self.stages
+        return range(units * stage // self.stages, units * (stage + 1) // self.stages)
+
+    def cut(self, stages: int) -> SimJob:
+        """The same, cut into so many stages."""
+        return replace(self, stages=stages, units=self.units or self.stages)
 
     def gathers(self, step: int) -> int:
         """How many gathers the application asks for at the state of `step`, besides the one that ends the job."""
@@ -58,19 +69,22 @@ def evaluates(job: SimJob, step: int) -> bool:
     return job.stages > 1 and job.gathers(step) > 0 and step % 2 == 0
 
 
-def initial(stage: int) -> Blocks:
+def initial(job: SimJob, stage: int) -> Blocks:
     """The state of a stage that nobody has trained yet."""
-    return tuple(INITIAL + 2 * stage + 100 * block for block in range(sum(n for _, n in PLANES)))
+    units = job.units_of(stage)
+    return tuple(tuple(INITIAL + 2 * unit + 100 * block for unit in units) for block in range(_N_BLOCKS))
 
 
 def flipped(state: Blocks) -> Blocks:
     """The state after its bit has flipped."""
-    return tuple(block if block is None else block | 1 for block in state)
+    return tuple(block if block is None else tuple(value | 1 for value in block) for block in state)
 
 
-def wrong(value: int | Blocks) -> bool:
-    """Whether it descends from a flipped bit."""
-    return any((block or 0) & 1 for block in ((value,) if isinstance(value, int) else value))
+def wrong(state: int | Blocks) -> bool:
+    """Whether it, or what it is the digest of, descends from a flipped bit."""
+    if isinstance(state, int):
+        return bool(state & 1)
+    return any(value & 1 for block in state for value in block or ())
 
 
 def present(state: Blocks) -> Extents:
@@ -89,7 +103,22 @@ def merged(first: Blocks, second: Blocks) -> Blocks:
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
 
 
-NOTHING: Blocks = (None,) * sum(n for _, n in PLANES)
+_N_BLOCKS = sum(n for _, n in PLANES)
+NOTHING: Blocks = (None,) * _N_BLOCKS
+
+
+def by_unit(states: Mapping[int, Blocks]) -> tuple[Blocks, ...]:
+    """The states of all stages, as those of the units that they are made of, in order."""
+    return tuple(one for _, state in sorted(states.items()) for one in _units(state))
+
+
+def cut_anew(states: Mapping[int, Blocks], job: SimJob) -> dict[int, Blocks]:
+    """What has been written of all stages, as the stages of another cut of the model."""
+    units = by_unit(states)
+    return {
+        stage: tuple(tuple(units[unit][block][0] for unit in job.units_of(stage)) for block in range(_N_BLOCKS))  # type: ignore[index]
+        for stage in range(job.stages)
+    }
 
 
 def digest(state: Blocks) -> int:
@@ -102,53 +131,72 @@ def _bit(state: Blocks) -> int:
     return int(wrong(state))
 
 
+def _units(state: Blocks) -> list[Blocks]:
+    """Each unit's own, of a stage that is whole."""
+    check(None not in state, f"nothing is computed from a state that lacks blocks: {state}")
+    return [tuple((value,) for value in unit) for unit in zip(*state, strict=True)]  # type: ignore[arg-type]
+
+
 def forward(state: Blocks, step: int, lane: int, entering: int) -> int:
     """What a stage hands to the next one."""
-    return hash((state, step, lane, entering, 5)) & -2 | (_bit(state) | entering) & 1
+    return _entering(state, step, lane, entering)[-1]
 
 
-def backward(state: Blocks, step: int, lane: int, entering: int, coming_back: int) -> int:
-    """What a stage hands to the one before."""
-    return hash((state, step, lane, entering, coming_back, 7)) & -2 | (_bit(state) | entering | coming_back) & 1
+def _entering(state: Blocks, step: int, lane: int, entering: int) -> list[int]:
+    """What each unit of a stage starts from, and what the last one hands on."""
+    found = [entering]
+    for unit in _units(state):
+        found.append(hash((unit, step, lane, found[-1], 5)) & -2 | (_bit(unit) | found[-1]) & 1)
+    return found
 
 
-def leaf(state: Blocks, step: int, lane: int, entering: int = 0, coming_back: int = 0) -> SimGradient:
-    """The gradient of one lane at one stage, one value per block."""
-    bit = (_bit(state) | entering | coming_back) & 1
-    return tuple(hash((state, step, lane, block, entering, coming_back)) & -2 | bit for block in range(BLOCKS))
+def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int) -> tuple[int, SimGradient]:
+    """The backward pass of a stage: what it hands to the one before, and the gradient of the lane."""
+    leaves: list[SimGradient] = []
+    for unit, start in reversed(list(zip(_units(state), _entering(state, step, lane, entering)[:-1], strict=True))):
+        bit = (_bit(unit) | start | coming_back) & 1
+        made = hash((unit, step, lane, start, coming_back))
+        leaves.append(tuple((hash((made, block)) & -2 | bit,) for block in range(BLOCKS)))
+        coming_back = hash((made, 7)) & -2 | bit
+    return coming_back, tuple(tuple(one[block][0] for one in reversed(leaves)) for block in range(BLOCKS))
 
 
-def add(left: int, right: int) -> int:
+def add(left: Block, right: Block) -> Block:
     """One block of two subtrees."""
-    return hash((left, right, 17)) & -2 | (left | right) & 1
+    return tuple(hash((a, b, 17)) & -2 | (a | b) & 1 for a, b in zip(left, right, strict=True))
 
 
 def update(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
     """The state of a stage after the step."""
-    first, second, third = gradient
-    bit = (_bit(state) | first | second | third) & 1
-    made = hash((state, step, *gradient))
-    return tuple(hash((made, block)) & -2 | bit for block in range(len(state)))
+    units = [_updated(unit, step, one) for unit, one in zip(_units(state), zip(*gradient, strict=True), strict=True)]
+    return tuple(zip(*units, strict=True))
+
+
+def _updated(unit: Blocks, step: int, gradient: Block) -> Block:
+    bit = _bit(unit) | any(value & 1 for value in gradient)
+    made = hash((unit, step, *gradient))
+    return tuple(hash((made, block)) & -2 | bit for block in range(len(unit)))
+
+
+def leaf(state: Blocks, step: int, lane: int) -> SimGradient:
+    """The gradient of one lane, of a model that is one stage."""
+    return through(state, step, lane, 0, forward(state, step, lane, 0))[1]
 
 
 def whole_lane(states: Mapping[int, Blocks], step: int, lane: int) -> dict[int, SimGradient]:
     """One lane through all stages: its gradient at each."""
-    stages = len(states)
-    if stages == 1:
-        return {0: leaf(states[0], step, lane)}
     entering = [0]
-    for stage in range(stages):
-        entering.append(forward(states[stage], step, lane, entering[stage]))
-    coming_back, leaves = entering[stages], {}
-    for stage in reversed(range(stages)):
-        leaves[stage] = leaf(states[stage], step, lane, entering[stage], coming_back)
-        coming_back = backward(states[stage], step, lane, entering[stage], coming_back)
+    for _, state in sorted(states.items()):
+        entering.append(forward(state, step, lane, entering[-1]))
+    coming_back, leaves = entering[-1], {}
+    for stage in sorted(states, reverse=True):
+        coming_back, leaves[stage] = through(states[stage], step, lane, entering[stage], coming_back)
     return leaves
 
 
 def undisturbed(job: SimJob) -> list[dict[int, Blocks]]:
     """The state of every stage after each step, as one worker computes it that nothing ever happens to."""
-    states = [{stage: initial(stage) for stage in range(job.stages)}]
+    states = [{stage: initial(job, stage) for stage in range(job.stages)}]
     for step in range(1, job.steps + 1):
         leaves = {lane: whole_lane(states[-1], step, lane) for lane in range(job.lanes)}
         after = {}

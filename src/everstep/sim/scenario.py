@@ -36,7 +36,7 @@ from everstep.sim.control import (
 from everstep.sim.faults import DIFFERS, SimFault, SimInjector, draw, draw_losses, draw_more, draw_one, draw_split
 from everstep.sim.faults import KNOWN as FAULTS
 from everstep.sim.life import Disk, Life, SimSite
-from everstep.sim.model import INITIAL, OTHER_DIGEST, SimJob, wrong
+from everstep.sim.model import SimJob, wrong
 from everstep.sim.worker import KNOWN as WAYS
 from everstep.sim.worker import METRIC
 from everstep.sim.world import MS, SECOND, SimConnection, World
@@ -87,8 +87,8 @@ class Setup:
         if dies and not job.write_every:
             job = replace(job, write_every=rng.choice((1, 2, 3)))
         differs = self.workers - 1 if rng.random() < 0.15 and self.workers > 1 and not compared else None
-        if job.stages > 1:  # a stage that nobody holds any more is built anew there, from whoever takes it
-            differs = None
+        if job.stages > 1:
+            more, job = _cut_anew(rng, more, job)
         faults = tuple(sorted((*self.faults, *more), key=lambda f: f.at_ms))
         return replace(self, job=job, faults=faults, differs=differs)
 
@@ -121,6 +121,14 @@ class Setup:
             f"on_failure {self.on_failure}; {self.job.steps} steps of {self.job.lanes} lanes{split}{compared}"
         ]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
+
+
+def _cut_anew(rng: Random, faults: Iterable[SimFault], job: SimJob) -> tuple[tuple[SimFault, ...], SimJob]:
+    """Jobs that are resumed get another number of stages, mostly: any, as far as the units of the model go."""
+    units = rng.randint(job.stages, 4)
+    drawn = [replace(f, stages=rng.choice((0, *range(1, units + 1)))) if f.kind == "launcher" else f for f in faults]
+    cut = any(fault.stages for fault in drawn)
+    return tuple(drawn), replace(job, units=units) if cut else job
 
 
 def set_up(seed: int) -> Setup:
@@ -219,11 +227,21 @@ class Simulation:
         self.differs = None if setup.differs is None else WorkerKey(setup.differs, 0)
         self.world.seen[DIFFERS] += self.differs is not None
         site = SimSite(self.world, self.checks, Disk(setup.job.stages, seeing), setup.donors, self.differs)
-        self.config = CoordinatorConfig(
+        self.control = Control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
+        for host in hosts:
+            self.control.boot(host)
+        self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
+        self.unused: dict[SimConnection, int] = {}  # and how often they were seen
+        self._look()
+
+    def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int) -> Coordinator:
+        """For a job that was started with so many workers; the stages are those that it has now."""
+        setup, stages = self.setup, self.checks.job.stages
+        config = CoordinatorConfig(
             lanes=setup.job.lanes,
-            stages=setup.job.stages,
-            workers=setup.workers,
-            min_workers=setup.min_workers,
+            stages=stages,
+            workers=workers,
+            min_workers=min(setup.min_workers, workers),
             on_failure=setup.on_failure,
             hang_limit_ns=1 * SECOND,
             heartbeat_floor_ns=500 * MS,
@@ -233,22 +251,11 @@ class Simulation:
             grace_ns=1 * SECOND,
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
-                homes=even_homes(setup.workers, setup.job.stages),
-                active=(setup.active,) * setup.job.stages if setup.active else (),
+                homes=even_homes(workers, stages),
+                active=(setup.active,) * stages if setup.active else (),
             ),
             lasting_ns=setup.lasting_ms * MS,
         )
-        self.control = Control(site, hosts, (setup.workers, setup.spares), self._coordinator, self._driver)
-        for host in hosts:
-            self.control.boot(host)
-        self.injector = SimInjector(self.control, setup.faults, setup.verify_every)
-        self.unused: dict[SimConnection, int] = {}  # and how often they were seen
-        self._look()
-
-    def _coordinator(self, journal: Sequence[dict[str, Any]], workers: int) -> Coordinator:
-        least = min(self.config.min_workers, workers)
-        wish = replace(self.config.wish, homes=even_homes(workers, self.setup.job.stages))
-        config = replace(self.config, workers=workers, min_workers=least, wish=wish)
         return self.new_coordinator(config, list(journal))
 
     def _driver(self, key: WorkerKey) -> Driver:
@@ -257,9 +264,7 @@ class Simulation:
         disk = DiskTierConfig(job.write_every or None, keep_best=int(judged))
         rule = CheckpointConfig(memory=memory, disk=disk, interval=_NEVER_S, best_metric=METRIC if judged else None)
         config = DriverConfig(job.lanes, self.setup.rewindable, every, saving=SavingRules(rule, on=True))
-        return self.new_driver(
-            key, config, self.new_machine(key, OTHER_DIGEST if key == self.differs else str(INITIAL))
-        )
+        return self.new_driver(key, config, self.new_machine(key))
 
     def _holders(self) -> dict[WorkerKey, set[tuple[int, int]]]:
         """What the live, reachable workers with a plan have, and what they would have with one more decision."""
@@ -294,6 +299,8 @@ class Simulation:
             self.injector.stop()
             if not self.world.run(self.world.now_ns + LIVENESS_NS, self.ended):
                 return f"P4: no end {LIVENESS_NS / SECOND:.0f} s after the faults stopped: {self._where()}"
+        if self.setup.differs is not None and "initial state" in self.control.fate.failed:
+            return ""  # its state was the first one, so all others were refused
         if self.control.fate.failed:
             return f"P4: the job failed: {self.control.fate.failed}"
         if not self.control.fate.stopped:

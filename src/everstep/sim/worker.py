@@ -176,7 +176,8 @@ class SimWorker(Life):
         """All members have been reached."""
         lost = self.lanes.open(operation.plan, operation.step)
         disk = self.site.disk.newest(self.host, operation.limit) if operation.disk else ()
-        self.done(operation, do.Opened(lost, disk))
+        state, seats = self.state, operation.plan.stages_of(self.me.worker_id)
+        self.done(operation, do.Opened(lost, disk, {} if state.at else {k: state.first(k) for k in seats}))
 
     def _cut(self, effect: do.Cut) -> None:
         self.cut(effect.generation)

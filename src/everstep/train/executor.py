@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from everstep.base.cause import Cause, Why
-from everstep.base.errors import CollectiveAborted, EverstepError, Evicted, JobFailed, StateTainted
+from everstep.base.errors import CollectiveAborted, DeterminismError, EverstepError, Evicted, JobFailed, StateTainted
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, interrupts
@@ -196,6 +196,8 @@ class Executor:
                 raise JobFailed(effect.reason) if effect.failed else Evicted(effect.reason, effect.drained)
             if isinstance(effect, do.Outvoted):
                 raise StateTainted(effect.reason, effect.step, effect.generation, effect.sound)
+            if isinstance(effect, do.Refused):
+                raise DeterminismError(effect.reason)
             if isinstance(effect, _ANSWERS):
                 return effect
             if isinstance(effect, do.Compute) and do.Compute not in self._handlers:

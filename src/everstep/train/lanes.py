@@ -68,7 +68,7 @@ class Lanes:
         held = [stage for stage in seats if stage in view.driver.machine.stages]
         lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()
-        return Opened(tuple(lost), disk)
+        return Opened(tuple(lost), disk, {} if view.step else {stage: view.stages.first(stage) for stage in held})
 
     def compute(self, operation: Compute) -> None:
         """The lanes of a split model, wherever they pass through this worker.

@@ -183,7 +183,7 @@ class Transfers:
         self._updates.forget()
         outcome = conclude(number, view.config.lanes, records) if records else None
         with _loop_goes_on(view, Key(number, 0)) as goes_on:
-            self._put(operation, own)
+            built = self._put(operation, own)
             for offer in received:
                 self._load(offer)
             if not goes_on:
@@ -193,18 +193,22 @@ class Transfers:
         if restored is not None and outcome is not None:  # they may have died before they could tell of it
             self._view.publisher.hold(outcome, operation.generation, {})
         self._updates.arrive(outcome, number)
-        return do.Copied(records)
+        return do.Copied(records, built=built)
 
-    def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> None:
-        """What comes from nobody else: from this worker's memory, or anew; what else is there of a step is let go."""
+    def _put(self, operation: do.Restore, own: Mapping[int, StageState]) -> dict[int, str]:
+        """What comes from nobody else: from this worker's memory, or anew; what else is there of a step is let go.
+        Returns digests of what was built anew."""
+        built: dict[int, str] = {}
         for stage, ids in operation.sources.items():
             if not ids:
                 if not operation.step:
                     self._view.stages.rebuild(stage)
+                    built[stage] = self._view.stages.first(stage)
             elif ids[0] == self._view.me and stage not in operation.stands:
                 _load_stage(self._view.stages[stage], own[stage])
             else:
                 self._view.stages[stage].abandon()
+        return built
 
     def _take_loop(self, restored: Manifest) -> None:
         """Where the user's loop goes on: right after the update, or beyond what follows it."""

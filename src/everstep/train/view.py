@@ -34,6 +34,7 @@ class Stages(Mapping[int, StageReplica]):
         self.expected_bytes = expected_bytes
         self._build = build
         self._held: dict[int, StageReplica] = {}
+        self._first: dict[int, str] = {}
 
     @staticmethod
     def unsplit(replica: StageReplica) -> Stages:
@@ -78,12 +79,19 @@ class Stages(Mapping[int, StageReplica]):
         """Have these, in their initial state if they were not held."""
         for stage in stages:
             if stage not in self._held:
-                self._held[stage] = self._build(stage)
+                self.rebuild(stage)
 
     def rebuild(self, stage: int) -> None:
         """Put a stage in its initial state."""
         self._held.pop(stage, None)
+        self._first.pop(stage, None)
         self._held[stage] = self._build(stage)
+
+    def first(self, stage: int) -> str:
+        """Digest of the initial state in which the stage was built; to be asked for before anything changes that."""
+        if stage not in self._first:
+            self._first[stage] = self._held[stage].digest(0)
+        return self._first[stage]
 
     def keep(self, stages: Iterable[int]) -> None:
         """Let go of all others."""

@@ -359,7 +359,7 @@ class Driver:
 
     def _exchanged(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         if operation.tag == SETTLE:
-            return self._settler.all_stated(operation, payloads)
+            return self._unless_refused(self._settler.all_stated(operation, payloads))
         return self._stepper.all_contributed(operation, payloads)
 
     def _reduced(self, operation: do.Reduce, payload: AgreePayload) -> Iterable[step.StepEvent]:
@@ -397,7 +397,14 @@ class Driver:
         moved = self.machine.position != operation.position  # else the application is where it should be
         if moved:
             self._application.went_back()
-        return self._settler.restored(operation, result)
+        return self._unless_refused(self._settler.restored(operation, result))
+
+    def _unless_refused(self, events: Iterable[step.StepEvent]) -> Iterable[step.StepEvent]:
+        """The same; none if this worker is to go no further."""
+        refused = self._settler.refused
+        if refused:
+            self._application.answer(do.Refused(refused))
+        return () if refused else events
 
     def _aborted(self, operation: do.Operation, event: do.Aborted) -> None:
         """A transfer was left: somebody decides, and a plan comes. Tell who is accused."""

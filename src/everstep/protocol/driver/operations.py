@@ -194,17 +194,20 @@ class Finish(Operation, frozen=True):
 
 class Opened(msgspec.Struct, frozen=True):
     """Answers `Open`. lost: (stage, lane) of results that were held as part of a sum that the plan tears apart. disk:
-    steps of checkpoints that can be read."""
+    steps of checkpoints that can be read. built: at step 0 the digests of the initial states that it has, by stage."""
 
     lost: tuple[tuple[int, int], ...] = ()
     disk: tuple[int, ...] = ()
+    built: Mapping[int, str] = {}
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """The state has been copied. records: of its position's decision. gathers: those of that step known so far."""
+    """The state has been copied. records: of its position's decision. gathers: those of that step known so far.
+    built: digests of the initial states that were built anew, by stage."""
 
     records: Mapping[int, Record] = {}
     gathers: GatheredRecords = {}
+    built: Mapping[int, str] = {}
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -423,6 +426,12 @@ class Outvoted(Answer, frozen=True):
     step: int
     generation: int
     sound: int
+
+
+class Refused(Answer, frozen=True):
+    """To any ask: what this worker has built is not what the others have."""
+
+    reason: str
 
 
 Effect = Operation | AtOnce | Answer | Release | Discard

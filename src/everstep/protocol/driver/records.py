@@ -234,12 +234,17 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     sound: int = -1
     parts: dict[int, Coded] = {}
     kept_parts: tuple[tuple[int, int, Coded], ...] = ()
+    first: dict[int, str] = {}
+    built: dict[int, str] = {}
 
 
 _held = msgspec.msgpack.Decoder(_Held)
 
 
-_ALIKE = ("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound")
+_ALIKE = (
+    *("gradient_step", "digest", "records", "stages", "lacking", "snapshots", "disk", "gradient_stages", "sound"),
+    *("first", "built"),
+)
 
 
 _T = TypeVar("_T")

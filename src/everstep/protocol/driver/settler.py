@@ -14,9 +14,11 @@ from everstep.base.ports import Tag
 from everstep.protocol import messages as wire
 from everstep.protocol import step_types as step
 from everstep.protocol.driver import operations as do
+from everstep.protocol.driver.first_states import FirstStates
 from everstep.protocol.driver.outbox import Gathers, Outbox
 from everstep.protocol.driver.records import decode_holding, encode_holding
 from everstep.protocol.driver.saver import Keeper
+from everstep.protocol.settling import settle
 from everstep.protocol.step_machine import StepMachine
 from everstep.protocol.step_types import Record
 
@@ -34,6 +36,7 @@ class Settler:
         self._rewindable = rewindable
         self._stated: Mapping[int, step.Holding] = {}
         self._disk: tuple[int, ...] = ()
+        self._first = FirstStates()
         self._shelved = False
 
     def in_memory(self, number: int) -> bool:
@@ -64,17 +67,20 @@ class Settler:
         """All are there."""
         self._out.times.note("regroup")
         self._disk = result.disk
+        self._first.begin(result.built)
         return [step.LanesLost(operation.step, result.lost)]
 
     def state_holding(self) -> None:
         """Tell the members what is held, and hear it of them."""
-        holding = replace(self._machine.holding(), disk=self._disk)
+        first = self._first
+        holding = replace(self._machine.holding(), disk=self._disk, first=first.agreed, built=first.built)
         self._out.start(do.Exchange, self._machine.generation, SETTLE, encode_holding(holding))
 
     def all_stated(self, operation: do.Exchange, payloads: Mapping[int, bytes]) -> Iterable[step.StepEvent]:
         """Everybody has said what it holds."""
         self._out.times.note("settle")
         self._stated = {worker_id: decode_holding(payloads[worker_id]) for worker_id in sorted(payloads)}
+        self._first.settled(settle(self._machine.current_plan(), self._stated).target.step, self._stated)
         return [step.HoldingArrived(operation.generation, w, holding) for w, holding in self._stated.items()]
 
     def anew(self, why: Why, tainted: int = 0, decided_in: int = 0) -> None:
@@ -100,6 +106,11 @@ class Settler:
             at = {"generation": machine.generation, "step": machine.step, "step_ms": 0.0}
             self._out.tell(wire.Progress, lasting=False, **at)
         self.anew(Why(Cause.CORRUPT, f"it has lost blocks of stage {event.stage} ({event.extents})"))
+
+    @property
+    def refused(self) -> str:
+        """Why this worker cannot go on with what it has built; "" if it can."""
+        return self._first.wrong
 
     def entered(self, effect: step.Entered) -> None:
         """All go on from here."""
@@ -172,5 +183,6 @@ class Settler:
         self._out.times.note("heal")
         self._out.put(do.CutFeeds())
         self._gathers.applied(operation.step, result.records)
+        self._first.rebuilt(result.built)
         kept = self._keeper.went_back(operation.step)
         return [*kept, step.StateCopied(operation.generation, operation.position, result.records)]
