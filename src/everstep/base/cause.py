@@ -66,6 +66,11 @@ class Cause(StrEnum):
     EARLY_STOP = "early_stop", "an evaluation met what early_stop asks for", False
     COMPLETED = "completed", "the work is done", False
 
+    @property
+    def skips_checkpoint(self) -> bool:
+        """Whether a checkpoint that was not made for this cause was only not its turn: nothing has failed."""
+        return self in (Cause.BUSY, Cause.REGROUPED)
+
     @classmethod
     def _missing_(cls, value: object) -> Cause:
         return cls.UNKNOWN

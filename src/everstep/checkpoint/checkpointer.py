@@ -53,7 +53,7 @@ from everstep.placement.owners import owners
 log = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, dict[str, Any]], None]
-"""Is told the kind (`checkpoint_completed`, `checkpoint_failed`, `fallback`, `warning`) and the fields of an event."""
+"""Is told the kind (`checkpoint_completed`, `fallback`, `warning`, ...) and the fields of an event."""
 
 _DRAIN_S = 10.0
 _MB = 1 << 20
@@ -261,7 +261,8 @@ class Checkpointer:
         self.skipped[tier] += 1
         if tell:
             said = {"cause": why.cause, "reason": why.reason}
-            self._events("checkpoint_failed", {"tier": tier, "step": step, **said, "skipped": self.skipped[tier]})
+            kind = "checkpoint_skipped" if why.cause.skips_checkpoint else "checkpoint_failed"
+            self._events(kind, {"tier": tier, "step": step, **said, "skipped": self.skipped[tier]})
 
     # ---- reading
 

@@ -436,7 +436,7 @@ class Uploader:
         """With the lock held. Told once, until a checkpoint is uploaded before the next one comes."""
         if not self._slow and not self._trouble:
             why = Why(Cause.SLOW, "the object store is slower than checkpoints come")
-            self._report("checkpoint_failed", self._fields(step, why))
+            self._report("checkpoint_skipped", self._fields(step, why))
         self._slow = True
 
     def _troubled(self, step: int, trouble: _Trouble) -> None:

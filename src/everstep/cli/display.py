@@ -10,15 +10,17 @@ import json
 import statistics
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from everstep.base.cause import Cause, Why
-from everstep.cli.terminal import console
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.observe.events import KINDS, follow
 from everstep.report.facts import Facts
+from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
 from everstep.report.words import Event
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _UNTOLD = ("job_started", "step_committed")
 _LAST_EVENTS = 6
 _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
+_TROUBLED = ("dead", "suspect", "healing")
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
 _PROCESS_WORDS = {
@@ -103,6 +106,7 @@ class LiveDisplay(Display):
         self._total_steps = total_steps
         self._last: deque[str] = deque(maxlen=_LAST_EVENTS)
         self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._keys = SilentKeys()
         self._live.start()
 
     def event(self, event: Event, facts: Facts) -> None:
@@ -120,6 +124,7 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         self._live.stop()
+        self._keys.restore()
 
     def _render(self, facts: Facts) -> RenderableType:
         from rich.console import Group
@@ -127,33 +132,36 @@ class LiveDisplay(Display):
         from rich.table import Table
         from rich.text import Text
 
-        total = self._total_steps
+        total, (width, height) = self._total_steps, self._live.console.size
+        phases = {i: str(newest.row.get("phase") or "") for i, newest in self._usage.workers.items()}
+        said = headline(facts, Now(time.time_ns(), phases=phases, total=total))
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total or 100, completed=facts.step if total else 0, width=32)
-        colour = {"running": "green", "starting": "cyan"}.get(facts.state, "yellow")
-        line = step_line(facts, facts.step, total)
-        head.add_row(bar, Text(line), Text(facts.state, style=f"bold {colour}"))
-        parts: list[RenderableType] = [head, self._workers(facts)]
-        if facts.state == "waiting":
-            parts.append(Text(facts.reason, style="yellow"))
+        bar = ProgressBar(total=total or 100, completed=facts.step if total else 0, width=min(32, width // 5))
+        head.add_row(bar, Text(step_line(facts, facts.step, total), overflow="ellipsis", no_wrap=True))
+        parts: list[RenderableType] = [Text(said.fitted(2 * width - 2), style=LEVEL_STYLES[said.level]), head]
+        parts.append(self._workers(facts, max(3, height - len(self._last) - 6)))
         parts += [Text(f"  {line}", style="dim", overflow="ellipsis", no_wrap=True) for line in self._last]
         return Group(*parts)
 
-    def _workers(self, facts: Facts) -> RenderableType:
+    def _workers(self, facts: Facts, most: int) -> RenderableType:
+        """A line for each, so many at most: who is in trouble has one whatever happens."""
         from rich.table import Table
 
-        table = Table(box=None, padding=(0, 2), header_style="bold")
+        table = Table(box=None, padding=(0, 2), header_style="bold", caption_justify="left")
         for name in ("worker", "state", "stage", "lanes", "step", "phase", "samples"):
-            table.add_column(name)
-        for i, worker in sorted(facts.workers.items()):
-            if worker.state == "left":
-                continue
-            newest = self._usage.workers.get(i)
-            row = newest.row if newest is not None else {}
+            table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=24)
+        there = [i for i, worker in facts.workers.items() if worker.state != "left"]
+        shown = sorted(sorted(there, key=lambda i: (facts.workers[i].state not in _TROUBLED, i))[:most])
+        for i in shown:
+            worker, newest = facts.workers[i], self._usage.workers.get(i)
+            row = newest.row if newest is not None and newest.row.get("incarnation") == worker.incarnation else {}
+            row = row if worker.state not in ("dead", "ended") else {}
             lanes, stages = (",".join(map(str, found)) or "-" for found in (worker.lanes, worker.stages))
             step, phase, samples = (str(row.get(key, "-")) for key in ("step", "phase", "samples"))
             style = _STYLES.get(worker.state, "dim")
             table.add_row(f"{i}.{worker.incarnation}", worker.state, stages, lanes, step, phase, samples, style=style)
+        if len(there) > len(shown):
+            table.caption = f"and {len(there) - len(shown)} more"
         return table
 
 
@@ -351,6 +359,7 @@ def summary(
         "checkpoints": {
             "completed": facts.counts.get("checkpoint_completed", 0),
             "failed": facts.counts.get("checkpoint_failed", 0),
+            "skipped": facts.counts.get("checkpoint_skipped", 0),
             "newest": facts.checkpoint_step or None,
         },
         "ledger_complete": not missing_rows,

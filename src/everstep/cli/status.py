@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import click
 from everstep.base.errors import ConfigError
 from everstep.cli.job import read_job
 from everstep.cli.run_dir import checkpoint_dir, newest_step, read_digest
-from everstep.observe.events import read_events
-from everstep.report.facts import MEMBERS, Facts, facts_of
+from everstep.report.facts import MEMBERS, Facts
+from everstep.report.history import History
 from everstep.report.words import aligned
 from everstep.runtime import commands
-from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, read_address
+from everstep.runtime.address import COORDINATOR_FILE, read_address
 
 _PATIENCE_S = 5.0
+_LAST_INCIDENTS = 20
+_SHOWN_INCIDENTS = 6
 
 
 @click.command()
@@ -41,22 +44,30 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
     job = read_job(run_dir)
+    running = commands.is_locked(run_dir)
     try:
         live = commands.ask(run_dir, "status", timeout_s=_PATIENCE_S)
+        answer: dict[str, Any] | None = {**live}
         live["coordinator"] = {"pid": read_address(run_dir / COORDINATOR_FILE).pid}
     except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
-        live = _from_files(run_dir)
+        live, answer = {}, None
+    history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
+    live = live or _from_files(run_dir, history.facts, running)
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
-    return {**live, "task": job.task, "checkpoint": newest}
+    said = history.headline(running, answer, asked=True)
+    incidents = [
+        {"time_unix_ns": one.begin_ns, "end_unix_ns": one.end_ns, "cause": one.cause, "text": one.line()}
+        for one in list(history.facts.incidents.all)[-_LAST_INCIDENTS:]
+    ]
+    headline = {"level": said.level, "text": said.text, "more": said.more}
+    return {**live, "task": job.task, "checkpoint": newest, "headline": headline, "incidents": incidents}
 
 
-def _from_files(run_dir: Path) -> dict[str, Any]:
+def _from_files(run_dir: Path, facts: Facts, running: bool) -> dict[str, Any]:
     """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
-    facts = facts_of(read_events(run_dir / EVENTS_FILE))
     digest = read_digest(run_dir)
-    running = commands.is_locked(run_dir)
     if running:
         state = "starting" if not facts.step else "recovering"
     elif digest is not None:
@@ -98,11 +109,13 @@ def workers_of(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _print(run_dir: Path, status: dict[str, Any]) -> None:
-    reason = f" ({status['reason']})" if status.get("reason") else ""
+    headline = status["headline"]
     print(f"{run_dir}: {status['task']}")
-    print(f"{status['state']}{reason}, step {status['step']}, generation {status['generation']}")
+    print(f"{headline['text']} {headline['more']}".strip())
+    print(f"{status['state']}, step {status['step']}, generation {status['generation']}")
     if status["checkpoint"] is not None:
         print(f"newest checkpoint: step {status['checkpoint']['step']} in {status['checkpoint']['path']}")
+    _print_incidents(status["incidents"])
     if not status["workers"]:
         return
     lines = [("worker", "role", "stage", "lanes", "step", "samples/s", "pid", "host")]
@@ -113,3 +126,11 @@ def _print(run_dir: Path, status: dict[str, Any]) -> None:
         speed = f"{w['samples_per_s']:.1f}" if w["samples_per_s"] else "-"
         lines.append((name, w["role"], stage, lanes, str(w["step"]), speed, str(w["pid"]), w["host"]))
     print("\n".join(aligned(lines)))
+
+
+def _print_incidents(incidents: list[dict[str, Any]]) -> None:
+    """What happened, a line each, the newest last."""
+    shown = incidents[-_SHOWN_INCIDENTS:]
+    for one in shown:
+        clock = time.strftime("%H:%M:%S", time.localtime(one["time_unix_ns"] / 1e9))
+        print(f"{clock}  {one['text']}")

@@ -7,7 +7,10 @@ colours or in place goes through `console`, whose own sequences pass and whose t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,6 +19,32 @@ from everstep.base.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LEVEL_STYLES = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
+"""Of the sentence that says how it is."""
+
+
+class SilentKeys:
+    """From now on keys that are pressed at the terminal leave no trace on it; signals pass. Nothing where there is no
+    terminal, or another process has it."""
+
+    def __init__(self) -> None:
+        self._fd, self._before = -1, list[Any]()
+        with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):
+            fd = sys.stdin.fileno()
+            if os.tcgetpgrp(fd) == os.getpgrp():
+                self._before = termios.tcgetattr(fd)
+                quiet = [*self._before]
+                quiet[3] &= ~termios.ECHO
+                termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+                self._fd = fd
+
+    def restore(self) -> None:
+        """As it was before; what was typed meanwhile is forgotten."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError, termios.error):
+                termios.tcsetattr(self._fd, termios.TCSAFLUSH, self._before)
+            self._fd = -1
 
 
 class Visible:

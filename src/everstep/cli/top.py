@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.errors import ConfigError
-from everstep.cli.terminal import console
+from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
 from everstep.dashboard.feed import RunFeed
 from everstep.dashboard.view import WorkerRow, head, worker_rows
+from everstep.report.headline import Headline
 from everstep.report.words import size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _STYLES = {"leader": "bold blue", "standby": "cyan", "healing": "yellow", "suspect": "yellow", "dead": "bold red"}
-_STATES = {"running": "bold green", "completed": "bold green", "failed": "bold red"}
-_ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "left")
+_STYLES |= {"ended": "dim", "left": "dim"}
+_ORDER = ("dead", "suspect", "healing", "leader", "active", "standby", "spare", "ended", "left")
 _WIDE = 100
+_TROUBLED = ("dead", "suspect", "healing")
 _SORTS: dict[str, Callable[[tuple[int, WorkerRow]], Any]] = {
     "worker": lambda item: item[0],
     "state": lambda item: (_ORDER.index(item[1].state) if item[1].state in _ORDER else 9, item[0]),
@@ -47,10 +49,14 @@ def command(run_dir: Path, once: bool, interval: float, sort: str) -> int:
     if once or not sys.stdout.isatty():
         shown.print(picture(feed, sort, 10_000, shown.width))
         return 0
-    with Live(console=shown, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(picture(feed, sort, max(3, shown.height - 12), shown.width), refresh=True)
-            time.sleep(interval)
+    keys = SilentKeys()
+    try:
+        with Live(console=shown, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(picture(feed, sort, max(3, shown.height - 13), shown.width), refresh=True)
+                time.sleep(interval)
+    finally:
+        keys.restore()
 
 
 def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
@@ -64,22 +70,17 @@ def picture(feed: RunFeed, sort: str, most: int, width: int) -> RenderableType:
     feed.ask()
     rows = worker_rows(feed)
     facts = head(feed, rows)
+    said = Headline(**facts["headline"])
     title = Table.grid(padding=(0, 2))
-    title.add_row(
-        Text(facts["name"], style="bold"),
-        Text(facts["state"], style=_STATES.get(facts["state"], "bold yellow")),
-        Text(facts["reason"], overflow="ellipsis", no_wrap=True),
-    )
-    parts: list[RenderableType] = [title]
+    title.add_row(Text(facts["name"], style="bold"), Text(facts["state"], style=LEVEL_STYLES[said.level]))
+    parts: list[RenderableType] = [title, Text(said.fitted(2 * width), style=LEVEL_STYLES[said.level])]
     if facts["total"]:
         bar = Table.grid()
         bar.add_row(ProgressBar(total=facts["total"], completed=facts["step"], width=60))
         parts.append(bar)
     parts.append(Text(_numbers(facts)))
-    if facts["incident"]:
-        parts.append(
-            Text(f"last fault: {facts['incident']['text']}", style="yellow", overflow="ellipsis", no_wrap=True)
-        )
+    for one in [] if feed.history.facts.incidents.newest is None else [feed.history.facts.incidents.newest]:
+        parts.append(Text(f"last fault: {one.line()}", style="yellow", overflow="ellipsis", no_wrap=True))
     parts.append(_table(rows, sort, most, width >= _WIDE))
     for line in list(feed.history.facts.log)[-5:]:
         clock = time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
@@ -102,6 +103,8 @@ def _numbers(facts: dict[str, Any]) -> str:
         found.append(f"{time_text(facts['eta_s'])} left")
     if facts["goodput"] is not None:
         found.append(f"goodput {100 * facts['goodput']:.1f} %")
+        if facts["goodput_by_capacity"] is not None and facts["goodput_by_capacity"] < facts["goodput"] - 0.005:
+            found.append(f"({100 * facts['goodput_by_capacity']:.1f} % by capacity)")
     return "  ".join(found)
 
 
@@ -113,7 +116,8 @@ def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> Rend
     names = ("worker", "state", "phase", "stage", "step", "lanes", "samples/s", "memory", "cpu", "pid", "host")
     for name in names if wide else names[:-2]:
         table.add_column(name, justify="left" if name in ("state", "phase", "host") else "right", no_wrap=True)
-    for i, row in sorted(rows.items(), key=_SORTS[sort])[:most]:
+    kept = sorted(rows.items(), key=lambda item: (item[1].state not in _TROUBLED, _SORTS[sort](item)))[:most]
+    for i, row in sorted(kept, key=_SORTS[sort]):
         cells: list[RenderableType] = [
             f"{i}.{row.life}",
             row.state,
@@ -129,5 +133,5 @@ def _table(rows: dict[int, WorkerRow], sort: str, most: int, wide: bool) -> Rend
         ]
         table.add_row(*cells[: len(table.columns)], style=_STYLES.get(row.state, ""))
     if len(rows) > most:
-        table.caption = f"and {len(rows) - most} more; --sort state shows those in trouble first"
+        table.caption = f"and {len(rows) - most} more; those in trouble are all here, as far as there is room"
     return table

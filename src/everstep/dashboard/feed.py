@@ -35,7 +35,8 @@ _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 
 class RunFeed:
-    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent.
+    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent, which
+    `silent` says at once.
 
     lines: the events, and with `logs` what the workers printed and logged; each has a number of its own.
     """
@@ -44,7 +45,7 @@ class RunFeed:
         self.lock = threading.Lock()
         self.history = History(run_dir)
         self.status: dict[str, Any] | None = None
-        self.running = False
+        self.running = self.silent = False
         self.ledger: dict[str, Any] = {}
         self.lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._numbers = 0
@@ -107,6 +108,7 @@ class RunFeed:
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
         with self.lock:
             self.running = running
+            self.silent = running and status is None
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:

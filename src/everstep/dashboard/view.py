@@ -16,11 +16,13 @@ from everstep.base.cause import Cause
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
+from everstep.report.headline import headline
 from everstep.report.words import number, one_line
 
 _LISTED = 200
 _FIRST_LINES = 600
 _MOST_COLUMNS = 512
+_STILL = ("dead", "left", "ended", "spare", "healing")
 
 
 class WorkerRow(NamedTuple):
@@ -73,6 +75,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "head": head(feed, rows),
         "generations": _generations(facts),
         "recoveries": _recoveries(facts),
+        "incidents": _incidents(facts),
         "checkpoints": _checkpoints(facts),
         "marks": _marks(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
@@ -107,7 +110,10 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
     state = str(live["state"]) if live else history.state(feed.running)
-    rate = facts.samples_per_s() if state in ("running", "recovering") else None
+    now = history.now(feed.running, live, asked=feed.silent)
+    said = headline(facts, now)
+    training = feed.running and state in ("running", "recovering")
+    rate = facts.samples_per_s(now.time_ns) if training else None
     total, step = history.total_steps, facts.step
     return {
         "name": history.name,
@@ -115,7 +121,11 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.cause,
-        "reason": one_line((live or {}).get("reason")) or facts.reason,
+        "reason": one_line((live or {}).get("reason")) or (facts.reason if feed.running or facts.ended_ns else ""),
+        "headline": {"level": said.level, "text": said.text, "more": said.more},
+        "stands_still": feed.running and facts.stands_still(now.time_ns),
+        "usual_s": facts.pace.usual_s,
+        "last_step_ns": facts.last_step_ns or None,
         "running": feed.running,
         "answers": live is not None,
         "loaded": history.loaded,
@@ -124,12 +134,13 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "loss": facts.loss,
         "rate": rate,
         "mean_rate": facts.mean_samples_per_s(),
-        "eta_s": facts.eta_s(total) if state == "running" else None,
+        "eta_s": facts.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
         "generation": facts.generation,
         "wanted": int(number((live or {}).get("target"))) or facts.wanted,
         "members": sum(s in MEMBERS for s in states),
         "states": {s: states.count(s) for s in sorted(set(states))},
         "goodput": goodput(history.seconds(feed.running)),
+        "goodput_by_capacity": history.goodput_by_capacity(feed.running),
         "began_ns": facts.account.begin_ns,
         "ended_ns": facts.ended_ns,
         "last_ns": facts.account.end_ns if not feed.running else None,
@@ -151,18 +162,18 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     for worker_id in sorted(facts.workers.keys() | live.keys()):
         worker = facts.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
-        state, life = _state(worker, now)
+        state, life = _state(worker, now, feed.running)
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of a life that is over
         step = now["step"] if now else (facts.step if worker.role in MEMBERS and state != "dead" else 0)
-        rate = now.get("samples_per_s") if now else None
-        if not rate and measured is not None and feed.running:
+        rate = now.get("samples_per_s") if now and state not in _STILL else None
+        if not rate and measured is not None and feed.running and state not in _STILL:
             rate = measured.samples_per_s
-        stages = list((now or {}).get("stages") or worker.stages)
+        stages = list(now.get("stages") or ()) if now else list(worker.stages)
         rows[worker_id] = WorkerRow(
             state,
-            stages[0] if stages else worker.stage,
+            stages[0] if stages else worker.stage if state == "dead" else None,
             stages,
             list(now["lanes"]) if now else list(worker.lanes),
             step,
@@ -180,8 +191,10 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     return rows
 
 
-def _state(worker: WorkerFact, now: dict[str, Any] | None) -> tuple[str, int]:
-    """The state, and the incarnation that it is of."""
+def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tuple[str, int]:
+    """The state, and the incarnation that it is of; who lived when the job ended has ended, too."""
+    if not running and worker.state not in ("dead", "left"):
+        return "ended", worker.incarnation
     if now is None:
         return worker.state, worker.incarnation
     life = int(now.get("incarnation") or 0)
@@ -235,9 +248,29 @@ def _recoveries(facts: Facts) -> list[list[Any]]:
     ]
 
 
+def _incidents(facts: Facts) -> list[list[Any]]:
+    """number, begin (ms), when training went on (ms, None: not yet), workers, cause, level, the line, steps done."""
+    return [
+        [
+            one.number,
+            one.begin_ns // 1_000_000,
+            None if one.end_ns is None else one.end_ns // 1_000_000,
+            sorted(one.struck),
+            one.cause,
+            one.level,
+            one.line(),
+            list(one.done),
+        ]
+        for one in _newest(facts.incidents.all, 100)
+    ]
+
+
 def _checkpoints(facts: Facts) -> list[list[Any]]:
     return [
-        [c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason, c.cause]
+        [
+            *(c.tier, c.step, c.time_ns // 1_000_000, c.ok, c.duration_s, c.size_bytes, c.stall_s, c.reason, c.cause),
+            c.skipped,
+        ]
         for c in _newest(facts.checkpoints)
     ]
 

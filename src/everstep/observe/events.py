@@ -40,6 +40,7 @@ KINDS = frozenset(
         "recovery_completed",
         "checkpoint_completed",
         "checkpoint_failed",
+        "checkpoint_skipped",
         "fallback",
         "coordinator_restarted",
         "commanded",

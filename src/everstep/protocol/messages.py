@@ -184,11 +184,13 @@ class Progress(OfLife, frozen=True, kw_only=True):
     """From the leader, a few times per second at most: the newest step whose effects left the process.
 
     Once more, with step_ms 0, right at the first commit of a generation: with it a recovery is complete.
+    committed_unix_ns: when that was; 0 if it is not known.
     """
 
     generation: int
     step: int
     step_ms: float
+    committed_unix_ns: int = 0
 
 
 class PeerFault(OfLife, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ USES = (
     "start-up",
     *(f"recovery: {phase}" for phase in PHASES),
     "recovery: other",
+    "stalled",
     "waiting for workers",
     "steps done again",
     "evaluation",
@@ -23,15 +24,17 @@ USES = (
     "not running",
 )
 _PRIORITY = {
-    "finishing": 1,
-    "evaluation": 2,
-    "checkpoints": 3,
-    "steps done again": 4,
-    "waiting for workers": 6,
-    "start-up": 7,
-    "not running": 8,
+    "stalled": 1,
+    "finishing": 2,
+    "evaluation": 3,
+    "checkpoints": 4,
+    "steps done again": 5,
+    "waiting for workers": 7,
+    "start-up": 8,
+    "not running": 9,
 }
-_RECOVERY = 5
+_RECOVERY = 6
+_BY_CAPACITY = "training, by capacity"
 _MOST_INTERVALS = 20_000
 
 
@@ -58,12 +61,19 @@ class TimeAccount:
         self.intervals: list[Stretch] = []
         self._folded: dict[str, int] = {}
         self._folded_through_ns = 0
+        self._shares: list[tuple[int, float]] = [(0, 1.0)]
 
     def reach(self, time_ns: int) -> None:
         """The job was there at this moment."""
         if self.begin_ns is None:
             self.begin_ns = self._folded_through_ns = time_ns
         self.end_ns = max(self.end_ns, time_ns)
+
+    def capacity(self, time_ns: int, share: float) -> None:
+        """From this moment on so much of what the job was to have takes part, from 0 to 1."""
+        share = min(1.0, max(0.0, share))
+        if share != self._shares[-1][1]:
+            self._shares.append((max(time_ns, self._shares[-1][0]), share))
 
     def paint(self, begin_ns: int, end_ns: int, use: str) -> None:
         """This stretch went there."""
@@ -74,18 +84,28 @@ class TimeAccount:
 
     def seconds(self, extra: Iterable[Stretch] = ()) -> dict[str, float]:
         """Seconds by use, in the order of USES; the sum is the wall time. extra: what is still under way."""
+        total = self._total(extra)
+        return {use: total[use] / 1e9 for use in USES if total.get(use)}
+
+    def by_capacity_s(self, extra: Iterable[Stretch] = ()) -> float:
+        """The seconds of training, each counted for the share of the capacity that took part."""
+        return self._total(extra).get(_BY_CAPACITY, 0) / 1e9
+
+    def _total(self, extra: Iterable[Stretch]) -> dict[str, int]:
         if self.begin_ns is None:
             return {}
         total = dict(self._folded)
-        _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns, total)
-        return {use: total[use] / 1e9 for use in USES if total.get(use)}
+        _sweep([*self.intervals, *extra], self._folded_through_ns, self.end_ns, total, self._shares)
+        return total
 
     def _fold(self) -> None:
         self.intervals.sort(key=lambda i: i.end_ns)
         half = len(self.intervals) // 2
         through_ns = max(self._folded_through_ns, self.intervals[half].end_ns)
-        _sweep(self.intervals, self._folded_through_ns, through_ns, self._folded)
+        _sweep(self.intervals, self._folded_through_ns, through_ns, self._folded, self._shares)
         self._folded_through_ns = through_ns
+        past = [i for i, (time_ns, _) in enumerate(self._shares) if time_ns <= through_ns]
+        del self._shares[: past[-1]]
         self.intervals = [i for i in self.intervals[half:] if i.end_ns > through_ns]
 
 
@@ -115,24 +135,36 @@ def goodput(seconds: dict[str, float]) -> float | None:
     return seconds.get("training", 0.0) / running if running > 0 else None
 
 
-def _sweep(intervals: list[Stretch], begin_ns: int, end_ns: int, total: dict[str, int]) -> None:
-    """Add the nanoseconds by use between two moments."""
-    edges: list[tuple[int, int, Stretch]] = []
+def _sweep(
+    intervals: list[Stretch], begin_ns: int, end_ns: int, total: dict[str, int], shares: list[tuple[int, float]]
+) -> None:
+    """Add the nanoseconds by use between two moments. shares: from when on which share of the capacity took part."""
+    edges: list[tuple[int, int, Stretch | float]] = []
     for interval in intervals:
         first, last = max(interval.begin_ns, begin_ns), min(interval.end_ns, end_ns)
         if last > first:
             edges += [(first, 1, interval), (last, -1, interval)]
+    edges += [(min(end_ns, max(begin_ns, time_ns)), 0, share) for time_ns, share in shares]
     edges.sort(key=lambda edge: edge[0])
     active: dict[tuple[int, str], int] = {}
-    at = begin_ns
-    for time_ns, sign, interval in edges:
+    at, capacity = begin_ns, 1.0
+
+    def add(until_ns: int) -> None:
+        use = max(active)[1] if active else "training"
+        total[use] = total.get(use, 0) + until_ns - at
+        if use == "training":
+            total[_BY_CAPACITY] = total.get(_BY_CAPACITY, 0) + round((until_ns - at) * capacity)
+
+    for time_ns, sign, what in edges:
         if time_ns > at:
-            use = max(active)[1] if active else "training"
-            total[use] = total.get(use, 0) + time_ns - at
+            add(time_ns)
             at = time_ns
-        key = (interval.priority, interval.use)
+        if not isinstance(what, Stretch):
+            capacity = what
+            continue
+        key = (what.priority, what.use)
         active[key] = active.get(key, 0) + sign
         if not active[key]:
             del active[key]
     if end_ns > at:
-        total["training"] = total.get("training", 0) + end_ns - at
+        add(end_ns)

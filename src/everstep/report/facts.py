@@ -10,10 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.base.cause import Cause
-from everstep.report.account import Stretch, TimeAccount, recovery_phases
+from everstep.base.cause import Cause, Why
+from everstep.report.account import Stretch, TimeAccount
+from everstep.report.incidents import Incidents
+from everstep.report.pace import Pace
+from everstep.report.recovery import RecoveryFact, recovery_of
 from everstep.report.series import POINTS, Series
-from everstep.report.words import Event, as_dict, cause, known, level, number, one_line, sentence, whole_number
+from everstep.report.words import (
+    Event,
+    as_dict,
+    cause,
+    checkpoint_result,
+    known,
+    level,
+    number,
+    one_line,
+    sentence,
+    whole_number,
+)
 
 MEMBERS = ("leader", "active", "standby")
 # time_s, loss, loss_min, loss_max, lr, samples, workers
@@ -23,14 +37,8 @@ _MOST_LISTED = 1000
 _MOST_SPANS = 8000
 _LATELY_NS = 60_000_000_000
 _LEFT = (Cause.DRAINED, Cause.SCALED)
-_MARKED = {
-    "fault_injected": "fault",
-    "worker_evicted": "evicted",
-    "leader_changed": "leader",
-    "coordinator_restarted": "coordinator",
-    "fallback": "fallback",
-    "worker_healed": "healed",
-}
+_MARKED = {"fault_injected": "fault", "worker_evicted": "evicted", "leader_changed": "leader"}
+_MARKED |= {"coordinator_restarted": "coordinator", "fallback": "fallback", "worker_healed": "healed"}
 
 
 @dataclass
@@ -67,24 +75,8 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class RecoveryFact:
-    """From a fault to the next committed step; `phases` are its parts, one after another."""
-
-    begin_ns: int
-    end_ns: int
-    generation: int
-    step: int
-    worker_id: int | None
-    cause: Cause
-    reason: str
-    duration_s: float
-    phases_s: dict[str, float]
-    phases: tuple[Stretch, ...]
-
-
-@dataclass(frozen=True)
 class CheckpointFact:
-    """One that was completed, or failed (`ok` false)."""
+    """One that was completed; or else (`ok` false) skipped because it was not its turn, or failed."""
 
     tier: str
     step: int
@@ -94,6 +86,15 @@ class CheckpointFact:
     size_bytes: int
     stall_s: float
     cause: Cause
+    reason: str
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that is wrong, since it was told."""
+
+    time_ns: int
     reason: str
 
 
@@ -136,7 +137,9 @@ class Line:
 @dataclass
 class Facts:
     """Takes in events in file order. `counts`: events by kind. `rates`: samples, seconds by number of workers.
-    `nonfinite`: how many steps had a loss or gradient that was not finite, and the first of them."""
+    `nonfinite`: how many steps had a loss or gradient that was not finite, and the first of them. `redo_to`: up to this
+    step steps are done again that had been done before, 0 if none are; `began_again_ns`: since when. `stopping`: why
+    the job is being ended; `full`: newest trouble with the disk, None if a checkpoint was written since."""
 
     state: str = "starting"
     cause: Cause | None = None
@@ -164,10 +167,16 @@ class Facts:
     rates: dict[int, list[float]] = field(default_factory=dict)
     last_step_ns: int = 0
     ended_ns: int | None = None
+    redo_to: int = 0
+    began_again_ns: int | None = None
+    stopping: Why | None = None
+    full: Trouble | None = None
+    pace: Pace = field(default_factory=Pace)
+    incidents: Incidents = field(default_factory=Incidents)
     _lines: int = 0
     _open: dict[int, Span] = field(default_factory=dict)
-    _started_ns: int | None = None
-    _waiting_ns: int | None = None
+    started_ns: int | None = None
+    waiting_ns: int | None = None
     _fault_ns: int | None = None
     _clean: bool = False
     _members: int = 0
@@ -193,6 +202,7 @@ class Facts:
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind == "step_committed":
             return
+        self.incidents.take(event, time_ns, self.step)
         if kind in _MARKED or (kind == "checkpoint_completed" and event.get("tier") != "memory"):
             mark = _MARKED.get(kind, "checkpoint")
             step = self._struck_at(event, time_ns) if mark == "evicted" else _integer(event, "step") or self.step
@@ -212,13 +222,31 @@ class Facts:
     def under_way(self, now_ns: int) -> list[Stretch]:
         """What lasts at the moment and no event has ended yet: for the account."""
         found = []
-        if self._started_ns is not None:
-            found.append(Stretch(self._started_ns, now_ns, "start-up"))
-        if self._waiting_ns is not None:
-            found.append(Stretch(self._waiting_ns, now_ns, "waiting for workers"))
+        if self.started_ns is not None:
+            found.append(Stretch(self.started_ns, now_ns, "start-up"))
+        if self.waiting_ns is not None:
+            found.append(Stretch(self.waiting_ns, now_ns, "waiting for workers"))
         elif self._fault_ns is not None and self.state == "recovering":
             found.append(Stretch(self._fault_ns, now_ns, "recovery: other"))
+        elif self.stands_still(now_ns):
+            found.append(self._standstill(now_ns))
         return found
+
+    def stands_still(self, now_ns: int) -> bool:
+        """Whether the next step is overdue by much; of a job that has begun and goes on."""
+        begun = self.progress_ns > 0 and self.ended_ns is None
+        return begun and self.pace.stands_still((now_ns - self.progress_ns) / 1e9)
+
+    @property
+    def progress_ns(self) -> int:
+        """When the newest step was committed that is known of, 0 if none was since the start: a recovery ends with one,
+        and is told before it."""
+        last = self.recoveries[-1].end_ns if self.recoveries and self.last_step_ns else 0
+        return max(self.last_step_ns, last)
+
+    def _standstill(self, until_ns: int) -> Stretch:
+        due_ns = self.last_step_ns + round(1e9 * (self.pace.usual_s or 0.0))
+        return Stretch(min(until_ns, due_ns), until_ns, "stalled")
 
     def efficiency(self) -> list[dict[str, float]]:
         """By number of workers, rising: samples per second, and that per worker relative to the fewest workers."""
@@ -231,20 +259,13 @@ class Facts:
                 found.append({"workers": workers, "samples_per_s": rate, "efficiency": share, "steps": steps})
         return found
 
-    def samples_per_s(self, points: int = 12) -> float | None:
-        """Over the newest points of the curve."""
-        times, samples = self.steps.columns[0][-points:], self.steps.columns[5][-points:]
-        if len(times) < 2 or times[-1] <= times[0]:
-            return None
-        return sum(samples[1:]) / (times[-1] - times[0])
+    def samples_per_s(self, now_ns: int | None = None) -> float | None:
+        """Over the newest steps; now_ns: it falls while the next one is overdue."""
+        return self.pace.samples_per_s(now_ns)
 
-    def eta_s(self, total_steps: int | None, points: int = 12) -> float | None:
-        """Seconds to the last step at the speed of the newest points; None if unknown, or there already."""
-        times, steps = self.steps.columns[0][-points:], self.steps.x[-points:]
-        if total_steps is None or self.step >= total_steps or len(times) < 2 or times[-1] <= times[0]:
-            return None
-        steps_per_s = (steps[-1] - steps[0]) / (times[-1] - times[0])
-        return (total_steps - self.step) / steps_per_s if steps_per_s > 0 else None
+    def eta_s(self, total_steps: int | None) -> float | None:
+        """Seconds to the last step at the speed of the newest steps; None if unknown, or there already."""
+        return self.pace.eta_s(self.step, total_steps)
 
     @property
     def not_finite(self) -> str:
@@ -262,7 +283,7 @@ class Facts:
     @property
     def faults(self) -> int:
         """Those that were injected, or noticed without having been injected."""
-        noticed = self.counts.get("worker_evicted", 0) + self.counts.get("coordinator_restarted", 0)
+        noticed = sum(self.counts.get(kind, 0) for kind in ("worker_evicted", "coordinator_restarted"))
         return max(self.counts.get("fault_injected", 0), noticed)
 
     @property
@@ -288,9 +309,14 @@ class Facts:
         self._is("starting")
         self.exit_code, self.ended_ns = None, None
         self.wanted = _integer(event, "workers")
-        self._started_ns, self._waiting_ns, self._fault_ns = time_ns, None, None
-        self._go_back(_integer(event, "step"), time_ns)
+        self.started_ns, self.waiting_ns, self._fault_ns = time_ns, None, None
+        self._suspected, self.stopping, self.full = False, None, None
+        start = _integer(event, "step")
+        self.redo_to = self.step if 0 < start < self.step else 0  # from step 0 on all is told again
+        self._go_back(start, time_ns)
+        self.step, self.began_again_ns = max(self.step, start), time_ns
         self.last_step_ns, self._clean = 0, False
+        self.pace.begin()
         if not self.step:
             self.nonfinite = None
 
@@ -306,22 +332,30 @@ class Facts:
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, self._members))
-        if self._clean and time_ns > self.last_step_ns > 0:
+        clean = self._clean and time_ns > self.last_step_ns > 0
+        if clean:
             entry = self.rates.setdefault(self._members, [0.0, 0.0, 0.0])
             entry[0] += samples
             entry[1] += (time_ns - self.last_step_ns) / 1e9
             entry[2] += 1
-        self._clean = self._started_ns is None
+        if self.last_step_ns and not self.redo_to and self.pace.stands_still((time_ns - self.last_step_ns) / 1e9):
+            self.account.intervals.append(self._standstill(time_ns))
+        self.pace.commit(time_ns, step, samples, clean)
+        self._clean = self.started_ns is None
         self.last_step_ns = time_ns
-        if self.state != "running" or self._suspected or self._started_ns is not None or self._fault_ns is not None:
+        self.redo_to = self.redo_to if step < self.redo_to else 0
+        if self.incidents.waits:
+            self.incidents.committed(time_ns, step)
+        unsettled = self.state != "running" or self._suspected or self.started_ns is not None
+        if (unsettled or self._fault_ns is not None) and time_ns > (self._fault_ns or 0) and self.ended_ns is None:
             self._go_on(time_ns)
 
     def _go_on(self, time_ns: int) -> None:
         """A step was committed: every member is alive, nothing is waited for."""
-        if self._started_ns is not None:
-            self.account.paint(self._started_ns, time_ns, "start-up")
+        if self.started_ns is not None:
+            self.account.paint(self.started_ns, time_ns, "start-up")
         self._end_of_waiting(time_ns)
-        self._started_ns = self._fault_ns = None
+        self.started_ns = self._fault_ns = None
         self._is("running")
         if self._suspected:
             for worker in self.workers.values():
@@ -330,9 +364,9 @@ class Facts:
             self._suspected = False
 
     def _end_of_waiting(self, time_ns: int) -> None:
-        if self._waiting_ns is not None:
-            self.account.paint(self._waiting_ns, time_ns, "waiting for workers")
-            self._waiting_ns = None
+        if self.waiting_ns is not None:
+            self.account.paint(self.waiting_ns, time_ns, "waiting for workers")
+            self.waiting_ns = None
 
     def _generation_started(self, event: Event, time_ns: int) -> None:
         seats = _seats(event)
@@ -355,13 +389,17 @@ class Facts:
             worker.role = "leader" if i in leaders else "active" if worker.lanes else "standby"
             self._be(worker, worker.role, time_ns)
         self._members = sum(1 for w in self.workers.values() if w.role in MEMBERS and w.lanes)
+        self.wanted = _integer(event, "target") or self.wanted
+        self.account.capacity(time_ns, len(seats) / self.wanted if self.wanted else 1.0)
+        if cause(event) in (Cause.INTERRUPTED, Cause.PREEMPTED):
+            self.stopping = Why(*_why(event))
         self._clean = False
         self._end_of_waiting(time_ns)
         if self.state == "waiting":
             self._is("recovering" if self.step else "starting")
-        if self._started_ns is not None:
-            self.account.paint(self._started_ns, time_ns, "start-up")
-            self._started_ns = None
+        if self.started_ns is not None:
+            self.account.paint(self.started_ns, time_ns, "start-up")
+            self.started_ns = None
             self._is("running")
         name, step = _integer(event, "generation"), _integer(event, "step")
         leading = tuple(i for i in leaders if isinstance(i, int))[:64]
@@ -377,7 +415,7 @@ class Facts:
         before = self.workers.get(i)
         if before is None or before.incarnation != incarnation or before.state in ("dead", "left"):
             members = sum(w.role in MEMBERS and w.state not in ("dead", "left") for w in self.workers.values())
-            worker = WorkerFact(i, incarnation, role=self._outside(members), stage=before.stage if before else None)
+            worker = WorkerFact(i, incarnation, role=self._outside(members))  # in no pool until it is given a seat
             self.workers[i] = worker
             self._be(worker, worker.role, time_ns)
         worker, pids = self.workers[i], event.get("pids")
@@ -416,9 +454,11 @@ class Facts:
             return
         if event.get("steps_redone") is None and back_to >= self.step:
             return
+        self.redo_to = max(self.redo_to, self.step, back_to + (known(event.get("steps_redone")) or 0))
         self.steps_lost += max(0, self.step - back_to)
         self._go_back(back_to, time_ns)
-        self._clean = False
+        self._clean, self.began_again_ns = False, time_ns
+        self.pace.begin()
 
     def _go_back(self, back_to: int, time_ns: int) -> None:
         """The steps after this one are done again, to the same bits: they are not told again, so their points stay."""
@@ -430,7 +470,7 @@ class Facts:
 
     def _waiting(self, event: Event, time_ns: int) -> None:
         self._is("waiting", event)
-        self._waiting_ns = self._waiting_ns or time_ns
+        self.waiting_ns = self.waiting_ns or time_ns
 
     def _evaluated(self, event: Event, time_ns: int) -> None:
         metrics = event.get("metrics")
@@ -447,21 +487,34 @@ class Facts:
         self._clean = False
 
     def _checkpoint(self, event: Event, time_ns: int) -> None:
-        ok = event["kind"] == "checkpoint_completed"
-        stall_s = number(event.get("stall_s"))
+        result, stall_s = checkpoint_result(event), number(event.get("stall_s"))
+        ok = result == "complete"
         size = int(number(event.get("size_bytes") or event.get("bytes")))
         duration_s = number(event.get("duration_s"))
         tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
-        self.checkpoints.append(CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *_why(event)))
+        fact = CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *_why(event), result == "skipped")
+        self.checkpoints.append(fact)
+        if ok and tier == "disk":
+            self.full = None
+            if step == self.step + 1:  # it was done: its own event comes when the next one is decided
+                self.step = step
+        elif result == "failed" and fact.cause is Cause.DISK:
+            self.full = Trouble(time_ns, fact.reason)
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
+
+    def _warning(self, event: Event, time_ns: int) -> None:
+        if cause(event) is Cause.DISK:
+            self.full = Trouble(time_ns, one_line(event.get("reason")))
 
     def _ended(self, event: Event, time_ns: int) -> None:
         default = "completed" if event["kind"] == "job_completed" else "failed"
         self._is(one_line(event.get("state"), 20) or default, event)
         self.exit_code = known(event.get("exit_code"))
+        self.step = max(self.step, _integer(event, "step"))  # the last step is told by nobody else
+        self.redo_to, self.stopping = 0, None
         self.account.intervals.extend(self.under_way(time_ns))
-        self._started_ns = self._waiting_ns = self._fault_ns = None
+        self.started_ns = self.waiting_ns = self._fault_ns = None
         if self.last_step_ns:
             self.account.paint(self.last_step_ns, time_ns, "finishing")
         self.ended_ns = time_ns
@@ -515,19 +568,11 @@ _ACTS = {
     "evaluated": Facts._evaluated,
     "checkpoint_completed": Facts._checkpoint,
     "checkpoint_failed": Facts._checkpoint,
+    "checkpoint_skipped": Facts._checkpoint,
+    "warning": Facts._warning,
     "job_completed": Facts._ended,
     "job_failed": Facts._ended,
 }
-
-
-def recovery_of(event: Event, time_ns: int) -> RecoveryFact:
-    """What a `recovery_completed` of that time says."""
-    spent = as_dict(event.get("phases_s"))
-    phases_s, duration_s = {k: number(v) for k, v in spent.items()}, max(0.0, number(event.get("duration_s")))
-    whose = (_integer(event, "generation"), _integer(event, "step"), known(event.get("worker_id")))
-    phases = recovery_phases(time_ns, duration_s, phases_s)
-    begin_ns = time_ns - round(duration_s * 1e9)
-    return RecoveryFact(begin_ns, time_ns, *whose, *_why(event), duration_s, phases_s, tuple(phases))
 
 
 def _why(event: Event) -> tuple[Cause, str]:

@@ -6,24 +6,29 @@ portions, so that a caller can do something else between two of them; memory is 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from everstep.base.given import read_json
+from everstep.checkpoint.names import manifest_name, step_of
 from everstep.observe.events import KINDS
 from everstep.report.account import goodput
 from everstep.report.facts import Facts
+from everstep.report.headline import Headline, Now, headline
 from everstep.report.tail import Folder, Tail, object_of
 from everstep.report.tally import Tally
 from everstep.report.usage import Usage
-from everstep.report.words import Event, as_dict, known
+from everstep.report.words import Event, as_dict, known, number, one_line
 from everstep.runtime import commands
-from everstep.runtime.address import EVENTS_FILE, JOB_FILE, METRICS_FOLDER
+from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
+_NOT_AGAIN = ("chaos", "resume_from", "network.address")
 
 
 class History:
@@ -108,6 +113,60 @@ class History:
         """Share of the running time that was training."""
         return goodput(self.seconds(running))
 
+    def goodput_by_capacity(self, running: bool) -> float | None:
+        """The same, each moment counted for the share of the wanted workers that took part in it."""
+        facts = self.facts
+        seconds = self.seconds(running)
+        whole = sum(value for use, value in seconds.items() if use != "not running")
+        done_s = facts.account.by_capacity_s(facts.under_way(facts.account.end_ns))
+        return done_s / whole if whole > 0 else None
+
+    @property
+    def resume(self) -> str:
+        """The command that goes on with the job; "" where job.json does not say what it is."""
+        job, config = self.job, as_dict(self.job.get("config"))
+        task, argv, explicit = job.get("task"), job.get("argv"), job.get("explicit")
+        if not isinstance(task, str) or not task:
+            return ""
+        words = ["everstep", "run", task, "--run-dir", str(self.run_dir)]
+        for key in explicit if isinstance(explicit, list) else []:
+            if isinstance(key, str) and key not in _NOT_AGAIN and (value := _value(config, key)) is not None:
+                words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        own = ["--", *map(str, argv)] if isinstance(argv, list) and argv else []
+        return one_line(shlex.join([*words, *own]), 2000)
+
+    def disk_step(self) -> int:
+        """The newest step of which there is a checkpoint on disk, 0 if none; nothing is verified."""
+        given = as_dict(as_dict(as_dict(self.job.get("config")).get("checkpoint")).get("disk")).get("path")
+        folder = Path(given) if isinstance(given, str) else self.run_dir / CHECKPOINTS_DIR
+        try:
+            steps = [step for step in map(step_of, os.listdir(folder)) if step is not None]
+        except OSError:
+            return 0
+        return max((step for step in steps if (folder / manifest_name(step)).is_file()), default=0)
+
+    def now(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Now:
+        """What the sentence is made of beside the facts, at this moment. live: what the coordinator answers; asked: it
+        was asked, so if that is None it is silent."""
+        over = not running
+        return Now(
+            time.time_ns(),
+            running,
+            live,
+            asked,
+            {i: one_line(newest.row.get("phase"), 20) for i, newest in self.usage.workers.items()},
+            self.total_steps,
+            self.disk_step() if over else None,
+            bool(self.digest),
+            self.resume if over else "",
+            number(as_dict(self.job.get("config")).get("quorum_wait_s")) or None,
+            _free_bytes(self.run_dir),
+        )
+
+    def headline(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Headline:
+        """How it is, in one sentence; arguments as of `now`."""
+        return headline(self.facts, self.now(running, live, asked))
+
     def _reset(self) -> None:
         self.resets = self._events.replaced
         self.facts, self.tally, self.usage = Facts(), Tally(), Usage()
@@ -144,3 +203,20 @@ class History:
             return stored[1]
         except (OSError, ValueError):
             return {}
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """What a dotted key stands for."""
+    found: Any = config
+    for part in key.split("."):
+        found = as_dict(found).get(part)
+    return found
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """What is left for this user on the disk of a folder, None if nobody knows."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -90,11 +90,13 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield _gauge("step", "Newest committed step.", facts.step)
     yield _gauge("target_step", "Step after which the job ends, where the config says so.", history.total_steps)
     yield _gauge("loss", "Loss of the newest committed step.", facts.loss)
-    rate = tally.samples_per_s(now_ns) if running else 0.0
+    rate = (facts.samples_per_s(now_ns) or 0.0) if running else 0.0
     yield _gauge("samples_per_second", "Samples trained per second, over the newest steps.", rate)
     yield _gauge("generation", "Number of the newest generation.", facts.generation)
     text = "Share of the time since the first start, stops left out, that was training."
     yield _gauge("goodput_ratio", text, history.goodput(running))
+    text = "The same, each moment counted for the share of the wanted workers that took part."
+    yield _gauge("goodput_by_capacity_ratio", text, history.goodput_by_capacity(running))
     yield _gauge("start_timestamp_seconds", "When the job was last started.", _seconds(tally.started_ns))
     text = "When the newest step was committed, or the job was started if that is later."
     yield _gauge("last_progress_timestamp_seconds", text, _seconds(tally.progress_ns))
@@ -131,11 +133,15 @@ def _checkpoints(history: History) -> Iterator[Metric]:
     times = {tier: time_ns / 1e9 for tier, time_ns in tally.checkpoint_ns.items()}
     text = "When the newest checkpoint was complete."
     yield _by_label(GaugeMetricFamily, "last_checkpoint_timestamp_seconds", text, "tier", times)
-    text = "Checkpoints that were not taken, or failed; busy and regrouped are no failures of the tier."
-    failures = CounterMetricFamily("everstep_checkpoint_failures", text, labels=["tier", "cause"])
-    for labels, count in tally.checkpoint_failures.items():
-        failures.add_metric(list(labels), count)
-    yield failures
+    counted = (
+        ("everstep_checkpoint_failures", "Checkpoints that failed.", tally.checkpoint_failures),
+        ("everstep_checkpoints_skipped", "Checkpoints that were not due after all.", tally.checkpoints_skipped),
+    )
+    for name, text, counts in counted:
+        family = CounterMetricFamily(name, text, labels=["tier", "cause"])
+        for labels, count in counts.items():
+            family.add_metric(list(labels), count)
+        yield family
 
 
 def _spent(history: History) -> Iterator[Metric]:

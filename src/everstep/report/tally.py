@@ -7,21 +7,19 @@ the beginning arrives at the same numbers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from everstep.base.cause import Cause
 from everstep.report.account import PHASES
-from everstep.report.words import Event, cause, number, whole_number
+from everstep.report.words import Event, cause, checkpoint_result, number, whole_number
 
 TOTAL = "total"
 STEP_BOUNDS_S = (*(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2, 5)), 100.0)
 WAIT_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 TIERS = ("memory", "disk", "object", "other")
 FAULTS = tuple(cause for cause in Cause if cause.is_fault)
+SKIPPED = tuple(cause for cause in Cause if cause.skips_checkpoint)
 NO_CHECKPOINT = (
-    Cause.BUSY,
-    Cause.REGROUPED,
     Cause.SLOW,
     Cause.DISK,
     Cause.STORE,
@@ -31,15 +29,13 @@ NO_CHECKPOINT = (
     Cause.UNKNOWN,
 )
 """What is counted from zero on: a series that begins with its first event has no increase then."""
-_RECENT_STEPS = 32
-_SLOW = 3
 _MOST_SAMPLES = 1 << 40
 _MOST = 1e12
 
 
 class Tally:
-    """Takes in events in file order. Dictionaries have every key of FAULTS, of TIERS (and NO_CHECKPOINT), or TOTAL and
-    the recovery's phases; causes that are none of these are added as they come.
+    """Takes in events in file order. Dictionaries have every key of FAULTS, of TIERS (and NO_CHECKPOINT or SKIPPED), or
+    TOTAL and the recovery's phases; causes that are none of these are added as they come.
 
     step_seconds: from commit to commit of two steps that follow one another, whatever came between them; started_ns,
     progress_ns: of the newest start, and of the newest step since (the start itself before the first one).
@@ -53,6 +49,7 @@ class Tally:
         self.recovery_seconds = {phase: Histogram(WAIT_BOUNDS_S) for phase in (TOTAL, *PHASES)}
         self.checkpoint_seconds = {tier: Histogram(WAIT_BOUNDS_S) for tier in TIERS}
         self.checkpoint_failures = {(tier, cause): 0 for tier in TIERS for cause in NO_CHECKPOINT}
+        self.checkpoints_skipped = {(tier, cause): 0 for tier in TIERS for cause in SKIPPED}
         self.checkpoint_bytes: dict[str, int] = {}
         self.checkpoint_ns: dict[str, int] = {}
         self.coordinator_restarts = 0
@@ -60,7 +57,6 @@ class Tally:
         self.progress_ns = 0
         self._step = 0
         self._step_ns = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT_STEPS)
 
     def take(self, event: Event) -> None:
         """Take in the next event."""
@@ -68,19 +64,9 @@ class Tally:
         if act is not None and 0 <= time_ns < 1 << 63:
             act(self, event, time_ns)
 
-    def samples_per_s(self, now_ns: int) -> float:
-        """Over the newest steps; falls while the next one is overdue."""
-        if len(self._recent) < 2:
-            return 0.0
-        first_ns, last_ns = self._recent[0][0], self._recent[-1][0]
-        overdue = now_ns - last_ns > _SLOW * (last_ns - first_ns) / (len(self._recent) - 1)
-        seconds = ((now_ns if overdue else last_ns) - first_ns) / 1e9
-        return sum(samples for _, samples in list(self._recent)[1:]) / seconds if seconds > 0 else 0.0
-
     def _job_started(self, event: Event, time_ns: int) -> None:
         self.started_ns = self.progress_ns = time_ns
         self._step_ns = 0
-        self._recent.clear()
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step, samples = whole_number(event.get("step")), whole_number(event.get("samples"))
@@ -91,7 +77,6 @@ class Tally:
             self.step_seconds.add((time_ns - self._step_ns) / 1e9)
         self._step, self._step_ns = step, time_ns
         self.progress_ns = time_ns
-        self._recent.append((time_ns, samples))
 
     def _recovery_completed(self, event: Event, time_ns: int) -> None:
         why = cause(event)
@@ -107,9 +92,10 @@ class Tally:
         self.checkpoint_bytes[tier] = int(number(event.get("size_bytes") or event.get("bytes")))
         self.checkpoint_ns[tier] = time_ns
 
-    def _checkpoint_failed(self, event: Event, time_ns: int) -> None:
+    def _no_checkpoint(self, event: Event, time_ns: int) -> None:
         key = (_tier(event), cause(event))
-        self.checkpoint_failures[key] = self.checkpoint_failures.get(key, 0) + 1
+        counts = self.checkpoints_skipped if checkpoint_result(event) == "skipped" else self.checkpoint_failures
+        counts[key] = counts.get(key, 0) + 1
 
     def _coordinator_restarted(self, event: Event, time_ns: int) -> None:
         self.coordinator_restarts += 1
@@ -120,7 +106,8 @@ _ACTS: dict[str, Callable[[Tally, Event, int], None]] = {
     "step_committed": Tally._step_committed,
     "recovery_completed": Tally._recovery_completed,
     "checkpoint_completed": Tally._checkpoint_completed,
-    "checkpoint_failed": Tally._checkpoint_failed,
+    "checkpoint_failed": Tally._no_checkpoint,
+    "checkpoint_skipped": Tally._no_checkpoint,
     "coordinator_restarted": Tally._coordinator_restarted,
 }
 

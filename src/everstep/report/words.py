@@ -30,6 +30,8 @@ def level(event: Event) -> str:
     kind = event["kind"]
     if kind == "job_failed" and event.get("state") == "interrupted":
         return "warning"
+    if kind == "checkpoint_failed" and checkpoint_result(event) == "skipped":
+        return "info"
     return "error" if kind in ERRORS else "warning" if kind in WARNINGS else "info"
 
 
@@ -67,6 +69,13 @@ def as_dict(value: Any) -> dict[str, Any]:
 def cause(event: Event) -> Cause:
     """Why it happened, for programs; unknown in events of older versions."""
     return Cause.read(event.get("cause"))
+
+
+def checkpoint_result(event: Event) -> str:
+    """complete, skipped (it was not its turn, and the next one will do) or failed; older jobs told both alike."""
+    if event["kind"] == "checkpoint_completed":
+        return "complete"
+    return "skipped" if event["kind"] == "checkpoint_skipped" or cause(event).skips_checkpoint else "failed"
 
 
 def sentence(event: Event) -> str:
@@ -181,4 +190,5 @@ _SPECIAL = {
     "leader_changed": _leader,
     "checkpoint_completed": _checkpoint,
     "checkpoint_failed": _no_checkpoint,
+    "checkpoint_skipped": _no_checkpoint,
 }

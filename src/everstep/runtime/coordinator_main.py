@@ -25,7 +25,7 @@ from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.given import read_json
 from everstep.observe.events import EventLog
-from everstep.protocol.coordinator.agreement import noticed
+from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
 from everstep.protocol.coordinator.types import (
     Close,
@@ -172,7 +172,7 @@ class ControlServer:
                     self._end(name)
                 case Report(kind, fields):
                     if kind == "recovery_completed":
-                        fields = noticed(fields, time.time_ns())
+                        fields = timed(fields, time.time_ns())
                     self.events.write(kind, **fields)
         self._arm()
 

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode
 
 from everstep.base.errors import EverstepError
-from everstep.report.facts import recovery_of
+from everstep.report.recovery import recovery_of
 from everstep.report.words import Event, known, number, one_line, whole_number
 from everstep.sinks.sink import OVER, Sink, SinkJob, otlp_protocol
 

@@ -156,7 +156,7 @@ class Updates:
         if effect.key.seq == 0:
             self._view.transport.channel.forget(effect.key.step)
         if effect.first and self._view.is_main:
-            self._tell_progress(effect.key.step, 0.0)  # now, for it ends a recovery
+            self._tell_progress(effect.key.step, 0.0, time.time_ns())  # now, for it ends a recovery
 
     def release(self, effect: Release | do.Finish) -> None:
         """All members have gone beyond this step: its effects may leave the process."""
@@ -189,8 +189,8 @@ class Updates:
         for replica in self._view.stages.values():
             replica.lanes.discard()
 
-    def _tell_progress(self, number: int, step_ms: float) -> None:
-        self._view.link.tell(self._view.driver.progress(number, step_ms))
+    def _tell_progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> None:
+        self._view.link.tell(self._view.driver.progress(number, step_ms, committed_unix_ns))
 
 
 _Told = dict[TiePlace, Tensor | None]

@@ -242,7 +242,7 @@ def test_newest_wins_and_training_never_waits(source: DirectoryStore, tmp_path: 
     go.set()
     assert uploader.finish(LIMIT_S)
     assert uploader._skipped == [2, 3] and steps_in(target) == [1, 4] and uploader.holds == frozenset()
-    (slow,) = events.of("checkpoint_failed")
+    (slow,) = events.of("checkpoint_skipped")
     assert "slower than checkpoints come" in slow["reason"]
 
 

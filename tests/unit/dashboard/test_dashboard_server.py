@@ -140,9 +140,9 @@ def test_only_its_own_files_are_served(server: Server) -> None:
 def test_the_stream_begins_with_everything(server: Server) -> None:
     run = server.first_message()["runs"]["0"]
     assert run["reset"] is True
-    assert (run["head"]["step"], run["head"]["total"], run["head"]["members"]) == (4, 9, 2)
+    assert (run["head"]["step"], run["head"]["total"], run["head"]["members"]) == (4, 9, 0)  # nothing runs
     fields = run["workers"]["fields"]
-    assert run["workers"]["rows"]["0"][fields.index("state")] == "leader"
+    assert run["workers"]["rows"]["0"][fields.index("state")] == "ended"
     assert run["workers"]["rows"]["0"][fields.index("host")] == "<script>alert(1)</script>"
     assert run["curves"]["steps"]["x"] == [1, 2, 3, 4]
     assert [line[3] for line in run["log"]][:2] == ["job_started", "worker_joined"]

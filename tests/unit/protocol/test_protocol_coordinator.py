@@ -7,7 +7,7 @@ from coordinator_harness import MS, S, World, drop, member, running
 
 from everstep.base.cause import Cause
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.agreement import noticed
+from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.links import smallest_cover
 from everstep.protocol.coordinator.types import Tick
 
@@ -144,13 +144,26 @@ def test_two_deaths_are_two_generations_with_one_recovery():
 
 
 def test_the_time_of_death_tells_the_notice():
-    fields = {"died_unix_ns": 10 * S, "duration_s": 0.5, "phases_s": {"notice": 0.0, "decide": 0.1}}
-    told = noticed(fields, 10 * S + 700 * MS)
+    fields = {"died_unix_ns": 10 * S, "duration_s": 0.5, "phases_s": {"notice": 0.0, "decide": 0.1, "redo": 0.3}}
+    told = timed(fields, 10 * S + 700 * MS)
     assert told["duration_s"] == pytest.approx(0.7)
-    assert told["phases_s"] == {"notice": pytest.approx(0.2), "decide": 0.1}
-    assert noticed(fields, 9 * S)["phases_s"]["notice"] == 0.0, "clocks may be set back"
+    assert told["phases_s"] == {"notice": pytest.approx(0.2), "decide": 0.1, "redo": pytest.approx(0.3)}
+    assert timed(fields, 9 * S)["phases_s"]["notice"] == 0.0, "clocks may be set back"
     hang = {**fields, "died_unix_ns": None}
-    assert noticed(hang, 20 * S) == hang
+    assert timed(hang, 20 * S) == {**hang, "time_unix_ns": 20 * S}
+
+
+def test_a_recovery_ends_at_the_commit_and_not_when_that_is_heard_of():
+    spent = {"notice": 0.0, "decide": 0.1, "redo": 0.9}
+    fields = {"died_unix_ns": 10 * S, "duration_s": 1.0, "phases_s": spent, "committed_unix_ns": 10 * S + 500 * MS}
+    told = timed(fields, 11 * S + 200 * MS)
+    assert told["time_unix_ns"] == 10 * S + 500 * MS and "committed_unix_ns" not in told
+    assert told["duration_s"] == pytest.approx(0.5)
+    assert told["phases_s"] == {"notice": pytest.approx(0.2), "decide": 0.1, "redo": pytest.approx(0.2)}
+    for strange_ns in (1, 99 * S):  # the clock of another host
+        told = timed({**fields, "committed_unix_ns": strange_ns}, 11 * S + 200 * MS)
+        assert 10 * S <= told["time_unix_ns"] <= 11 * S + 200 * MS and min(told["phases_s"].values()) >= 0
+        assert sum(told["phases_s"].values()) <= told["duration_s"] + 1e-9
 
 
 def test_a_recovery_ends_with_the_job_at_the_latest():

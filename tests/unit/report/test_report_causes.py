@@ -28,7 +28,7 @@ from everstep.report.tally import FAULTS
 
 NOW_NS = recorded.T0_NS + 60 * recorded.SECOND_NS
 EVICTIONS = ("killed", "crashed", "exited", "exception", "oom", "hung", "silent", "host_lost", "link", "corrupt")
-SENTENCES = ("reason", "text")
+SENTENCES = ("reason", "text", "more")
 
 
 def _seats(members: list[int]) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def test_what_is_counted_and_shown_follows_from_the_causes(tmp_path: Path) -> No
     assert [r.cause for r in history.facts.recoveries] == [Cause.KILLED, *map(Cause.read, EVICTIONS)]
     failures = {key: n for key, n in history.tally.checkpoint_failures.items() if n}
     assert failures == {
-        ("disk", Cause.BUSY): 1,
         ("disk", Cause.DISK): 1,
         ("object", Cause.STORE): 2,
         ("memory", Cause.CONFIG): 1,
     }
+    assert {key: n for key, n in history.tally.checkpoints_skipped.items() if n} == {("disk", Cause.BUSY): 1}
     left = history.facts.workers[2]
     assert (left.state, left.cause, left.reason) == ("left", Cause.DRAINED, "somebody has gone")
     assert (history.facts.state, history.facts.cause) == ("failed", Cause.QUORUM)

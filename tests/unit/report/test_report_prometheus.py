@@ -15,6 +15,7 @@ pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not in
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from everstep.base.cause import Cause
 from everstep.report import prometheus
 from everstep.report.history import History
 from everstep.report.prometheus import MOST_WORKERS, Device, device_families, devices, expose, families
@@ -86,7 +87,8 @@ def test_recoveries_and_checkpoints(run_dir: Path) -> None:
     assert found["everstep_checkpoint_bytes", "disk"] == 4096
     assert found["everstep_last_checkpoint_timestamp_seconds", "disk"] == recorded.T0_NS / 1e9 + 8
     assert found["everstep_checkpoint_failures_total", "store object"] == 1
-    assert found["everstep_checkpoint_failures_total", "busy disk"] == 0
+    assert found["everstep_checkpoint_failures_total", "slow disk"] == 0
+    assert found["everstep_checkpoints_skipped_total", "busy disk"] == 0
 
 
 def test_seconds_per_step(run_dir: Path) -> None:
@@ -197,17 +199,24 @@ def test_an_empty_run_and_a_spoilt_one(tmp_path: Path) -> None:
     assert found["everstep_checkpoint_failures_total", "unknown other"] == 1
 
 
-def test_the_rate_falls_while_a_step_is_overdue() -> None:
+def test_the_time_in_which_the_job_was_not_running_is_no_long_step() -> None:
     tally = Tally()
     for second in range(1, 6):
         tally.take({"kind": "step_committed", "time_unix_ns": second * 10**9, "step": second, "samples": 10})
-    assert tally.samples_per_s(6 * 10**9) == 10
-    assert tally.samples_per_s(41 * 10**9) == 1
     tally.take({"kind": "job_started", "time_unix_ns": 50 * 10**9})
-    assert tally.samples_per_s(51 * 10**9) == 0
     assert tally.progress_ns == 50 * 10**9
     tally.take({"kind": "step_committed", "time_unix_ns": 55 * 10**9, "step": 6, "samples": 10})
-    assert list(tally.step_seconds.cumulative())[-1][1] == 4  # that the job was not running is no long step
+    assert list(tally.step_seconds.cumulative())[-1][1] == 4
+
+
+def test_checkpoints_that_were_not_due_are_no_failures() -> None:
+    tally = Tally()
+    for at, (kind, cause) in enumerate(
+        [("checkpoint_skipped", "busy"), ("checkpoint_failed", "busy"), ("checkpoint_failed", "disk")], 1
+    ):
+        tally.take({"kind": kind, "time_unix_ns": at, "tier": "disk", "step": at, "cause": cause})
+    assert tally.checkpoints_skipped["disk", Cause.BUSY] == 2  # older jobs told both alike
+    assert sum(tally.checkpoint_failures.values()) == tally.checkpoint_failures["disk", Cause.DISK] == 1
 
 
 class _NvmlError(Exception):

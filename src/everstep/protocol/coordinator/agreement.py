@@ -302,7 +302,8 @@ class Recovery:
 
     Times are durations on the coordinator's clock; the phases between are what the members measured themselves, of
     which the slowest counts. A recovery ends with the first step that is committed after all have settled. The
-    wall-clock time of a death is passed through: `noticed` is for the runtime, which knows the time of day.
+    wall-clock times of a death and of that commit are passed through: `timed` is for the runtime, which knows the time
+    of day.
     """
 
     def __init__(self, desk: Desk, agreement: Agreement) -> None:
@@ -336,8 +337,9 @@ class Recovery:
         if self._agreement.entered >= set(self._agreement.plan.worker_ids):
             self._answer = replace(answer, settled_ns=self._desk.now)
 
-    def complete(self, step: int) -> None:
-        """A step was committed in the new generation: training goes on. Say how long it took."""
+    def complete(self, step: int, committed_unix_ns: int = 0) -> None:
+        """A step was committed in the new generation, at that time if it is known: training goes on. Say how long it
+        took."""
         fault, answer, now = self._fault, self._answer, self._desk.now
         if fault is None or answer is None or self._agreement.broken:
             return
@@ -354,16 +356,21 @@ class Recovery:
             duration_s=fault.notice_s + (now - fault.noticed_ns) / 1e9,
             phases_s=phases,
             died_unix_ns=fault.died_unix_ns,
+            committed_unix_ns=committed_unix_ns,
         )
         self._fault = self._answer = None
 
 
-def noticed(fields: dict[str, Any], now_unix_ns: int) -> dict[str, Any]:
-    """The report of a recovery, with the notice of a death whose time of day is known. now_unix_ns: of the report."""
-    died_ns = fields.get("died_unix_ns")
-    if died_ns is None:
-        return fields
-    phases = fields["phases_s"]
-    known_s = fields["duration_s"] - phases["notice"]
-    notice_s = max(0.0, (now_unix_ns - died_ns) / 1e9 - known_s)
-    return {**fields, "duration_s": known_s + notice_s, "phases_s": {**phases, "notice": notice_s}}
+def timed(fields: dict[str, Any], now_unix_ns: int) -> dict[str, Any]:
+    """The report of a recovery, with the notice of a death whose time of day is known, up to the commit that ended it:
+    that may have been a while ago. now_unix_ns: of the report."""
+    said = {key: value for key, value in fields.items() if key != "committed_unix_ns"}
+    died_ns, committed_ns, phases = fields.get("died_unix_ns"), fields.get("committed_unix_ns"), {**fields["phases_s"]}
+    known_s, notice_s = fields["duration_s"] - phases["notice"], phases["notice"]
+    if died_ns is not None:
+        notice_s = max(0.0, (now_unix_ns - died_ns) / 1e9 - known_s)
+    most_s = known_s - sum(spent_s for phase, spent_s in phases.items() if phase not in ("notice", "redo"))
+    late_s = max(0.0, min(most_s, (now_unix_ns - committed_ns) / 1e9)) if committed_ns else 0.0
+    phases |= {"notice": notice_s, "redo": max(0.0, phases["redo"] - late_s)}
+    end_ns = now_unix_ns - round(late_s * 1e9)
+    return {**said, "time_unix_ns": end_ns, "duration_s": known_s + notice_s - late_s, "phases_s": phases}

@@ -186,6 +186,7 @@ def announce(job: JobState, old: Plan) -> None:
         Why(plan.cause, plan.reason),
         generation=plan.generation,
         step=job.progress.step,
+        target=job.slots.target,
         workers=list(plan.worker_ids),
         leader=plan.leader(0),
         lanes={str(seat.worker_id): list(seat.lanes) for seat in plan.pool(0)},

@@ -152,7 +152,7 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     job.progress.reached(message.step, message.step_ms)
     if 0 < message.generation == job.agreement.plan.generation:
         job.agreement.enter(worker.key.worker_id)
-        job.recovery.complete(job.progress.step)
+        job.recovery.complete(job.progress.step, message.committed_unix_ns)
 
 
 def done(job: JobState, worker: Worker, message: m.WorkerDone) -> None:

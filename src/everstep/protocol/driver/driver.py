@@ -124,9 +124,10 @@ class Driver:
         """After so many steps: the newest one whose state has been compared among the workers, and was alike."""
         return self._stepper.proven(number)
 
-    def progress(self, number: int, step_ms: float) -> wire.AnyMessage:
+    def progress(self, number: int, step_ms: float, committed_unix_ns: int = 0) -> wire.AnyMessage:
         """How far the job is, as told of this generation."""
-        return self._out.signed(wire.Progress, generation=self.generation, step=number, step_ms=step_ms)
+        at = {"step": number, "step_ms": step_ms, "committed_unix_ns": committed_unix_ns}
+        return self._out.signed(wire.Progress, generation=self.generation, **at)
 
     # ---- events
 

@@ -1,0 +1,345 @@
+"""How it is, in one sentence: what is wrong, what the system does about it, since when. Pure.
+
+Made of the facts and a clock, so that facts in which nothing happens any more change the sentence, too. The one place
+that decides whether all is well: the page, `status`, `top` and the live display all say this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.report.facts import MEMBERS, Facts
+from everstep.report.incidents import Incident
+from everstep.report.words import number, one_line, time_text, whole_number
+
+LEVELS = ("good", "warning", "bad")
+_FULL_BYTES = 1 << 20
+_LATELY_S = 60.0
+_LONG_START_S = 60.0
+_LONG_WAIT_S = 10.0
+_BEYOND_HELP_S = 60.0
+_BEYOND_HELP = 30.0
+_PASSIVE = ("reduce", "agree", "transfer", "settle", "idle", "stall")
+
+
+@dataclass(frozen=True)
+class Headline:
+    """level: good, warning (the system deals with it, or somebody might look) or bad (it does not go on by itself).
+    text: the sentence; more: what follows it where there is room."""
+
+    level: str
+    text: str
+    more: str = ""
+
+    def whole(self) -> str:
+        """Both."""
+        return f"{self.text} {self.more}".strip()
+
+    def fitted(self, width: int) -> str:
+        """As much as so many characters hold: both, or the sentence, or its beginning."""
+        for text in (self.whole(), self.text):
+            if len(text) <= width:
+                return text
+        return self.text[: max(1, width - 1)].rstrip() + "…"
+
+
+@dataclass(frozen=True)
+class Now:
+    """What is known beside the events. running: a job holds the directory. live: what its coordinator answers, None if
+    it is silent (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the
+    newest checkpoint that can be read, None if nobody has looked. finished: the final state is there. resume: the
+    command that goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory."""
+
+    time_ns: int
+    running: bool = True
+    live: Mapping[str, Any] | None = None
+    asked: bool = False
+    phases: Mapping[int, str] = field(default_factory=dict)
+    total: int | None = None
+    disk_step: int | None = None
+    finished: bool = False
+    resume: str = ""
+    gives_up_s: float | None = None
+    free_bytes: int | None = None
+
+
+def headline(facts: Facts, now: Now) -> Headline:
+    """The sentence for this moment."""
+    for case in _CASES:
+        found = case(facts, now)
+        if found is not None:
+            return found
+    return _well(facts, now)
+
+
+def step_of(facts: Facts, now: Now) -> int:
+    """The newest step: the coordinator hears of one before it is told as an event."""
+    return max(facts.step, whole_number((now.live or {}).get("step"))) if now.running else facts.step
+
+
+def span(seconds: float) -> str:
+    """40 ms, 0.3 s, 6 s, 5m06s: as exact as a glance needs."""
+    seconds = max(0.0, seconds)
+    if seconds < 0.095 or seconds >= 60:
+        return time_text(seconds)
+    return f"{seconds:.0f} s" if seconds >= 0.95 else f"{seconds:.1f} s"
+
+
+def _s(begin_ns: int, now: Now) -> float:
+    return max(0, now.time_ns - begin_ns) / 1e9
+
+
+# ---- it is over
+
+
+def _over(facts: Facts, now: Now) -> Headline | None:
+    if facts.ended_ns is None and not (now.finished and not now.running):
+        return None
+    ran_s = sum(v for k, v in facts.account.seconds().items() if k != "not running")
+    if now.finished or facts.state == "completed":
+        faults = f"{facts.faults} fault{'s' * (facts.faults != 1)} survived." if facts.faults else "No fault."
+        return Headline("good", f"Finished: all {facts.step} steps are done, in {span(ran_s)}.", faults)
+    reason = facts.reason or "no reason was given"
+    more = _behind(facts, now)
+    if facts.state == "interrupted":
+        return Headline("warning", f"Stopped after step {facts.step}: {reason}.", more)
+    return Headline("bad", f"Failed after step {facts.step}: {reason}.", more)
+
+
+def _died(facts: Facts, now: Now) -> Headline | None:
+    if now.running or not facts.counts:
+        return None
+    last_ns = max(facts.last_step_ns, facts.account.end_ns)
+    what = "The process of the job died without a word" if facts.began_ns else "The job never started"
+    said = f", last heard of {span(_s(last_ns, now))} ago: nothing runs any more." if last_ns else "."
+    return Headline("bad", f"{what} after step {facts.step}{said}", _behind(facts, now))
+
+
+def _behind(facts: Facts, now: Now) -> str:
+    """How far the newest checkpoint is behind, and the command that goes on from it."""
+    saved = facts.checkpoint_step if now.disk_step is None else now.disk_step
+    again = max(0, facts.step - saved)
+    if not saved:
+        text = "There is no checkpoint: it would start again from step 0."
+    elif again:
+        text = f"The newest checkpoint is of step {saved}: {again} step{'s' * (again != 1)} would be done again."
+    else:
+        text = f"The newest checkpoint is of step {saved}: nothing is lost."
+    return f"{text} To go on: {now.resume}" if now.resume else text
+
+
+# ---- it has not begun, or is about to end
+
+
+def _starting(facts: Facts, now: Now) -> Headline | None:
+    began_ns = facts.started_ns
+    if not facts.counts or (began_ns is None and facts.last_step_ns):
+        return None if facts.counts else Headline("good", "Starting: nothing has been told yet.")
+    if facts.incidents.open is not None or facts.state == "waiting":
+        return None
+    if began_ns is None and step_of(facts, now) > facts.step:
+        return None  # the first step is done, its event comes with the next
+    since_ns = began_ns if began_ns is not None else (facts.generations[-1].time_ns if facts.generations else None)
+    took_s = _s(since_ns, now) if since_ns else 0.0
+    ready = sum(worker.state not in ("dead", "left") for worker in facts.workers.values())
+    text = f"Starting for {span(took_s)}: {ready} of {facts.wanted or '?'} workers are ready."
+    if began_ns is None:
+        text = f"Starting: step {facts.step + 1}, the first one, is being computed for {span(took_s)}."
+    return Headline("warning" if took_s > _LONG_START_S else "good", text)
+
+
+def _stopping(facts: Facts, now: Now) -> Headline | None:
+    if facts.stopping is None:
+        return None
+    since = facts.generations[-1].time_ns if facts.generations else now.time_ns
+    return Headline("warning", f"Stopping for {span(_s(since, now))}: {facts.stopping.reason}.", _stands(facts, now))
+
+
+def _finishing(facts: Facts, now: Now) -> Headline | None:
+    if now.total is None or step_of(facts, now) < now.total or facts.incidents.open is not None:
+        return None
+    took_s = _s(facts.last_step_ns, now) if facts.last_step_ns else 0.0
+    level = "warning" if took_s > _BEYOND_HELP_S else "good"
+    return Headline(level, f"All {now.total} steps are done; what is left is to write the results, for {span(took_s)}.")
+
+
+# ---- it does not train
+
+
+def _waiting(facts: Facts, now: Now) -> Headline | None:
+    live = now.live or {}
+    if facts.state != "waiting" and live.get("state") != "waiting":
+        return None
+    waited_s = _s(facts.waiting_ns or now.time_ns, now)
+    reason = facts.reason if facts.state == "waiting" else one_line(live.get("reason"))
+    left_s = None if now.gives_up_s is None else now.gives_up_s - waited_s
+    more = f"It gives up in {span(left_s)}." if left_s is not None and left_s > 0 else ""
+    return Headline("bad" if waited_s > _LONG_WAIT_S else "warning", f"Waiting for {span(waited_s)}: {reason}.", more)
+
+
+def _silent(facts: Facts, now: Now) -> Headline | None:
+    """Nothing is told any more, while the job's processes live: the disk, or the coordinator."""
+    if not facts.last_step_ns:
+        return None
+    told = now.live is not None and step_of(facts, now) > facts.step + 1 and not facts.redo_to
+    if told and facts.stands_still(now.time_ns):
+        since = span(_s(facts.last_step_ns, now))
+        full = f": the disk is full ({_free(now)} left)" if _is_full(now) else ": can its files be written?"
+        text = f"Training is at step {step_of(facts, now)}, but nothing has been written for {since}{full}."
+        return Headline("warning", text, "What is told waits in memory; free some space.")
+    return None
+
+
+def _standing(facts: Facts, now: Now) -> Headline | None:
+    """A fault that training has not gone on from, or no step for much longer than usual."""
+    incident = facts.incidents.open
+    late = facts.stands_still(now.time_ns)
+    if incident is None and not late:
+        return None
+    passed_s = _s(facts.progress_ns, now) if facts.progress_ns else 0.0
+    usual_s = facts.pace.usual_s
+    beyond = passed_s > max(_BEYOND_HELP_S, _BEYOND_HELP * (usual_s or 0.0))
+    no_answer = now.asked and now.live is None
+    level = "bad" if beyond or (late and no_answer) else "warning"
+    what = _cure(incident, facts, now) if incident is not None else _blame(facts, now)
+    if no_answer and incident is None:
+        what = "the coordinator does not answer"
+    if late:
+        return Headline(level, f"{_stands(facts, now)}: {what}.", _help(level, incident))
+    return Headline(level, f"Recovering for {span(_s(incident.begin_ns, now) if incident else 0)}: {what}.")
+
+
+def _stands(facts: Facts, now: Now) -> str:
+    """No step for 6 s (usually 0.3 s)."""
+    if not facts.stands_still(now.time_ns):
+        return ""
+    usual_s = facts.pace.usual_s
+    usually = f" (usually {span(usual_s)})" if usual_s is not None else ""
+    return f"No step for {span(_s(facts.progress_ns, now))}{usually}"
+
+
+def _cure(incident: Incident, facts: Facts, now: Now) -> str:
+    """What the system does about it."""
+    ago = f"{span(_s(incident.begin_ns, now))} ago"
+    if incident.suspect:
+        reasons = "; ".join(hit.reason for hit in incident.struck.values() if hit.reason)
+        waits = span(_s(incident.begin_ns, now))
+        return f"{incident.brief} for {waits}{f' ({reasons})' if reasons else ''}, and is evicted if it stays so"
+    if incident.planned_ns is None:
+        return f"{incident.brief} {ago}, and who takes its work is being decided"
+    if facts.redo_to:
+        return f"doing steps {facts.step + 1} to {facts.redo_to} again since {incident.brief} {ago}"
+    did = ", ".join(text for text in incident.done)
+    return f"redoing step {step_of(facts, now) + 1} since {incident.brief} {ago}{f'; {did}' if did else ''}"
+
+
+def _blame(facts: Facts, now: Now) -> str:
+    """Nobody has said why: whom do the others wait for?"""
+    members = {i for i, worker in facts.workers.items() if worker.role in MEMBERS}
+    phases = {i: phase for i, phase in now.phases.items() if i in members and phase}
+    counted = Counter(phases.values())
+    if len(counted) == 1 and next(iter(counted)) not in _PASSIVE:
+        return f"all workers are in the phase {next(iter(counted))!r}"
+    busy = sorted(i for i, phase in phases.items() if phase not in _PASSIVE)
+    if busy and len(busy) < len(phases):
+        named = ", ".join(f"worker {i} ({phases[i]})" for i in busy[:3])
+        return f"the others wait for {named}{' and more' if len(busy) > 3 else ''}"
+    return "no fault has been noticed yet"
+
+
+def _help(level: str, incident: Incident | None) -> str:
+    if level == "bad":
+        return "It does not seem to go on by itself: look at the logs of the workers."
+    return "" if incident is not None else "Who hangs is evicted, once it is sure."
+
+
+# ---- it trains, but
+
+
+def _again(facts: Facts, now: Now) -> Headline | None:
+    incident = facts.incidents.newest
+    if not facts.redo_to or facts.incidents.open is not None or facts.began_again_ns is None:
+        return None
+    why = f", since {incident.brief} {span(_s(incident.begin_ns, now))} ago" if incident is not None else ""
+    at = step_of(facts, now)
+    where = f" (now at step {at})" if facts.step < at <= facts.redo_to else ""
+    text = f"Doing steps {facts.step + 1} to {facts.redo_to} again, to the same bits{where}{why}."
+    passed_s = _s(facts.began_again_ns, now)
+    due_s = (facts.redo_to - facts.step + 1) * (facts.pace.usual_s or 0.0)
+    late = passed_s > max(_BEYOND_HELP_S, 4 * due_s)
+    return Headline("bad" if late else "warning", text, f"That takes {span(passed_s)} already." if late else "")
+
+
+def _troubled(facts: Facts, now: Now) -> Headline | None:
+    """Files cannot be written."""
+    if _is_full(now):
+        return Headline(
+            "warning",
+            f"The disk is full ({_free(now)} left): training goes on, and what it tells waits in memory.",
+            "Free some space.",
+        )
+    if facts.full is not None and (_s(facts.full.time_ns, now) < _LATELY_S or not facts.checkpoints):
+        return Headline(
+            "warning",
+            f"Trouble with the disk {span(_s(facts.full.time_ns, now))} ago: {facts.full.reason}.",
+            "Training goes on.",
+        )
+    newest = next((c for c in reversed(facts.checkpoints) if not c.skipped), None)
+    if newest is not None and not newest.ok:
+        saved = facts.checkpoint_step
+        whole = f"The newest whole one is of step {saved}." if saved else "There is no other."
+        return Headline(
+            "warning", f"Training goes on, but the checkpoint of step {newest.step} failed: {newest.reason}.", whole
+        )
+    return None
+
+
+def _fewer(facts: Facts, now: Now) -> Headline | None:
+    members = sum(worker.state in MEMBERS for worker in facts.workers.values())
+    wanted = whole_number((now.live or {}).get("target")) or facts.wanted
+    if members >= wanted:
+        return None
+    healing = sorted(i for i, worker in facts.workers.items() if worker.state == "healing")
+    missed = facts.incidents.missed()
+    why = "; ".join(f"{one.brief} {span(_s(one.begin_ns, now))} ago" for one in missed[-2:])
+    comes = f"; worker {', '.join(map(str, healing[:6]))} heals" if healing else ""
+    return Headline("warning", f"Training with {members} of {wanted} workers{f': {why}' if why else ''}{comes}.")
+
+
+def _well(facts: Facts, now: Now) -> Headline:
+    if not facts.counts:
+        return Headline("good", "Nothing has been told yet.")
+    total = f" of {now.total}" if now.total else ""
+    members = sum(worker.state in MEMBERS for worker in facts.workers.values())
+    text = f"All is well: step {step_of(facts, now)}{total}, {members} of {facts.wanted or members} workers."
+    last = facts.incidents.newest
+    if last is None:
+        return Headline("good", text, "No fault so far.")
+    went = f"; training went on after {span((last.end_ns - last.begin_ns) / 1e9)}" if last.end_ns else ""
+    return Headline("good", text, f"Last fault {span(_s(last.begin_ns, now))} ago: {last.brief}{went}.")
+
+
+def _is_full(now: Now) -> bool:
+    return now.free_bytes is not None and now.free_bytes < _FULL_BYTES
+
+
+def _free(now: Now) -> str:
+    return f"{number(now.free_bytes) / 1000:.0f} kB"
+
+
+_CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
+    _over,
+    _died,
+    _starting,
+    _stopping,
+    _finishing,
+    _waiting,
+    _silent,
+    _again,
+    _standing,
+    _troubled,
+    _fewer,
+)

@@ -1,0 +1,329 @@
+"""What went wrong and what the system did about it: one incident each, from the fault until all is whole again. Pure.
+
+Apart from the log of events, which has ten lines for what a person wants to read as one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from everstep.base.cause import Cause
+from everstep.report.words import Event, as_dict, cause, known, number, one_line, time_text, whole_number
+
+_MOST = 1000
+_MOST_NAMED = 6
+_DID = {
+    Cause.KILLED: "was killed",
+    Cause.CRASHED: "crashed",
+    Cause.EXITED: "ended itself",
+    Cause.EXCEPTION: "raised an exception",
+    Cause.OOM: "ran out of memory",
+    Cause.HUNG: "hung",
+    Cause.SILENT: "fell silent",
+    Cause.HOST_LOST: "was lost with its host",
+    Cause.LINK: "could not reach the others",
+    Cause.CORRUPT: "held a damaged state",
+    Cause.NONDETERMINISTIC: "computed other bits than the others",
+    Cause.PREEMPTED: "was taken away by the scheduler",
+}
+_THINGS = {
+    "checkpoint": "a checkpoint was damaged",
+    "states": "the states of the workers are in doubt",
+    "coordinator": "the coordinator {did}",
+}
+_ORDERLY = (Cause.DRAINED, Cause.SCALED, Cause.COMPLETED, Cause.INTERRUPTED, Cause.REBALANCED)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Whom a fault has struck (`home`: what that worker was), and how; suspected: it only stands still so far."""
+
+    who: str
+    cause: Cause
+    reason: str
+    home: str = ""
+    suspected: bool = False
+
+    @property
+    def brief(self) -> str:
+        """Without the reason."""
+        if self.who not in _THINGS:
+            return f"{self.who} {'is suspected' if self.suspected else _DID.get(self.cause, 'was lost')}"
+        return _THINGS[self.who].format(did=_DID.get(self.cause, "died"))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        home = f" ({self.home})" if self.home else ""
+        more = f" ({self.reason})" if self.reason and self.cause is not Cause.KILLED else ""
+        return self.brief.replace(self.who, self.who + home, 1) + more if home else self.brief + more
+
+
+@dataclass
+class Incident:
+    """Faults that belong together. struck: by whom it struck; done: what the system did, in order.
+
+    planned_ns: when the plan began that answers it. end_ns: when training went on, None before; whole_ns: when all who
+    were lost had been replaced. suspect: nobody is lost, a worker only stands still. lost: worker ids that are missed.
+    """
+
+    number: int
+    begin_ns: int
+    step: int
+    cause: Cause
+    struck: dict[str, Hit] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    planned_ns: int | None = None
+    suspect: bool = False
+    end_ns: int | None = None
+    whole_ns: int | None = None
+    lost: frozenset[int] = frozenset()
+
+    @property
+    def what(self) -> str:
+        """Who was struck, and how."""
+        return self._named([hit.text for hit in self.struck.values()], "; ")
+
+    @property
+    def brief(self) -> str:
+        """The same, without reasons."""
+        told: dict[str, list[str]] = {}
+        for hit in self.struck.values():
+            told.setdefault(hit.brief.removeprefix(hit.who), []).append(hit.who)
+        return self._named([_together(who, did) for did, who in told.items()], " and ")
+
+    def _named(self, hits: list[str], between: str) -> str:
+        more = f" and {len(hits) - _MOST_NAMED} more" if len(hits) > _MOST_NAMED else ""
+        return between.join(hits[:_MOST_NAMED]) + more
+
+    @property
+    def level(self) -> str:
+        """info once training went on, warning before."""
+        return "warning" if self.end_ns is None else "info"
+
+    def did(self, text: str) -> None:
+        """The system did this about it."""
+        if text not in self.done and len(self.done) < 2 * _MOST_NAMED:
+            self.done.append(text)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        went = [] if self.end_ns is None else [f"training went on after {self._after(self.end_ns)}"]
+        whole = self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns
+        went += [f"whole again after {self._after(self.whole_ns or 0)}"] if whole else []
+        return "; ".join([self.what, *self.done, *went])
+
+    def _after(self, time_ns: int) -> str:
+        return time_text(max(0, time_ns - self.begin_ns) / 1e9)
+
+
+@dataclass
+class Incidents:
+    """Takes in events in file order; `all`: the newest ones. `open`: what training has not gone on from yet."""
+
+    all: deque[Incident] = field(default_factory=lambda: deque(maxlen=_MOST))
+    open: Incident | None = None
+    count: int = 0
+    _homes: dict[int, str] = field(default_factory=dict)
+    _redone: Incident | None = None
+
+    @property
+    def newest(self) -> Incident | None:
+        """The newest one."""
+        return self.all[-1] if self.all else None
+
+    def missed(self) -> list[Incident]:
+        """Those that training went on from, but whose workers are not replaced yet."""
+        return [incident for incident in self.all if incident.end_ns is not None and incident.whole_ns is None]
+
+    def take(self, event: Event, time_ns: int, step: int) -> None:
+        """Take in the next event, which is no commit. step: the newest one by then."""
+        act = _ACTS.get(event["kind"])
+        if act is not None:
+            act(self, event, time_ns, step)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next commit says something about an incident."""
+        return self.open is not None or self._redone is not None
+
+    def committed(self, time_ns: int, step: int) -> None:
+        """This step was committed at that time; it may be told when a later one has begun."""
+        redone, incident = self._redone, self.open
+        if redone is not None and time_ns > (redone.planned_ns or 0):
+            redone.did(f"step {step} was done again")
+            self._redone = None
+        if incident is not None and incident.suspect and time_ns > incident.begin_ns:
+            incident.did("it went on by itself")
+            self._went_on(time_ns)
+        elif incident is not None and incident.planned_ns is not None and time_ns > incident.planned_ns:
+            self._went_on(time_ns)
+
+    def begins(self) -> None:
+        """The job is started, or over: what was open then stays as it is."""
+        for incident in self.missed():
+            incident.whole_ns = incident.end_ns
+        self.open = self._redone = None
+
+    # ---- events
+
+    def _evicted(self, event: Event, time_ns: int, step: int) -> None:
+        worker_id, why = known(event.get("worker_id")), cause(event)
+        if why in _ORDERLY:
+            return
+        died_ns = whole_number(event.get("died_unix_ns")) or time_ns
+        home = self._homes.get(worker_id, "") if worker_id is not None else ""
+        incident = self._strike(Hit(f"worker {worker_id}", why, _reason(event), home), min(died_ns, time_ns), step)
+        incident.suspect, incident.planned_ns, incident.cause = False, None, why
+        if worker_id is not None:
+            incident.lost |= {worker_id}
+
+    def _suspected(self, event: Event, time_ns: int, step: int) -> None:
+        hit = Hit(f"worker {known(event.get('worker_id'))}", cause(event), _reason(event), suspected=True)
+        if self.open is not None and hit.who in self.open.struck:
+            return
+        fresh = self.open is None
+        incident = self._strike(hit, time_ns, step)
+        incident.suspect = incident.suspect or fresh
+
+    def _strike(self, hit: Hit, begin_ns: int, step: int) -> Incident:
+        incident = self.open
+        if incident is None:
+            self.count += 1
+            incident = self.open = Incident(self.count, begin_ns, step + 1, hit.cause)
+            self.all.append(incident)
+        incident.begin_ns = min(incident.begin_ns, begin_ns)
+        incident.struck[hit.who] = hit
+        return incident
+
+    def _alone(self, hit: Hit, time_ns: int, step: int, did: str) -> None:
+        """A hit that training does not stand still for: an incident of its own, unless there is one just now."""
+        incident = self._strike(hit, time_ns, step)
+        incident.did(did)
+        if incident.struck.keys() == {hit.who}:
+            incident.whole_ns = time_ns
+            self._went_on(time_ns)
+
+    def _plan(self, event: Event, time_ns: int, step: int) -> None:
+        self._remember(event)
+        incident = self.open
+        if incident is not None and not incident.suspect:
+            incident.planned_ns = time_ns
+        seated = set(self._homes)
+        wanted = whole_number(event.get("target"))
+        for old in self.missed():
+            if old.lost <= seated or 0 < wanted <= len(seated):
+                if old.lost <= seated and old.lost:
+                    old.did(f"worker {_listed(old.lost)} {'is' if len(old.lost) == 1 else 'are'} back")
+                old.whole_ns = time_ns
+        if incident is not None and 0 < wanted <= len(seated):
+            incident.lost = frozenset()  # spares have taken the places
+
+    def _remember(self, event: Event) -> None:
+        leaders = event.get("leaders")
+        leading = leaders if isinstance(leaders, list) else [event.get("leader")]
+        seats, stages = event.get("seats"), len(leading)
+        homes: dict[int, str] = {}
+        for seat in seats if isinstance(seats, list) else []:
+            if isinstance(seat, list) and len(seat) >= 2 and isinstance(seat[0], int):
+                where = f"stage {seat[1]}" if stages > 1 else ""
+                leads = "leader" if seat[0] in leading else ""
+                homes[seat[0]] = " of ".join(part for part in (leads, where) if part)
+        if not homes:
+            homes = {int(i): "leader" if int(i) in leading else "" for i in as_dict(event.get("lanes")) if i.isdigit()}
+        self._homes = homes
+
+    def _leader(self, event: Event, time_ns: int, step: int) -> None:
+        if self.open is not None:
+            stage = event.get("stage")
+            self.open.did(f"worker {event.get('worker_id')} leads{f' stage {stage}' if stage else ''}")
+
+    def _healed(self, event: Event, time_ns: int, step: int) -> None:
+        worker_id = known(event.get("worker_id"))
+        if self.open is not None and worker_id is not None and worker_id not in self.open.lost:
+            self.open.did(f"worker {worker_id} takes its place")
+        for old in self.missed():
+            if worker_id in old.lost:
+                old.lost -= {worker_id}
+                if not old.lost:
+                    old.did(f"worker {worker_id} healed")
+                    old.whole_ns = time_ns
+
+    def _waiting(self, event: Event, time_ns: int, step: int) -> None:
+        if self.open is not None:
+            self.open.did("waited for workers")
+
+    def _fallback(self, event: Event, time_ns: int, step: int) -> None:
+        back_to, redone = known(event.get("step")), known(event.get("steps_redone"))
+        if event.get("what") == "checkpoint":
+            self._alone(Hit("checkpoint", cause(event), _reason(event)), time_ns, step, "an older one is used")
+            return
+        if redone is None or back_to is None:
+            return
+        incident = self.open or self._strike(Hit("states", cause(event), _reason(event)), time_ns, step)
+        incident.planned_ns = time_ns
+        where = f"the {one_line(event.get('source'), 20) or 'copy'} of step {back_to}" if back_to else "the start"
+        incident.did(f"went back to {where}: {redone} steps again")
+
+    def _coordinator(self, event: Event, time_ns: int, step: int) -> None:
+        self._alone(Hit("coordinator", cause(event), _reason(event)), time_ns, step, "it was restarted")
+
+    def _given_up(self, event: Event, time_ns: int, step: int) -> None:
+        if cause(event) is Cause.CRASH_LOOP and self.newest is not None:
+            self.newest.did(f"the slot of worker {event.get('worker_id')} was given up")
+
+    def _recovered(self, event: Event, time_ns: int, step: int) -> None:
+        incident = self.open
+        if incident is None:
+            return
+        incident.begin_ns = min(incident.begin_ns, time_ns - round(max(0.0, number(event.get("duration_s"))) * 1e9))
+        if as_dict(event.get("phases_s")).get("redo") and not any("steps again" in text for text in incident.done):
+            self._redone = incident
+        self._went_on(time_ns)
+
+    def _went_on(self, time_ns: int) -> None:
+        incident, self.open = self.open, None
+        if incident is not None:
+            incident.end_ns = max(time_ns, incident.begin_ns)
+            if not incident.lost:
+                incident.whole_ns = incident.whole_ns or incident.end_ns
+
+    def _over(self, event: Event, time_ns: int, step: int) -> None:
+        self.begins()
+
+
+def _reason(event: Event) -> str:
+    return one_line(event.get("reason"), 240)
+
+
+def _together(who: list[str], did: str) -> str:
+    """workers 1, 2 were killed."""
+    if len(who) == 1 or not did.startswith(" "):
+        return who[0] + did if did.startswith(" ") else did
+    for one, many in (("was ", "were "), ("is ", "are "), ("itself", "themselves"), ("its host", "their hosts")):
+        did = did.replace(one, many)
+    named = sorted((name.removeprefix("worker ") for name in who), key=lambda name: (len(name), name))
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return f"workers {', '.join(named[:_MOST_NAMED])}{more}{did}"
+
+
+def _listed(ids: frozenset[int]) -> str:
+    return ", ".join(str(i) for i in sorted(ids)[:_MOST_NAMED])
+
+
+_ACTS = {
+    "worker_evicted": Incidents._evicted,
+    "worker_suspected": Incidents._suspected,
+    "generation_started": Incidents._plan,
+    "leader_changed": Incidents._leader,
+    "worker_healed": Incidents._healed,
+    "waiting": Incidents._waiting,
+    "fallback": Incidents._fallback,
+    "coordinator_restarted": Incidents._coordinator,
+    "warning": Incidents._given_up,
+    "recovery_completed": Incidents._recovered,
+    "job_started": Incidents._over,
+    "job_completed": Incidents._over,
+    "job_failed": Incidents._over,
+}

@@ -1,0 +1,63 @@
+"""How fast steps come, and whether the next one is overdue: the one place that speed is worked out. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+RECENT_STEPS = 32
+"""The window of every rate and of what is usual, in steps of the newest start."""
+_MANY = 4.0
+_GRACE_S = 1.0
+_UNKNOWN_S = 30.0
+
+
+class Pace:
+    """Takes in commits, with the time at which each was made. All rates are of the newest `RECENT_STEPS` since training
+    last began, or went back: what was before, and the time in between, says nothing about the speed now."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STEPS + 1)
+        self._usual: deque[int] = deque(maxlen=RECENT_STEPS)
+
+    def begin(self) -> None:
+        """Training begins, or goes back: the next commit does not follow upon the last."""
+        self._recent.clear()
+
+    def commit(self, time_ns: int, step: int, samples: int, clean: bool) -> None:
+        """A step was committed. clean: nothing but the step itself lies between the commit before and this one."""
+        if clean and self._recent:
+            self._usual.append(max(0, time_ns - self._recent[-1][0]))
+        self._recent.append((time_ns, step, samples))
+
+    @property
+    def usual_s(self) -> float | None:
+        """Median seconds from one commit to the next where nothing came between; None before there were two."""
+        return median(self._usual) / 1e9 if self._usual else None
+
+    def limit_s(self) -> float:
+        """Longer than so many seconds after the last commit, training stands still."""
+        usual_s = self.usual_s
+        return _UNKNOWN_S if usual_s is None else max(_MANY * usual_s, usual_s + _GRACE_S)
+
+    def stands_still(self, passed_s: float) -> bool:
+        """Whether so many seconds are more than a step may take. Cheap where they are few."""
+        return passed_s > _GRACE_S and passed_s > self.limit_s()
+
+    def samples_per_s(self, now_ns: int | None = None) -> float | None:
+        """now_ns: of a job that trains; the speed falls while the next step is overdue. None before two steps."""
+        if len(self._recent) < 2:
+            return None
+        (first_ns, _, _), (last_ns, _, _) = self._recent[0], self._recent[-1]
+        late = now_ns is not None and self.stands_still((now_ns - last_ns) / 1e9)
+        seconds = ((now_ns if late and now_ns is not None else last_ns) - first_ns) / 1e9
+        return sum(samples for _, _, samples in list(self._recent)[1:]) / seconds if seconds > 0 else None
+
+    def eta_s(self, step: int, total: int | None) -> float | None:
+        """Seconds to the last step at the present speed; None if unknown, or there already."""
+        if total is None or step >= total or len(self._recent) < 2:
+            return None
+        (first_ns, first, _), (last_ns, last, _) = self._recent[0], self._recent[-1]
+        if last <= first or last_ns <= first_ns:
+            return None
+        return (total - step) * (last_ns - first_ns) / 1e9 / (last - first)

@@ -1,0 +1,281 @@
+"""The sentence: for each way in which a job can stand, what it names, in which colour; a clock alone changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from everstep.report.facts import Facts, facts_of
+from everstep.report.headline import Headline, Now, headline
+
+S = 1_000_000_000
+T0 = 1_800_000_000 * S
+Events = list[dict[str, Any]]
+KILLED = {"cause": "killed", "reason": "killed by SIGKILL"}
+
+
+def event(kind: str, at_s: float, **fields: Any) -> dict[str, Any]:
+    return {"time_unix_ns": T0 + round(at_s * S), "kind": kind, **fields}
+
+
+def plan(at_s: float, generation: int, stages: list[list[int]], cause: str = "started", reason: str = "x") -> Any:
+    seats = [[i, k, "active", [n]] for k, pool in enumerate(stages) for n, i in enumerate(pool)]
+    leaders = [pool[0] for pool in stages]
+    more = {"target": 4, "leader": leaders[0], "leaders": leaders, "seats": seats, "cause": cause, "reason": reason}
+    return event("generation_started", at_s, generation=generation, **more)
+
+
+def commit(step: int, at_s: float) -> dict[str, Any]:
+    return event("step_committed", at_s, step=step, loss=1.0, samples=8)
+
+
+def trained(stages: list[list[int]] | None = None) -> Events:
+    """4 workers; 10 steps of 0.3 s, the last at 5.7 s."""
+    joined = [event("worker_joined", 2, worker_id=i, incarnation=0, pid=i, host="a") for i in range(4)]
+    steps = [commit(s, 2.7 + 0.3 * s) for s in range(1, 11)]
+    return [event("job_started", 0, step=0, workers=4), *joined, plan(2.5, 1, stages or [[0, 1, 2, 3]]), *steps]
+
+
+def killed(worker_id: int, at_s: float) -> dict[str, Any]:
+    died_ns = T0 + round(at_s * S)
+    return event("worker_evicted", at_s + 0.05, worker_id=worker_id, incarnation=0, died_unix_ns=died_ns, **KILLED)
+
+
+def recovered(worker_id: int, begin_s: float, end_s: float) -> dict[str, Any]:
+    spent = {"duration_s": end_s - begin_s, "phases_s": {"redo": 0.2}}
+    return event("recovery_completed", end_s, worker_id=worker_id, step=10, **spent, **KILLED)
+
+
+TWO = [[0, 1], [2, 3]]
+LOST = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]], "killed")]
+LEADER = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3]], "killed")]
+LEADS = event("leader_changed", 5.9, worker_id=3, stage=1, **KILLED)
+SPARE = event("worker_joined", 2.6, worker_id=4, incarnation=0)
+WITH_SPARE = [SPARE, *trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3, 4]], "killed"), LEADS]
+HEALED = event("worker_healed", 6.0, worker_id=4, incarnation=0)
+SUSPECTED = event("worker_suspected", 9, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
+PARTED = {"cause": "link", "reason": "workers 0, 2, 3 cannot reach it"}
+CUT = event("worker_evicted", 6.7, worker_id=1, incarnation=0, **PARTED)
+TOO_FEW = event("waiting", 6, cause="quorum", reason="1 of 4 workers is ready, 2 are needed")
+FLIP = {"cause": "nondeterministic", "reason": "worker 1 computed other bits; all go back to a copy of step 7"}
+BACK = [plan(6, 2, [[0, 1, 2, 3]], "nondeterministic"), event("fallback", 6.1, step=7, steps_redone=3, **FLIP)]
+SAVED = event("checkpoint_completed", 4, step=6, tier="disk")
+STOPPING = plan(6, 2, [[0, 1, 2, 3]], "interrupted", "interrupted by SIGINT: a checkpoint is taken first")
+STOPPED = {"cause": "interrupted", "state": "interrupted", "exit_code": 130, "reason": "interrupted by SIGINT"}
+FULL = {"cause": "disk", "reason": "rows of the ledger cannot be written: No space left on device"}
+FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left on device"}
+DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
+GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
+
+CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] = {
+    "all is well": (trained(), 5.8, {}, "good", ("All is well: step 10, 4 of 4 workers.", "No fault so far.")),
+    "worker killed, at once": ([*trained(), killed(2, 5.8)], 6, {}, "warning", ("worker 2 was killed 0.2 s ago",)),
+    "worker killed": (LOST, 11.7, {}, "warning", ("No step for 6 s (usually 0.3 s): redoing step 11 since worker 2",)),
+    "after that": (
+        [*LOST, recovered(2, 5.8, 6.2), commit(11, 6.2), commit(12, 6.5)],
+        7,
+        {},
+        "warning",
+        ("Training with 3 of 4 workers: worker 2 was killed 1 s ago",),
+    ),
+    "leader of a stage killed, no spare": (
+        [*LEADER, LEADS],
+        8,
+        {},
+        "warning",
+        ("redoing step 11 since worker 2 was killed 2 s ago", "worker 3 leads stage 1"),
+    ),
+    "leader of a stage killed, a spare": (
+        [*WITH_SPARE, HEALED],
+        8,
+        {},
+        "warning",
+        ("redoing step 11 since worker 2 was killed", "worker 3 leads stage 1", "worker 4 takes its place"),
+    ),
+    "after that, a spare": (
+        [*WITH_SPARE, HEALED, recovered(2, 5.8, 6.2), commit(11, 6.2), commit(12, 6.5)],
+        6.9,
+        {},
+        "good",
+        ("All is well: step 12, 4 of 4 workers.", "Last fault 1 s ago: worker 2 was killed", "after 0.4 s"),
+    ),
+    "a hang that nobody has noticed": (
+        trained(),
+        8,
+        {"phases": {0: "reduce", 1: "forward", 2: "reduce", 3: "agree"}},
+        "warning",
+        ("No step for 2 s (usually 0.3 s): the others wait for worker 1 (forward)", "Who hangs is evicted"),
+    ),
+    "a hang": (
+        [*trained(), SUSPECTED],
+        11,
+        {},
+        "warning",
+        ("No step for 5 s", "worker 1 is suspected for 2 s", "evicted"),
+    ),
+    "a hang that nobody helps": ([*trained(), SUSPECTED], 100, {}, "bad", ("No step for 1m34s", "look at the logs")),
+    "a partition": (
+        [*trained(), CUT],
+        9,
+        {},
+        "warning",
+        ("No step for 3 s", "worker 1 could not reach the others 2 s"),
+    ),
+    "launcher dead": (
+        [*trained(), SAVED],
+        65.7,
+        GONE,
+        "bad",
+        ("died without a word after step 10", "1m00s ago", "of step 6: 4 steps", "To go on: everstep run digits"),
+    ),
+    "launcher dead, no checkpoint": (
+        trained(),
+        7,
+        {"running": False, "disk_step": 0},
+        "bad",
+        ("There is no checkpoint",),
+    ),
+    "coordinator silent": (
+        trained(),
+        9,
+        {"asked": True},
+        "bad",
+        ("No step for 3 s", "the coordinator does not answer"),
+    ),
+    "disk full": (trained(), 5.8, {"free_bytes": 4096}, "warning", ("The disk is full (4 kB left)", "waits in memory")),
+    "disk full, nothing is told": (
+        trained(),
+        9,
+        {"free_bytes": 0, "live": {"step": 20, "state": "running"}},
+        "warning",
+        ("Training is at step 20, but nothing has been written for 3 s: the disk is full",),
+    ),
+    "rows wait": (
+        [*trained(), event("warning", 5.75, **FULL)],
+        5.8,
+        {},
+        "warning",
+        ("Trouble with the disk", "rows of"),
+    ),
+    "checkpoints fail": (
+        [*trained(), SAVED, event("checkpoint_failed", 5.6, **{**FAILED, "cause": "store"})],
+        5.8,
+        {},
+        "warning",
+        ("the checkpoint of step 9 failed: No space left", "of step 6"),
+    ),
+    "a checkpoint that was not due": (
+        [*trained(), event("checkpoint_skipped", 5.6, **{**FAILED, "cause": "busy"})],
+        5.8,
+        {},
+        "good",
+        ("All is well",),
+    ),
+    "waiting for workers": ([*trained(), TOO_FEW], 10, {"gives_up_s": 600.0}, "warning", ("Waiting for 4 s: 1 of 4",)),
+    "waiting for long": ([*trained(), TOO_FEW], 26, {"gives_up_s": 600.0}, "bad", ("20 s", "It gives up in 9m40s")),
+    "going back after a flip": (
+        [*trained(), *BACK],
+        6.3,
+        {"live": {"step": 8, "state": "running"}},
+        "warning",
+        ("doing steps 8 to 10 again", "the states of the workers are in doubt"),
+    ),
+    "doing steps again": (
+        [*trained(), *BACK, event("recovery_completed", 6.4, step=7, duration_s=0.4, phases_s={}, **FLIP)],
+        7,
+        {"live": {"step": 9, "state": "running"}},
+        "warning",
+        ("Doing steps 8 to 10 again, to the same bits (now at step 9)",),
+    ),
+    "being stopped": ([*trained(), STOPPING], 9, {}, "warning", ("Stopping for 3 s: interrupted by SIGINT", "No step")),
+    "stopped": (
+        [*trained(), STOPPING, event("job_failed", 7, step=11, **STOPPED)],
+        60,
+        {**GONE, "disk_step": 11},
+        "warning",
+        ("Stopped after step 11: interrupted by SIGINT.", "nothing is lost", "To go on"),
+    ),
+    "failed": (
+        [*trained(), event("job_failed", 7, step=10, cause="quorum", state="failed", reason="too few")],
+        60,
+        GONE,
+        "bad",
+        ("Failed after step 10: too few.", "4 steps would be done again"),
+    ),
+    "finished": (
+        [*trained(), DONE],
+        60,
+        {"running": False, "finished": True},
+        "good",
+        ("Finished: all 10 steps", "7 s"),
+    ),
+    "finishing": (trained(), 6, {"total": 10}, "good", ("All 10 steps are done",)),
+    "starting": (trained()[:3], 3, {}, "good", ("Starting for 3 s: 2 of 4 workers are ready.",)),
+    "the first step": (trained()[:6], 4, {}, "good", ("step 1, the first one",)),
+    "starting for ever": (trained()[:3], 300, {}, "warning", ("Starting for 5m00s",)),
+    "nothing at all": ([], 0, {"running": False}, "good", ("nothing has been told",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sentence(name: str) -> None:
+    events, at_s, beside, level, parts = CASES[name]
+    said = headline(facts_of(events), Now(T0 + round(at_s * S), **beside))
+    assert said.level == level, said
+    for part in parts:
+        assert part in said.whole(), (part, said.whole())
+    assert ".." not in said.whole() and "  " not in said.whole()
+
+
+TRAINING = [
+    name for name, case in CASES.items() if case[2].get("running", True) and case[0][-1] is not DONE and case[0]
+]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_nothing_is_well_once_the_clock_alone_goes_on(name: str) -> None:
+    """Facts that stand still are no good news, whatever they are: within seconds, and for ever."""
+    events, at_s, beside, _, _ = CASES[name]
+    facts, levels = facts_of(events), []
+    for later_s in (0, 2.5, 120, 1e4):
+        levels.append(headline(facts, Now(T0 + round((at_s + later_s) * S), **beside)).level)
+    started = facts.last_step_ns > 0 and name != "finishing"
+    assert "good" not in (levels[1:] if started else levels[2:]), levels
+
+
+def test_a_recovery_is_heard_of_before_its_step() -> None:
+    """It ended with a commit, though that is told later: nobody waits for anything."""
+    said = headline(facts_of([*LOST, recovered(2, 5.8, 7.5)]), Now(T0 + round(7.7 * S)))
+    assert said.text.startswith("Training with 3 of 4 workers"), said
+
+
+def test_a_step_of_before_the_fault_ends_no_recovery() -> None:
+    """The last step before a death is told after it."""
+    facts = facts_of([*LOST, commit(11, 5.75)])
+    assert headline(facts, Now(T0 + 6 * S)).level == "warning"
+    assert (facts.state, facts.step) == ("recovering", 11)
+
+
+def test_it_is_fitted_to_the_width() -> None:
+    said = Headline("good", "All is well: step 3.", "No fault so far.")
+    assert [said.fitted(width) for width in (80, 30, 10)] == [
+        "All is well: step 3. No fault so far.",
+        "All is well: step 3.",
+        "All is we…",
+    ]
+
+
+def _with(change: Callable[[dict[str, Any]], None]) -> Facts:
+    changed = [{**one} for one in WITH_SPARE]
+    for one in changed:
+        change(one)
+    return facts_of(changed)
+
+
+def test_nonsense_in_events_is_survived() -> None:
+    for key in ("worker_id", "seats", "leaders", "target", "step", "died_unix_ns", "reason", "stage"):
+        for value in (None, [], {}, "x", -1, 1 << 80, float("nan")):
+            facts = _with(lambda one, key=key, value=value: one.update({key: value}) if key in one else None)
+            assert headline(facts, Now(T0 + 60 * S)).text
