@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
+from everstep.dashboard.details import log_at, trace, whole, worker_detail
 from everstep.dashboard.feed import Audit, Feeds, RunFeed
 from everstep.dashboard.guard import (
     KNOWN,
@@ -38,7 +39,9 @@ from everstep.dashboard.guard import (
     kept_token,
 )
 from everstep.dashboard.view import PageCursor, now_ms, patch
+from everstep.report.history import History
 from everstep.report.prometheus import device_families, expose, families
+from everstep.report.words import as_dict, number
 from everstep.runtime import commands
 from everstep.runtime.address import METRICS_TOKEN_FILE
 
@@ -49,6 +52,8 @@ _MOST_STREAMS = 64
 _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 _PATIENCE_S = 10.0
+_MOST_PROFILED = 100
+STOPPED = "stopped from the dashboard"
 _CHECKPOINT_S = 120.0
 
 
@@ -60,7 +65,7 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     async def static(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
-            return JSONResponse({"ok": False, "error": "there is no such file"}, status_code=404)
+            return _missing("there is no such file")
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     async def stream(request: Request) -> Response:
@@ -79,6 +84,27 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
             return JSONResponse({"ok": True, "text": "checked", "result": await asyncio.to_thread(run.check_ledger)})
         return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
 
+    async def moment(request: Request) -> Response:
+        run, asked = _numbered(feeds, request.path_params["run"]), request.query_params
+        if run is None:
+            return _missing("there is no such run")
+        return JSONResponse(await asyncio.to_thread(log_at, run.run_dir, asked.get("at"), asked.get("worker")))
+
+    async def worker(request: Request) -> Response:
+        run, worker_id = _numbered(feeds, request.path_params["run"]), whole(request.path_params["worker"], 1_000_000)
+        if run is None or worker_id is None:
+            return _missing("there is no such run or worker")
+        return JSONResponse(await asyncio.to_thread(worker_detail, run.run_dir, worker_id))
+
+    async def profile(request: Request) -> Response:
+        run, asked = _numbered(feeds, request.path_params["run"]), request.path_params
+        found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
+        if found is None:
+            return _missing("there is no such trace")
+        name = f"{asked['folder']}-{asked['name']}"
+        disposition = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(found, media_type="application/gzip", headers=disposition)
+
     async def me(request: Request) -> Response:
         """Whether whoever asks has the token. The guard has answered already to who posts another."""
         return JSONResponse({"ok": request.scope[KNOWN]})
@@ -88,6 +114,9 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         Route("/static/{name}", static),
         Route("/api/stream", stream),
         Route(UNLOCK, me, methods=["GET", "POST"]),
+        Route("/api/runs/{run}/log", moment),
+        Route("/api/runs/{run}/workers/{worker}", worker),
+        Route("/api/runs/{run}/profiles/{folder}/{name}", profile),
         Route("/api/runs/{run}/{name}", action, methods=["POST"]),
         metrics_route(feeds),
     ]
@@ -131,6 +160,10 @@ def _scrape(run: RunFeed, accept: str) -> tuple[bytes, str]:
 
 def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
+
+
+def _missing(error: str) -> Response:
+    return JSONResponse({"ok": False, "error": error}, status_code=404)
 
 
 def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
@@ -190,11 +223,19 @@ def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         checked, words = _ACTIONS[name]
         wanted = checked(args)
         patience_s = _CHECKPOINT_S if name == "checkpoint" else _PATIENCE_S
-        result = commands.ask(run_dir, name, wanted, timeout_s=patience_s)
+        more = {"grace_s": 0.8 * _grace_s(run_dir)} if name == "stop" else {}
+        result = commands.ask(run_dir, name, {**wanted, **more}, timeout_s=patience_s)
     except EverstepError as error:
         return {"ok": False, "error": " ".join(str(error).split())}
     text = words.format_map(defaultdict(lambda: "?", {**result, **wanted}))
     return {"ok": True, "text": text, "result": result}
+
+
+def _grace_s(run_dir: Path) -> float:
+    """How long a job may take for its last checkpoint, by its config."""
+    config = as_dict(History(run_dir).job.get("config"))
+    rule = as_dict(config.get("checkpoint"))
+    return number(rule.get("grace_s"))
 
 
 def _whole(args: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -211,11 +252,22 @@ def _fault(args: Mapping[str, Any]) -> dict[str, Any]:
     return parse_now(fault).request()
 
 
+def _profile(args: Mapping[str, Any]) -> dict[str, Any]:
+    steps, workers = args.get("steps"), args.get("workers")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MOST_PROFILED:
+        raise ConfigError(f"steps: expected a whole number from 1 to {_MOST_PROFILED}, got {str(steps)[:40]!r}")
+    if not isinstance(workers, list) or not all(type(i) is int and 0 <= i < 1_000_000 for i in workers[:1000]):
+        raise ConfigError("workers: expected a list of worker ids")
+    return {"folder": time.strftime("%Y%m%d-%H%M%S"), "steps": steps, "workers": workers[:1000]}
+
+
 _ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] = {
     "checkpoint": (lambda args: {}, "checkpoint of step {step} in {path}"),
     "drain": (lambda args: _whole(args, "worker_id"), "worker {worker_id} is leaving, {workers} stay"),
     "scale": (lambda args: _whole(args, "workers"), "from {before} to {workers} workers"),
     "chaos": (_fault, "{fault} is on its way"),
+    "profile": (_profile, "steps {first_step} on are recorded into profiles/{name}"),
+    "stop": (lambda args: {"cause": "requested", "reason": STOPPED}, "the job ends, with a checkpoint if it has any"),
 }
 """What a page may ask of a running job: how its arguments are checked, and what is said when it is done."""
 

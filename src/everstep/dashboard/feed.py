@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.base.errors import EverstepError
+from everstep.dashboard.details import as_line
+from everstep.protocol.roles import INJECT, OPERATE
 from everstep.report.facts import Line
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
-from everstep.report.words import one_line
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]
@@ -35,7 +36,8 @@ _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 
 class RunFeed:
-    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent.
+    """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent; `may`:
+    the roles in which this process can ask something of it.
 
     lines: the events, and with `logs` what the workers printed and logged; each has a number of its own.
     """
@@ -45,6 +47,7 @@ class RunFeed:
         self.history = History(run_dir)
         self.status: dict[str, Any] | None = None
         self.running = False
+        self.may: list[str] = []
         self.ledger: dict[str, Any] = {}
         self.lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._numbers = 0
@@ -77,10 +80,7 @@ class RunFeed:
         """What is new in the workers' logs, as far as a page has room for it."""
         found: deque[Line] = deque(maxlen=_MOST_LINES)
         for line in self._logs.read() if self._logs is not None else ():
-            level = {"debug": "info", "critical": "error"}.get(line.level, line.level)
-            text = one_line(f"{line.source}: {line.text}{' | ' if line.more else ''}{line.more}")
-            kind = str(line.fields.get("source", "log"))
-            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, text))
+            found.append(as_line(line))
         return list(found)
 
     def _take_lines(self, said: list[Line]) -> None:
@@ -102,11 +102,12 @@ class RunFeed:
         """Ask the coordinator, if a job runs there."""
         running = self.history.running()
         status: dict[str, Any] | None = None
+        may = [role for role in (OPERATE, INJECT) if commands.has_token(self.run_dir, role)] if running else []
         if running:
             with contextlib.suppress(EverstepError):
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
         with self.lock:
-            self.running = running
+            self.running, self.may = running, may
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:

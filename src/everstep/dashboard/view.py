@@ -13,6 +13,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
+from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
@@ -21,6 +22,9 @@ from everstep.report.words import number, one_line
 _LISTED = 200
 _FIRST_LINES = 600
 _MOST_COLUMNS = 512
+_MOST_LIVES = 64
+_MOST_SPANS = 1500
+_RATE_POINTS = 12
 
 
 class WorkerRow(NamedTuple):
@@ -75,6 +79,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "recoveries": _recoveries(facts),
         "checkpoints": _checkpoints(facts),
         "marks": _marks(facts),
+        "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
         "efficiency": facts.efficiency()[:64],
         "metrics": {"step": facts.metrics_step, "values": facts.metrics},
@@ -107,7 +112,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     states = [row.state for row in rows.values()]
     live = status if feed.running and status is not None else None
     state = str(live["state"]) if live else history.state(feed.running)
-    rate = facts.samples_per_s() if state in ("running", "recovering") else None
+    rate = facts.samples_per_s(_RATE_POINTS) if state in ("running", "recovering") else None
     total, step = history.total_steps, facts.step
     return {
         "name": history.name,
@@ -118,11 +123,13 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "reason": one_line((live or {}).get("reason")) or facts.reason,
         "running": feed.running,
         "answers": live is not None,
+        "may": feed.may,
         "loaded": history.loaded,
         "step": step,
         "total": total,
         "loss": facts.loss,
         "rate": rate,
+        "rate_points": _RATE_POINTS,
         "mean_rate": facts.mean_samples_per_s(),
         "eta_s": facts.eta_s(total) if state == "running" else None,
         "generation": facts.generation,
@@ -191,6 +198,23 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None) -> tuple[str, int]:
     return ("healing" if role == "joining" else role), life
 
 
+def lives(facts: Facts) -> dict[str, Any]:
+    """Who was what, and when: {"spans": [[worker, life, state, begin ms, end ms or null]], "hidden": workers left out}.
+
+    Where there are many workers, those that had the most trouble."""
+    ids = {span.worker_id for span in facts.spans}
+    if len(ids) > _MOST_LIVES:
+        troubled = {span.worker_id for span in facts.spans if span.state in ("dead", "suspect", "healing")}
+        ids = set(sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_LIVES])
+    shown = [span for span in facts.spans if span.worker_id in ids][-_MOST_SPANS:]
+    spans = [[s.worker_id, s.incarnation, s.state, _ms(s.begin_ns), _ms(s.end_ns)] for s in shown]
+    return {"spans": spans, "hidden": len({span.worker_id for span in facts.spans}) - len(ids)}
+
+
+def _ms(time_ns: int | None) -> int | None:
+    return None if time_ns is None else time_ns // 1_000_000
+
+
 def _incident(facts: Facts) -> dict[str, Any] | None:
     """The newest fault, and how long it took to recover from it."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
@@ -248,7 +272,7 @@ def _marks(facts: Facts) -> list[list[Any]]:
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
     fresh = takewhile(lambda line: line.number > after, islice(reversed(lines), _FIRST_LINES))
-    return [[m.number, m.time_ns // 1_000_000, m.level, m.kind, m.worker_id, m.step, m.text] for m in fresh][::-1]
+    return [row(line) for line in fresh][::-1]
 
 
 def now_ms() -> int:

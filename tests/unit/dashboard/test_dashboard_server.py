@@ -181,7 +181,7 @@ def test_no_action_without_the_token(server: Server) -> None:
     assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, content_type="text/plain")[0] == 415
 
 
-PATHS = ("/", "/static/page.js", "/api/stream", "/api/token", "/metrics", "/nowhere")
+PATHS = ("/", "/static/page.js", "/api/stream", "/api/token", "/metrics", "/api/runs/0/workers/1", "/nowhere")
 
 
 def test_everything_needs_the_token(closed_server: Server) -> None:
@@ -200,7 +200,7 @@ def test_everything_needs_the_token(closed_server: Server) -> None:
             text = closed_server.ask("GET", path, **given)[1]
             assert b"token" in text and text.count(b"\n") == 1
         assert closed_server.ask("GET", f"{path}?token={TOKEN}x")[0] == 401
-    for path, status in zip(PATHS, (200, 200, 200, 200, 200, 404), strict=True):
+    for path, status in zip(PATHS, (200, 200, 200, 200, 200, 200, 404), strict=True):
         if path != "/api/stream":
             assert closed_server.ask("GET", path, **OWNER)[0] == status
             assert closed_server.ask("GET", path, x_everstep_token=TOKEN)[0] == status
@@ -247,7 +247,11 @@ def test_actions_answer_in_one_line(server: Server) -> None:
         ("drain", {}, "whole number"),
         ("chaos", {"fault": "explode:target=worker:1"}, "explode"),
         ("checkpoint", {}, "no job is running"),
-        ("stop", {}, "unknown action"),
+        ("stop", {}, "no job is running"),
+        ("profile", {"steps": 0, "workers": [0]}, "from 1 to 100"),
+        ("profile", {"steps": 5, "workers": ["0"]}, "list of worker ids"),
+        ("profile", {"steps": 5, "workers": [0]}, "no job is running"),
+        ("pause", {}, "unknown action"),
     ]:
         status, answer = act(name, body)
         assert (status, answer["ok"]) == (200, False)
@@ -278,6 +282,64 @@ def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.Monke
         ("drain", {"worker_id": 1}),
         ("chaos", {"fault": "kill:target=leader:1", "workers": [], "stages": [1]}),
     ]
+
+
+def test_a_moment_and_a_worker_are_told_when_asked(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "logs").mkdir()
+    said = WorkerLog(1, 0)
+    lines = [said.line("info", "mine", f"line {i}", time_ns=T0 + i) for i in range(60)]
+    raised = said.line("error", "mine", "it broke", exception="Traceback\nKeyError: <b>", time_ns=T0 + 70)
+    (run_dir / "logs" / "worker-1.jsonl").write_bytes(b"".join([*lines, raised]))
+    folder = run_dir / "profiles" / "20260101-000000"
+    folder.mkdir(parents=True)
+    (folder / "worker-1.json.gz").write_bytes(b"trace")
+    (run_dir / "profiles" / "worker-1.json.gz").write_bytes(b"not here")
+    server = Server(run_dir, public=True)
+    try:
+        found = server.ask("GET", f"/api/runs/0/log?at={(T0 + 10**9) // 10**6}&worker=0")[1]
+        assert [line[6] for line in found["lines"]][:2] == ["started", "worker 0 has joined"]
+        assert not any("line 3" in line[6] for line in found["lines"])
+        assert any("line 3" in line[6] for line in server.ask("GET", f"/api/runs/0/log?at={T0 // 10**6}")[1]["lines"])
+        for query in ("", "?at=-1", "?at=1e9", "?at=99999999999999999999", "?at=1&worker=x", "?at=%D9%A1"):
+            assert server.ask("GET", f"/api/runs/0/log{query}")[1]["ok"] is False, query
+        found = server.ask("GET", "/api/runs/0/workers/1")[1]
+        assert (len(found["log"]), found["traceback"]) == (40, "mine: it broke\n    Traceback\n    KeyError: <b>")
+        assert found["traces"] == ["20260101-000000/worker-1.json.gz"]
+        assert server.ask("GET", "/api/runs/0/workers/7")[1] == {
+            "ok": True,
+            "log": [],
+            "traceback": "",
+            "traceback_ms": 0,
+            "traces": [],
+        }
+        status, trace, headers = server.ask("GET", f"/api/runs/0/profiles/{found['traces'][0]}")
+        assert (status, trace) == (200, b"trace") and "20260101-000000-worker-1" in headers["content-disposition"]
+        for path in (
+            "../worker-1.json.gz",
+            "..%2f..",
+            "20260101-000000/..%2f..%2fjob.json",
+            "20260101-000000/job.json",
+        ):
+            assert server.ask("GET", f"/api/runs/0/profiles/{path}")[0] == 404, path
+        assert server.ask("GET", "/api/runs/1/workers/1")[0] == 404
+        assert server.ask("GET", "/api/runs/0/workers/x")[0] == 404
+    finally:
+        server.close()
+
+
+def test_lives_are_drawn_of_those_with_trouble(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    joined = [event("worker_joined", 7, worker_id=i, incarnation=0, pid=i, host="h") for i in range(2, 100)]
+    dead = event("worker_evicted", 8, worker_id=99, incarnation=0, reason="killed", cause="killed")
+    with open(run_dir / "events.jsonl", "ab") as file:
+        file.write(b"".join([*joined, dead]))
+    feed = RunFeed(run_dir)
+    feed.load()
+    lives = patch(feed, PageCursor())["lives"]
+    ids = {span[0] for span in lives["spans"]}
+    assert (len(ids), lives["hidden"], 99 in ids, 98 in ids) == (64, 36, True, False)
+    assert [span[1:] for span in lives["spans"] if span[0] == 99][-1] == [0, "dead", (T0 + 8 * 10**9) // 10**6, None]
 
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:

@@ -47,6 +47,16 @@ export async function known() {
   }
 }
 
+/** What the server knows at this address; {ok: false, error} if it says nothing. */
+export async function fetched(path) {
+  try {
+    const answer = await fetch(path, { cache: "no-store" });
+    return answer.status === 401 ? { ok: false, error: await answer.text() } : await answer.json();
+  } catch {
+    return { ok: false, error: "the dashboard does not answer" };
+  }
+}
+
 /** Ask for something to be done; returns {ok, text | error, result}. token: where the cookie is still to be had. */
 export async function post(path, body = {}, token = "") {
   const headers = { "content-type": "application/json", ...(token && { "x-everstep-token": token }) };
