@@ -309,8 +309,11 @@ def test_actions_of_a_public_page_are_locked_without_the_token(over: Path, brows
     sync_api.expect(view.page.locator("#answer")).to_contain_text("token")
     sync_api.expect(view.page.locator("#actions")).to_be_hidden()
     view.page.locator("#token").fill(TOKEN)
+    at = view.page.evaluate("scrollY")
     view.page.get_by_role("button", name="Unlock").click()
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
+    sync_api.expect(view.page.locator("#actions-title")).to_be_focused()
+    assert view.page.evaluate("scrollY") == at
     view.page.reload()
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
     view.close()
@@ -337,13 +340,60 @@ def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tm
     dashboard = Dashboard(over, nasty)
     view = Page(browser, dashboard.owners)
     try:
-        sync_api.expect(view.page.locator("#cards .card")).to_have_count(2)
+        sync_api.expect(view.page.locator("#run-list tbody tr")).to_have_count(2)
         sync_api.expect(view.page.locator("#overlay canvas").first).to_be_visible()
-        view.page.locator("#cards .card").nth(1).click()
+        sync_api.expect(view.page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
+        view.page.get_by_role("button", name=nasty.name, exact=True).click()
         sync_api.expect(view.page.locator("#name")).to_have_text(nasty.name)
         sync_api.expect(view.page.locator("#log")).to_contain_text("<script>document.title='x'</script>")
         assert view.page.locator("img[onerror], main script").count() == 0
         assert "everstep" in view.page.title()
+        above = [view.page.locator(part).bounding_box()["y"] for part in ("#overview", "#hero", "#lives", "#workers")]
+        assert above == sorted(above)
+        assert view.wrong == []
+    finally:
+        view.close()
+        dashboard.close()
+
+
+def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any, tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        shutil.copytree(over, tmp_path / name)
+    (tmp_path / "c" / "final" / "digest.json").unlink()
+    dashboard = Dashboard(tmp_path)
+    view = Page(browser, dashboard.owners, 390)
+    page = view.page
+    try:
+        names = page.locator("#run-list .run-name")
+        sync_api.expect(names).to_have_count(3)
+        sync_api.expect(page.locator("#hero")).to_be_hidden()
+        page.get_by_role("button", name="run", exact=True).click()
+        sync_api.expect(names).to_have_text(["a", "b", "c"])
+        page.get_by_role("button", name="run", exact=True).click()
+        sync_api.expect(names).to_have_text(["c", "b", "a"])
+        assert serious(page) == []
+        names.nth(2).click()
+        sync_api.expect(page.locator("#name")).to_have_text("a")
+        sync_api.expect(page.locator("#state")).to_have_text("completed")
+        sync_api.expect(page.locator("#compared")).to_be_hidden()
+        page.get_by_label("compare b").check()
+        sync_api.expect(page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
+        sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
+        page.get_by_label("compare c").check()
+        sync_api.expect(page.locator("#verdict")).to_contain_text("Of c there is no final state")
+        assert page.url.endswith("?run=a&run=b&run=c")
+        page.get_by_label("tags and note of b").click()
+        page.locator("#note-tags").fill("<i>fast</i>, good")
+        page.locator("#note-note").fill("the best one")
+        page.get_by_role("button", name="Keep").click()
+        line = page.locator("#run-list tr", has=page.locator(".run-name", has_text="b"))
+        sync_api.expect(line.locator(".tag")).to_have_text(["<i>fast</i>", "good"])
+        sync_api.expect(line).to_contain_text("the best one")
+        sync_api.expect(page.get_by_label("tags and note of b")).to_be_focused()
+        page.locator("#run-filter").fill("best")
+        sync_api.expect(names).to_have_text(["b"])
+        page.reload()
+        sync_api.expect(page.locator("#compared")).to_be_visible()
         assert view.wrong == []
     finally:
         view.close()

@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
+from everstep.dashboard.catalog import ListRow, holds_runs
 from everstep.dashboard.details import log_at, trace, whole, worker_detail
 from everstep.dashboard.feed import Audit, Feeds, RunFeed
 from everstep.dashboard.guard import (
@@ -71,7 +72,8 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     async def stream(request: Request) -> Response:
         if not streams.acquire(blocking=False):
             return JSONResponse({"ok": False, "error": f"more than {_MOST_STREAMS} pages are open"}, status_code=503)
-        return StreamingResponse(_events(feeds, streams), media_type="text/event-stream")
+        names = request.query_params.getlist("run")
+        return StreamingResponse(_events(feeds, streams, names), media_type="text/event-stream")
 
     async def action(request: Request) -> Response:
         run = _numbered(feeds, request.path_params["run"])
@@ -83,6 +85,35 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         if name == "ledger":
             return JSONResponse({"ok": True, "text": "checked", "result": await asyncio.to_thread(run.check_ledger)})
         return JSONResponse(await asyncio.to_thread(act, run.run_dir, name, body))  # a refusal is an answer, too
+
+    async def me(request: Request) -> Response:
+        """Whether whoever asks has the token. The guard has answered already to who posts another."""
+        return JSONResponse({"ok": request.scope[KNOWN]})
+
+    routes = [
+        Route("/", static),
+        Route("/static/{name}", static),
+        Route("/api/stream", stream),
+        Route(UNLOCK, me, methods=["GET", "POST"]),
+        *_details(feeds),
+        Route("/api/runs/{run}/{name}", action, methods=["POST"]),
+        metrics_route(feeds),
+    ]
+    return _guarded(routes, host, token, public)
+
+
+def _details(feeds: Feeds) -> list[Route]:
+    """What a page asks for beside the stream, and what it has noted of a run."""
+
+    async def notes(request: Request) -> Response:
+        body = await _body(request)
+        if body is None or not isinstance(body.get("key"), str):
+            return JSONResponse({"ok": False, "error": "expected key, tags and note"}, status_code=400)
+        try:
+            await asyncio.to_thread(feeds.note, body["key"], body)
+        except ConfigError as error:
+            return JSONResponse({"ok": False, "error": str(error)})
+        return JSONResponse({"ok": True, "text": "noted"})
 
     async def moment(request: Request) -> Response:
         run, asked = _numbered(feeds, request.path_params["run"]), request.query_params
@@ -105,22 +136,12 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         disposition = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(found, media_type="application/gzip", headers=disposition)
 
-    async def me(request: Request) -> Response:
-        """Whether whoever asks has the token. The guard has answered already to who posts another."""
-        return JSONResponse({"ok": request.scope[KNOWN]})
-
-    routes = [
-        Route("/", static),
-        Route("/static/{name}", static),
-        Route("/api/stream", stream),
-        Route(UNLOCK, me, methods=["GET", "POST"]),
+    return [
+        Route("/api/notes", notes, methods=["POST"]),
         Route("/api/runs/{run}/log", moment),
         Route("/api/runs/{run}/workers/{worker}", worker),
         Route("/api/runs/{run}/profiles/{folder}/{name}", profile),
-        Route("/api/runs/{run}/{name}", action, methods=["POST"]),
-        metrics_route(feeds),
     ]
-    return _guarded(routes, host, token, public)
 
 
 def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
@@ -136,8 +157,8 @@ def metrics_route(feeds: Feeds) -> Route:
     """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
 
     async def metrics(request: Request) -> Response:
-        last = len(feeds.runs) - 1
-        run = _numbered(feeds, request.query_params.get("run", "" if last else "0"))
+        last = max(feeds.runs, default=0)
+        run = _numbered(feeds, request.query_params.get("run", "" if len(feeds.runs) > 1 else "0"))
         if run is None:
             text = f"there are {last + 1} runs: expected {METRICS}?run=0 to {last}\n"
             return PlainTextResponse(text, status_code=404)
@@ -168,7 +189,7 @@ def _missing(error: str) -> Response:
 
 def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
     """The run with this number: what a URL says is never more than an index."""
-    return {str(number): run for number, run in enumerate(feeds.runs)}.get(text)
+    return {str(number): run for number, run in feeds.runs.items()}.get(text)
 
 
 async def _body(request: Request) -> dict[str, Any] | None:
@@ -184,14 +205,19 @@ async def _body(request: Request) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIterator[bytes]:
-    """Patches of all runs, twice a second where something changed; a comment now and then keeps the line open."""
-    cursors = [PageCursor() for _ in feeds.runs]
+async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequence[str]) -> AsyncIterator[bytes]:
+    """Patches of the runs, twice a second where something changed; a comment now and then keeps the line open. names:
+    of a list, the runs that are wanted."""
+    numbers = await asyncio.to_thread(feeds.open, names)
+    runs = [(number, feeds.runs[number], PageCursor()) for number in numbers]
+    listed: dict[str, ListRow] = {}
     silent_s = 0.0
     try:
         yield b"retry: 1000\n\n"
+        first = True
         while not feeds.stopped:
-            data = await asyncio.to_thread(_changes, feeds, cursors)
+            data = await asyncio.to_thread(_changes, feeds, runs, listed, first)
+            first = False
             if data is not None:
                 silent_s = 0.0
                 yield b"data: " + data + b"\n\n"
@@ -201,17 +227,36 @@ async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIte
             silent_s += _TICK_S
             await asyncio.sleep(_TICK_S)
     finally:
+        feeds.close(numbers)
         streams.release()
 
 
-def _changes(feeds: Feeds, cursors: list[PageCursor]) -> bytes | None:
-    found = {}
-    for i, (run, cursor) in enumerate(zip(feeds.runs, cursors, strict=True)):
+def _changes(
+    feeds: Feeds, runs: Sequence[tuple[int, RunFeed, PageCursor]], listed: dict[str, ListRow], first: bool
+) -> bytes | None:
+    """What a page lacks; None if nothing. listed: the rows of the list that it has, which is brought up to date."""
+    found: dict[str, Any] = {}
+    for i, (_, run, cursor) in enumerate(runs):
         with run.lock:
             changed = patch(run, cursor)
         if changed:
             found[str(i)] = changed
-    return _encode({"now_ms": now_ms(), "count": len(feeds.runs), "runs": found}) if found else None
+    message: dict[str, Any] = {"now_ms": now_ms(), "count": len(runs), "runs": found}
+    rows = feeds.list_rows()
+    changed_rows = {key: row for key, row in rows.items() if listed.get(key) != row}
+    gone = [key for key in listed if key not in rows]
+    if changed_rows or gone:
+        message["list"] = {"rows": changed_rows, "gone": gone}
+        listed.clear()
+        listed.update(rows)
+    if first:
+        message |= {"keys": [number for number, _, _ in runs], "folder": _folder(feeds)}
+    return _encode(message) if found or changed_rows or gone or first else None
+
+
+def _folder(feeds: Feeds) -> str | None:
+    """The folder whose runs are listed; None if a page has all that there are."""
+    return None if feeds.catalog is None else str(feeds.catalog.top)
 
 
 def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,13 +318,14 @@ _ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] =
 
 
 def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, public: bool) -> None:
-    """Serve the dashboard until interrupted. Prints its address, which lets in whoever opens it, once it listens; port
-    0 is any that is free. public: who only reads needs no token.
+    """Serve the dashboard until interrupted; over one folder of runs it begins with a list of them. Prints its address,
+    which lets in whoever opens it, once it listens; port 0 is any that is free. public: who only reads needs no token.
 
     Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
-    feeds = Feeds(run_dirs, audit)
+    top = run_dirs[0] if len(run_dirs) == 1 and holds_runs(run_dirs[0]) else None
+    feeds = Feeds([] if top is not None else run_dirs, audit, top)
     _serve(make_app(feeds, host, token, public), feeds, host, port, f"/?{_parameter(token)}")
 
 

@@ -13,11 +13,13 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
+from everstep.base.config import dotted
 from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
-from everstep.report.words import number, one_line
+from everstep.report.history import History
+from everstep.report.words import as_dict, number, one_line
 
 _LISTED = 200
 _FIRST_LINES = 600
@@ -25,6 +27,7 @@ _MOST_COLUMNS = 512
 _MOST_LIVES = 64
 _MOST_SPANS = 1500
 _RATE_POINTS = 12
+_MOST_SETTINGS = 400
 
 
 class WorkerRow(NamedTuple):
@@ -84,6 +87,7 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "efficiency": facts.efficiency()[:64],
         "metrics": {"step": facts.metrics_step, "values": facts.metrics},
         "ledger": feed.ledger,
+        "config": _config(history),
     }
     for name, value in parts.items():
         if cursor.parts.get(name) != value:
@@ -117,6 +121,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
+        "digest": one_line(history.digest.get("state") or history.digest.get("model"), 64),
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.cause,
@@ -228,6 +233,12 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
         "worker": mark.worker_id,
         "recovered_s": recovery.duration_s if recovery else None,
     }
+
+
+def _config(history: History) -> dict[str, str]:
+    """The settings as text, by dotted key."""
+    config = dotted(as_dict(history.job.get("config")))
+    return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
 
 
 def _newest(items: Any, most: int = _LISTED) -> list[Any]:

@@ -19,6 +19,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not in
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
+from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, is_loopback, kept_token  # noqa: E402
 from everstep.dashboard.view import PageCursor, patch  # noqa: E402
@@ -62,9 +63,12 @@ class Server:
         make: Any = make_app,
         load: bool = True,
         public: bool = False,
+        top: Path | None = None,
     ) -> None:
-        self.feeds = Feeds(run_dirs)
-        for feed in self.feeds.runs if load else ():
+        self.feeds = Feeds(run_dirs, top=top)
+        while load and self.feeds.catalog is not None and self.feeds.catalog.advance():
+            pass
+        for feed in self.feeds.runs.values() if load else ():
             feed.load()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
@@ -85,9 +89,9 @@ class Server:
         kind = answer.headers.get_content_type()
         return answer.status, json.loads(content) if kind == "application/json" else content, dict(answer.headers)
 
-    def first_message(self, **headers: str) -> dict[str, Any]:
+    def first_message(self, query: str = "", **headers: str) -> dict[str, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", "/api/stream", headers={n.replace("_", "-"): v for n, v in headers.items()})
+        connection.request("GET", f"/api/stream{query}", headers={n.replace("_", "-"): v for n, v in headers.items()})
         answer = connection.getresponse()
         assert answer.status == 200
         while True:
@@ -340,6 +344,79 @@ def test_lives_are_drawn_of_those_with_trouble(tmp_path: Path) -> None:
     ids = {span[0] for span in lives["spans"]}
     assert (len(ids), lives["hidden"], 99 in ids, 98 in ids) == (64, 36, True, False)
     assert [span[1:] for span in lives["spans"] if span[0] == 99][-1] == [0, "dead", (T0 + 8 * 10**9) // 10**6, None]
+
+
+def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
+    assert not holds_runs(make_run(tmp_path, "one")) and not holds_runs(tmp_path / "none")
+    two = make_run(tmp_path, "two")
+    with open(two / "events.jsonl", "ab") as file:
+        file.write(event("job_completed", 9, step=4, exit_code=0))
+    (two / "final").mkdir()
+    (two / "final" / "digest.json").write_text('{"state": "abc", "model": "d"}')
+    (tmp_path / "no run").mkdir()
+    assert holds_runs(tmp_path)
+    server = Server(public=True, top=tmp_path)
+    try:
+        message = server.first_message()
+        rows = message["list"]["rows"]
+        assert (message["count"], message["keys"], message["folder"]) == (0, [], str(tmp_path))
+        assert sorted(rows) == ["one", "two"]
+        assert (rows["one"]["state"], rows["one"]["step"], rows["one"]["digest"]) == ("interrupted", 4, "")
+        assert (rows["two"]["state"], rows["two"]["loss"], rows["two"]["digest"]) == ("completed", 0.25, "abc")
+        given = {"x_everstep_token": TOKEN, **JSON}
+        note = {"key": "one", "tags": ["good", " good ", "<b>"], "note": "as it\nwas"}
+        assert server.ask("POST", "/api/notes", note, **JSON)[0] == 401
+        assert server.ask("POST", "/api/notes", note, **given)[1]["ok"]
+        assert (tmp_path / "one" / "notes.json").stat().st_mode & 0o077 == 0
+        for wrong in (
+            {"key": "../one"},
+            {"tags": "x"},
+            {"tags": ["x" * 41]},
+            {"tags": list("abcdefghijklm")},
+            {"note": 3},
+        ):
+            refused = server.ask("POST", "/api/notes", {**note, **wrong}, **given)[1]
+            assert not refused["ok"] and "\n" not in refused["error"]
+        assert server.ask("POST", "/api/notes", {}, **given)[0] == 400
+        assert server.feeds.catalog is not None and not server.feeds.catalog.advance()
+        row = server.first_message()["list"]["rows"]["one"]
+        assert (row["tags"], row["note"]) == (["good", "<b>"], "as it was")
+        message = server.first_message("?run=two&run=..&run=no%20run&run=%2Fetc&run=one")
+        assert (message["count"], message["keys"]) == (2, [0, 1])
+        assert server.first_message("?run=one")["keys"] == [1]
+        assert server.ask("GET", "/api/runs/1/workers/1")[1]["ok"]
+        assert server.ask("GET", "/api/runs/2/workers/1")[0] == 404
+    finally:
+        server.close()
+
+
+def test_of_a_run_that_is_over_only_the_row_is_kept(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    catalog = Catalog(tmp_path)
+    while catalog.advance():
+        pass
+    row = catalog.rows["run"]
+    catalog.advance()
+    assert catalog.rows["run"] is row, "nothing changed, so nothing is read"
+    with open(run_dir / "events.jsonl", "ab") as file:
+        file.write(event("step_committed", 7, step=5, generation=1, loss=0.1, samples=4))
+    catalog.advance()
+    assert catalog.rows["run"]["step"] == 5
+    run_dir.rename(tmp_path / "moved")
+    catalog.advance()
+    assert list(catalog.rows) == ["moved"]
+
+
+def test_runs_that_no_page_shows_make_room(tmp_path: Path) -> None:
+    names = [make_run(tmp_path, f"run{i}").name for i in range(40)]
+    feeds = Feeds([], top=tmp_path)
+    assert feeds.catalog is not None
+    feeds.catalog.advance()
+    kept = feeds.open(names[:2])
+    for name in names[2:]:
+        feeds.close(feeds.open([name]))
+    assert set(kept) <= set(feeds.runs) and len(feeds.runs) <= 33
+    assert feeds.open(names[:2]) == kept
 
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:

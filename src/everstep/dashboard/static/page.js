@@ -5,8 +5,9 @@ import { Overlay, Training } from "./charts.js";
 import { $, attribute, el, forgetColours, write } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { linksDo } from "./links.js";
+import { RunList } from "./list.js";
 import * as panels from "./panels.js";
-import { fetched, follow, post } from "./stream.js";
+import { fetched, follow, post, reconnect } from "./stream.js";
 import { Timeline } from "./timeline.js";
 import { Workers } from "./workers.js";
 
@@ -14,16 +15,23 @@ const MOST_LINES = 4000;
 const runs = [];
 let selected = 0;
 let clockMs = 0; // the server's clock minus ours
+let keys = []; // what the server calls the runs that are here
+let keyed = []; // and what the list calls them
+let folder = null; // whose runs are listed; null: those here are all
+let wanted = new URLSearchParams(location.search).getAll("run"); // of the list, what is asked for
+let ticks = [...wanted];
+let current = null; // of what is asked for, the one to be shown
 
 const workers = new Workers(pick);
 const training = new Training();
 const overlay = new Overlay();
 const log = new panels.Log();
 const timeline = new Timeline(readMoment, pick);
-const actions = new Actions(() => runs[selected], () => selected);
-const drawer = new Drawer(actions, () => selected, (id) => workers.leave(id));
+const actions = new Actions(() => runs[selected], () => keys[selected]);
+const list = new RunList(show, tick, () => actions.unlocked);
+const drawer = new Drawer(actions, () => keys[selected], (id) => workers.leave(id));
 
-const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, usage: null, log: [] });
+const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
 const now = () => Date.now() + clockMs;
 
 // ---- taking in
@@ -31,7 +39,7 @@ const now = () => Date.now() + clockMs;
 function take(message, first) {
   const begin = performance.now();
   clockMs = message.now_ms - Date.now();
-  while (runs.length < message.count) runs.push(fresh());
+  if (first) begin_anew(message);
   for (const [key, patch] of Object.entries(message.runs)) {
     const i = Number(key);
     if (patch.reset || first) {
@@ -40,14 +48,29 @@ function take(message, first) {
     }
     merge(runs[i], patch);
   }
+  if (message.list) list.take(message.list);
   const mine = message.runs[selected];
-  if (mine) draw(runs[selected], mine);
-  if (runs.length > 1) several();
+  if (first && runs[selected]) choose(selected);
+  else if (mine) draw(runs[selected], mine);
+  if (first || runs.length > 1 || message.list) several();
   document.documentElement.dataset.updateMs = (performance.now() - begin).toFixed(1);
 }
 
+/** A connection has begun: which runs it is about. */
+function begin_anew(message) {
+  const before = keyed[selected] ?? null;
+  folder = message.folder;
+  keys = message.keys;
+  runs.splice(0, runs.length, ...message.keys.map(fresh));
+  keyed = folder === null ? keys.map(String) : wanted.filter((name) => message.list?.rows[name] !== undefined).slice(0, keys.length);
+  if (folder === null && !ticks.length) ticks = [...keyed];
+  if (folder !== null) ticks = ticks.length ? ticks : [...keyed];
+  selected = Math.max(0, keyed.indexOf(current ?? before));
+  current = null;
+}
+
 function merge(run, patch) {
-  for (const name of ["head", "generations", "recoveries", "checkpoints", "marks", "lives", "account", "efficiency", "metrics", "ledger", "usage"]) {
+  for (const name of ["head", "generations", "recoveries", "checkpoints", "marks", "lives", "account", "efficiency", "metrics", "ledger", "usage", "config"]) {
     if (patch[name] !== undefined) run[name] = patch[name];
   }
   if (patch.workers) {
@@ -98,15 +121,46 @@ function choose(i) {
   several();
 }
 
+/** Show a run of the list: one that is there already, or one more that the server is asked for. */
+function show(key) {
+  const at = keyed.indexOf(key);
+  if (at >= 0) {
+    choose(at);
+    return $("hero").scrollIntoView({ block: "start" });
+  }
+  wanted = ticks.includes(key) ? ticks : [key];
+  current = key;
+  request();
+}
+
+/** Compare other runs than before; of a list, those that are ticked are all that the server sends. */
+function tick(key, yes) {
+  ticks = yes ? [...ticks, key] : ticks.filter((other) => other !== key);
+  if (folder === null) return several();
+  wanted = ticks;
+  if (!wanted.includes(current)) current = wanted[0] ?? null;
+  request();
+}
+
+function request() {
+  const query = new URLSearchParams(wanted.map((name) => ["run", name]));
+  history.replaceState(null, "", wanted.length ? `?${query}` : "/");
+  reconnect();
+}
+
 let overlayTimer = 0;
 function several() {
-  const nav = $("runs");
-  $("overview").hidden = false;
-  while (nav.children.length < runs.length) {
+  const listed = list.rows.size > 0 || folder !== null;
+  $("overview").hidden = !listed;
+  document.body.dataset.view = runs.length ? "run" : "list";
+  list.mark(ticks, keyed[selected]);
+  const nav = $("runs"), names = runs.length > 1 ? runs : [];
+  while (nav.children.length > names.length) nav.lastElementChild.remove();
+  while (nav.children.length < names.length) {
     const i = nav.children.length;
     nav.append(el("button", { type: "button", onclick: () => choose(i) }));
   }
-  runs.forEach((run, i) => {
+  names.forEach((run, i) => {
     write(nav.children[i], `${i + 1} ${run.head.name ?? "…"}`);
     attribute(nav.children[i], "aria-current", String(i === selected));
   });
@@ -115,10 +169,11 @@ function several() {
 
 function drawOverview() {
   overlayTimer = 0;
-  const focus = $("cards").contains(document.activeElement) ? [...$("cards").children].indexOf(document.activeElement) : -1;
-  panels.cards(runs, selected, choose);
-  if (focus >= 0) $("cards").children[focus]?.focus();
-  overlay.update(runs);
+  const together = runs.filter((_, i) => ticks.includes(keyed[i]));
+  $("compared").hidden = together.length < 2;
+  if (together.length < 2) return;
+  overlay.update(together);
+  panels.compared(together);
 }
 
 // ---- from near
@@ -126,7 +181,7 @@ function drawOverview() {
 /** The log at a moment: of all, or of a worker and the events. */
 async function readMoment(ms, worker) {
   const about = worker === null ? "" : `&worker=${worker}`;
-  const found = await fetched(`/api/runs/${selected}/log?at=${Math.max(0, Math.round(ms))}${about}`);
+  const found = await fetched(`/api/runs/${keys[selected]}/log?at=${Math.max(0, Math.round(ms))}${about}`);
   if (!found.ok) return answer(found);
   log.at({ ms, worker, lines: found.lines });
   $("log-title").scrollIntoView({ block: "start" });
@@ -149,7 +204,7 @@ async function checkLedger() {
   if (!actions.unlocked) return answer({ ok: false, error: "unlock the actions first" });
   const button = $("check-ledger");
   button.disabled = true;
-  const result = await post(`/api/runs/${selected}/ledger`);
+  const result = await post(`/api/runs/${keys[selected]}/ledger`);
   button.disabled = false;
   if (result.ok) {
     runs[selected].ledger = result.result;
@@ -171,7 +226,7 @@ function paint() {
 }
 
 /** What changes by itself: ages, and the ends of what lasts. */
-function tick() {
+function age() {
   const run = runs[selected];
   if (!run?.head.state) return;
   panels.head(run, now());
@@ -201,8 +256,8 @@ function setUp() {
     attribute($("link"), "data-state", state);
     write($("link"), words[state]);
     if (state === "locked") actions.open(false);
-  });
-  setInterval(tick, 1000);
+  }, () => (wanted.length ? `?${new URLSearchParams(wanted.map((name) => ["run", name]))}` : ""));
+  setInterval(age, 1000);
 }
 
 setUp();

@@ -158,20 +158,19 @@ export function ledger(run, check) {
   $("ledger").replaceChildren(text, button);
 }
 
-export function cards(runs, selected, choose) {
-  $("cards").replaceChildren(
-    ...runs.map((run, i) => {
-      const h = run.head;
-      return el(
-        "button",
-        { type: "button", className: "card", "aria-current": String(i === selected), onclick: () => choose(i) },
-        el("b", {}, `${i + 1} ${h.name ?? "…"}`),
-        el("span", {}, `${h.state ?? ""}, step ${h.step ?? 0}${h.total ? ` of ${h.total}` : ""}`),
-        el("span", {}, `loss ${number(h.loss, 4)}, ${number(h.rate ?? h.mean_rate)} samples/s`),
-        el("span", {}, `${plural(h.members ?? 0, "worker")}, goodput ${percent(h.goodput)}, ${plural(h.faults ?? 0, "fault")}`),
-      );
-    }),
-  );
+/** What several runs have in common: their final states, and the settings in which they differ. */
+export function compared(runs) {
+  const names = runs.map((run) => run.head.name), digests = runs.map((run) => run.head.digest);
+  const missing = names.filter((_, i) => !digests[i]);
+  const equal = new Set(digests).size === 1 ? "The final states are bitwise equal." : "The final states are not all equal.";
+  write($("verdict"), missing.length ? `Of ${missing.join(", ")} there is no final state to compare yet.` : equal);
+  $("verdict").className = `small ${missing.length ? "soft" : new Set(digests).size === 1 ? "good" : "warn"}`;
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
+  const rows = keys.map((key) => [key, ...runs.map((run) => run.config[key] ?? "")]).filter(([, ...values]) => new Set(values).size > 1);
+  const signature = JSON.stringify([names, rows]);
+  if ($("settings").shown === signature) return;
+  $("settings").shown = signature;
+  $("settings").replaceChildren(rows.length ? table(["key", ...names], rows) : el("p", { className: "soft" }, "none"));
 }
 
 // ---- log

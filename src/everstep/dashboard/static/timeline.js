@@ -37,6 +37,7 @@ export class Timeline {
 
   clear() {
     this.window = null;
+    this.signature = "";
     this.rows.clear();
     this.box.replaceChildren();
   }
