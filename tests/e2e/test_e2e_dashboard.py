@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: see tests/install_browser.sh")
 
 TOKEN = "a-token-for-the-tests"
-WIDTHS = {"phone": 390, "tablet": 820, "wide": 1600}
+WIDTHS = {"phone": 390, "tablet": 768, "wide": 1440}
 CAUGHT = 60_000
 
 
@@ -186,10 +186,110 @@ def test_keys_alone_reach_a_worker(dashboard: Dashboard, browser: Any) -> None:
     view.page.keyboard.press("ArrowRight")
     assert view.page.evaluate("document.activeElement.dataset.id") == "2"
     view.page.keyboard.press("Enter")
-    sync_api.expect(view.page.locator("#worker-detail")).to_contain_text("Worker 2")
+    drawer = view.page.locator("#drawer")
+    sync_api.expect(drawer).to_contain_text("Worker 2")
+    sync_api.expect(drawer).to_be_focused()
+    assert serious(view.page) == []
     view.page.keyboard.press("Escape")
-    sync_api.expect(view.page.locator("#worker-detail")).to_be_hidden()
+    sync_api.expect(drawer).to_be_hidden()
+    sync_api.expect(view.worker(2)).to_be_focused()
     view.close()
+
+
+def test_a_moment_of_a_life_opens_its_log(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.owners)
+    page = view.page
+    dead = page.locator('.life-track[data-id="0"] i[data-state="dead"]')
+    sync_api.expect(dead).to_have_count(1)
+    sync_api.expect(page.locator(".lives-marks i.hard").first).to_be_attached()
+    dead.hover(position={"x": 1, "y": 5})
+    sync_api.expect(page.locator("#moment")).to_contain_text("worker 0, life 0: dead")
+    step = page.locator("#charts .chart").first.locator(".now")
+    sync_api.expect(step).to_have_text(re.compile(r"^step [0-9]+: "))  # the crosshair is on all of them
+    dead.click(position={"x": 1, "y": 5})
+    sync_api.expect(page.locator("#log-moment")).to_contain_text("what worker 0 said")
+    sync_api.expect(page.locator("#log")).to_be_focused()
+    sync_api.expect(page.locator("#log")).to_contain_text("worker 0 was evicted")
+    sync_api.expect(page.locator("#log p.at")).to_be_in_viewport()
+    page.locator("#log-moment button").click()
+    sync_api.expect(page.locator("#log-moment")).to_be_hidden()
+    page.locator('.life-track[data-id="0"]').focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#log-moment")).to_contain_text("what worker 0 said")
+    page.locator("#recoveries .link-to", has_text="worker 0").first.click()
+    sync_api.expect(page.locator("#drawer-title")).to_have_text("Worker 0")
+    sync_api.expect(page.locator("#drawer-why")).to_contain_text("killed by SIGKILL")
+    sync_api.expect(page.locator("#drawer-recoveries .fall")).to_have_count(1)
+    assert view.wrong == []
+    view.close()
+
+
+def test_charts_tell_values_and_show_what_is_switched_on(dashboard: Dashboard, browser: Any) -> None:
+    view = Page(browser, dashboard.owners)
+    page = view.page
+    charts = page.locator("#charts .chart:visible")
+    loss = charts.first
+    rate_tile = page.locator("#tiles div", has_text="Samples/s").locator("dd span")
+    sync_api.expect(rate_tile).not_to_be_empty()
+    loss.locator(".u-over").hover(position={"x": 60, "y": 60})
+    sync_api.expect(loss.locator(".now")).to_have_text(re.compile(r"^step [0-9]+: [0-9.]+$"))
+    said = loss.locator(".now").inner_text().partition(":")[0]
+    sync_api.expect(charts.nth(1).locator(".now")).to_have_text(re.compile(f"^{said}: "))
+    page.locator("#loss-log").click()
+    page.locator("#loss-smoothing").select_option("0.9")
+    sync_api.expect(loss.locator(".plot")).to_have_attribute("aria-label", re.compile("smoothed 0.9"))
+    page.locator('[data-marks="faults"]').click()
+    sync_api.expect(page.locator(".lives-marks i.hard")).to_have_count(0)
+    sync_api.expect(loss.locator(".plot")).to_have_attribute("aria-label", re.compile("; 0 faults marked"))
+    page.reload()  # what is switched on is remembered
+    sync_api.expect(page.locator('[data-marks="faults"]')).to_have_attribute("aria-pressed", "false")
+    assert view.wrong == []
+    view.close()
+
+
+def test_a_job_is_hurt_and_stopped_from_the_page(small_task: str, browser: Any, run_dir: Path) -> None:
+    hold = run_dir.with_name("hold")
+    hold.touch()
+    pace = {"E2E_LANE_S": "0.03", "E2E_HOLD": str(hold)}
+    options = ("--workers", "2", "--steps", "100000", "--set", "on_failure=shrink")
+    with Running(small_task, "--run-dir", run_dir, *options, **pace) as job:
+        job.wait_for_step(1)
+        dashboard = Dashboard(run_dir)
+        view = Page(browser, dashboard.owners)
+        page = view.page
+        try:
+            view.worker(0).click()
+            page.get_by_role("button", name="Profile 5 steps").click()
+            sync_api.expect(page.locator("#drawer-answer")).to_contain_text("are recorded", timeout=CAUGHT)
+            sync_api.expect(page.locator("#drawer-traces a")).to_have_count(1, timeout=CAUGHT)
+            with page.expect_download() as download:
+                page.locator("#drawer-traces a").click()
+            assert download.value.suggested_filename.endswith("worker-0.json.gz")
+            page.keyboard.press("Escape")
+            view.worker(1).click()
+            twice(page.locator("#drawer"), "Kill")
+            view.expect_state(1, "dead")
+            sync_api.expect(page.locator("#drawer-state")).to_have_text("dead")
+            page.locator("#drawer-close").click()
+            tokens = [run_dir / "token", run_dir / "token-operate"]
+            for token in tokens:
+                token.rename(token.with_suffix(".away"))
+            stop = page.get_by_role("button", name="Stop the job")
+            sync_api.expect(stop).to_be_disabled(timeout=CAUGHT)
+            sync_api.expect(stop).to_have_attribute("title", re.compile("no token for 'operate'"))
+            for token in tokens:
+                token.with_suffix(".away").rename(token)
+            sync_api.expect(stop).to_be_enabled(timeout=CAUGHT)
+            twice(page, "Stop the job")
+            code, events, errors = job.end()
+            assert code == 130, errors
+            assert events[-1]["reason"].startswith("stopped from the dashboard; checkpoint of step")
+            sync_api.expect(page.locator("#state")).to_have_text("interrupted", timeout=CAUGHT)
+            assert view.wrong == []
+        finally:
+            view.close()
+            dashboard.close()
 
 
 def test_nothing_is_shown_without_the_token(dashboard: Dashboard, browser: Any) -> None:
@@ -209,8 +309,11 @@ def test_actions_of_a_public_page_are_locked_without_the_token(over: Path, brows
     sync_api.expect(view.page.locator("#answer")).to_contain_text("token")
     sync_api.expect(view.page.locator("#actions")).to_be_hidden()
     view.page.locator("#token").fill(TOKEN)
+    at = view.page.evaluate("scrollY")
     view.page.get_by_role("button", name="Unlock").click()
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
+    sync_api.expect(view.page.locator("#actions-title")).to_be_focused()
+    assert view.page.evaluate("scrollY") == at
     view.page.reload()
     sync_api.expect(view.page.locator("#actions")).to_be_visible()
     view.close()
@@ -237,13 +340,60 @@ def test_names_are_text_and_runs_stand_side_by_side(over: Path, browser: Any, tm
     dashboard = Dashboard(over, nasty)
     view = Page(browser, dashboard.owners)
     try:
-        sync_api.expect(view.page.locator("#cards .card")).to_have_count(2)
+        sync_api.expect(view.page.locator("#run-list tbody tr")).to_have_count(2)
         sync_api.expect(view.page.locator("#overlay canvas").first).to_be_visible()
-        view.page.locator("#cards .card").nth(1).click()
+        sync_api.expect(view.page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
+        view.page.get_by_role("button", name=nasty.name, exact=True).click()
         sync_api.expect(view.page.locator("#name")).to_have_text(nasty.name)
         sync_api.expect(view.page.locator("#log")).to_contain_text("<script>document.title='x'</script>")
         assert view.page.locator("img[onerror], main script").count() == 0
         assert "everstep" in view.page.title()
+        above = [view.page.locator(part).bounding_box()["y"] for part in ("#overview", "#hero", "#lives", "#workers")]
+        assert above == sorted(above)
+        assert view.wrong == []
+    finally:
+        view.close()
+        dashboard.close()
+
+
+def test_a_folder_of_runs_is_sorted_noted_and_compared(over: Path, browser: Any, tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        shutil.copytree(over, tmp_path / name)
+    (tmp_path / "c" / "final" / "digest.json").unlink()
+    dashboard = Dashboard(tmp_path)
+    view = Page(browser, dashboard.owners, 390)
+    page = view.page
+    try:
+        names = page.locator("#run-list .run-name")
+        sync_api.expect(names).to_have_count(3)
+        sync_api.expect(page.locator("#hero")).to_be_hidden()
+        page.get_by_role("button", name="run", exact=True).click()
+        sync_api.expect(names).to_have_text(["a", "b", "c"])
+        page.get_by_role("button", name="run", exact=True).click()
+        sync_api.expect(names).to_have_text(["c", "b", "a"])
+        assert serious(page) == []
+        names.nth(2).click()
+        sync_api.expect(page.locator("#name")).to_have_text("a")
+        sync_api.expect(page.locator("#state")).to_have_text("completed")
+        sync_api.expect(page.locator("#compared")).to_be_hidden()
+        page.get_by_label("compare b").check()
+        sync_api.expect(page.locator("#verdict")).to_have_text("The final states are bitwise equal.")
+        sync_api.expect(page.locator("#overlay canvas").first).to_be_visible()
+        page.get_by_label("compare c").check()
+        sync_api.expect(page.locator("#verdict")).to_contain_text("Of c there is no final state")
+        assert page.url.endswith("?run=a&run=b&run=c")
+        page.get_by_label("tags and note of b").click()
+        page.locator("#note-tags").fill("<i>fast</i>, good")
+        page.locator("#note-note").fill("the best one")
+        page.get_by_role("button", name="Keep").click()
+        line = page.locator("#run-list tr", has=page.locator(".run-name", has_text="b"))
+        sync_api.expect(line.locator(".tag")).to_have_text(["<i>fast</i>", "good"])
+        sync_api.expect(line).to_contain_text("the best one")
+        sync_api.expect(page.get_by_label("tags and note of b")).to_be_focused()
+        page.locator("#run-filter").fill("best")
+        sync_api.expect(names).to_have_text(["b"])
+        page.reload()
+        sync_api.expect(page.locator("#compared")).to_be_visible()
         assert view.wrong == []
     finally:
         view.close()

@@ -24,7 +24,8 @@ TOKEN_HELP = "The token (made up on loopback; the variable, unlike this, is not 
 @click.option("--token", envvar="EVERSTEP_DASHBOARD_TOKEN", help=TOKEN_HELP)
 @click.option("--public", is_flag=True, help=PUBLIC_HELP)
 def dashboard(run_dirs: tuple[Path, ...], host: str, port: int, token: str | None, public: bool) -> int:
-    """Show the jobs in DIR..., running or over, on a page in the browser. Ctrl-C ends it; the jobs go on."""
+    """Show the jobs in DIR..., running or over, on a page in the browser; of a folder of run directories, a list of
+    them, to be sorted and compared. Ctrl-C ends it; the jobs go on."""
     try:
         from everstep.dashboard.app import serve
     except ImportError as error:

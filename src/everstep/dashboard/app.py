@@ -26,6 +26,8 @@ from starlette.routing import Route
 
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
+from everstep.dashboard.catalog import ListRow, holds_runs
+from everstep.dashboard.details import log_at, trace, whole, worker_detail
 from everstep.dashboard.feed import Audit, Feeds, RunFeed
 from everstep.dashboard.guard import (
     KNOWN,
@@ -38,7 +40,9 @@ from everstep.dashboard.guard import (
     kept_token,
 )
 from everstep.dashboard.view import PageCursor, now_ms, patch
+from everstep.report.history import History
 from everstep.report.prometheus import device_families, expose, families
+from everstep.report.words import as_dict, number
 from everstep.runtime import commands
 from everstep.runtime.address import METRICS_TOKEN_FILE
 
@@ -49,6 +53,8 @@ _MOST_STREAMS = 64
 _MOST_BODY = 4096
 _encode = msgspec.json.Encoder().encode
 _PATIENCE_S = 10.0
+_MOST_PROFILED = 100
+STOPPED = "stopped from the dashboard"
 _CHECKPOINT_S = 120.0
 
 
@@ -60,13 +66,14 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
     async def static(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
-            return JSONResponse({"ok": False, "error": "there is no such file"}, status_code=404)
+            return _missing("there is no such file")
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     async def stream(request: Request) -> Response:
         if not streams.acquire(blocking=False):
             return JSONResponse({"ok": False, "error": f"more than {_MOST_STREAMS} pages are open"}, status_code=503)
-        return StreamingResponse(_events(feeds, streams), media_type="text/event-stream")
+        names = request.query_params.getlist("run")
+        return StreamingResponse(_events(feeds, streams, names), media_type="text/event-stream")
 
     async def action(request: Request) -> Response:
         run = _numbered(feeds, request.path_params["run"])
@@ -88,10 +95,53 @@ def make_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starl
         Route("/static/{name}", static),
         Route("/api/stream", stream),
         Route(UNLOCK, me, methods=["GET", "POST"]),
+        *_details(feeds),
         Route("/api/runs/{run}/{name}", action, methods=["POST"]),
         metrics_route(feeds),
     ]
     return _guarded(routes, host, token, public)
+
+
+def _details(feeds: Feeds) -> list[Route]:
+    """What a page asks for beside the stream, and what it has noted of a run."""
+
+    async def notes(request: Request) -> Response:
+        body = await _body(request)
+        if body is None or not isinstance(body.get("key"), str):
+            return JSONResponse({"ok": False, "error": "expected key, tags and note"}, status_code=400)
+        try:
+            await asyncio.to_thread(feeds.note, body["key"], body)
+        except ConfigError as error:
+            return JSONResponse({"ok": False, "error": str(error)})
+        return JSONResponse({"ok": True, "text": "noted"})
+
+    async def moment(request: Request) -> Response:
+        run, asked = _numbered(feeds, request.path_params["run"]), request.query_params
+        if run is None:
+            return _missing("there is no such run")
+        return JSONResponse(await asyncio.to_thread(log_at, run.run_dir, asked.get("at"), asked.get("worker")))
+
+    async def worker(request: Request) -> Response:
+        run, worker_id = _numbered(feeds, request.path_params["run"]), whole(request.path_params["worker"], 1_000_000)
+        if run is None or worker_id is None:
+            return _missing("there is no such run or worker")
+        return JSONResponse(await asyncio.to_thread(worker_detail, run.run_dir, worker_id))
+
+    async def profile(request: Request) -> Response:
+        run, asked = _numbered(feeds, request.path_params["run"]), request.path_params
+        found = None if run is None else await asyncio.to_thread(trace, run.run_dir, asked["folder"], asked["name"])
+        if found is None:
+            return _missing("there is no such trace")
+        name = f"{asked['folder']}-{asked['name']}"
+        disposition = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(found, media_type="application/gzip", headers=disposition)
+
+    return [
+        Route("/api/notes", notes, methods=["POST"]),
+        Route("/api/runs/{run}/log", moment),
+        Route("/api/runs/{run}/workers/{worker}", worker),
+        Route("/api/runs/{run}/profiles/{folder}/{name}", profile),
+    ]
 
 
 def make_metrics_app(feeds: Feeds, host: str, token: str, public: bool = False) -> Starlette:
@@ -107,8 +157,8 @@ def metrics_route(feeds: Feeds) -> Route:
     """/metrics of the one run; where there are several, /metrics?run=N of the N-th, from 0."""
 
     async def metrics(request: Request) -> Response:
-        last = len(feeds.runs) - 1
-        run = _numbered(feeds, request.query_params.get("run", "" if last else "0"))
+        last = max(feeds.runs, default=0)
+        run = _numbered(feeds, request.query_params.get("run", "" if len(feeds.runs) > 1 else "0"))
         if run is None:
             text = f"there are {last + 1} runs: expected {METRICS}?run=0 to {last}\n"
             return PlainTextResponse(text, status_code=404)
@@ -133,9 +183,13 @@ def _guarded(routes: list[Route], host: str, token: str, public: bool) -> Starle
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host, token=token, public=public)])
 
 
+def _missing(error: str) -> Response:
+    return JSONResponse({"ok": False, "error": error}, status_code=404)
+
+
 def _numbered(feeds: Feeds, text: str) -> RunFeed | None:
     """The run with this number: what a URL says is never more than an index."""
-    return {str(number): run for number, run in enumerate(feeds.runs)}.get(text)
+    return {str(number): run for number, run in feeds.runs.items()}.get(text)
 
 
 async def _body(request: Request) -> dict[str, Any] | None:
@@ -151,14 +205,19 @@ async def _body(request: Request) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIterator[bytes]:
-    """Patches of all runs, twice a second where something changed; a comment now and then keeps the line open."""
-    cursors = [PageCursor() for _ in feeds.runs]
+async def _events(feeds: Feeds, streams: threading.BoundedSemaphore, names: Sequence[str]) -> AsyncIterator[bytes]:
+    """Patches of the runs, twice a second where something changed; a comment now and then keeps the line open. names:
+    of a list, the runs that are wanted."""
+    numbers = await asyncio.to_thread(feeds.open, names)
+    runs = [(number, feeds.runs[number], PageCursor()) for number in numbers]
+    listed: dict[str, ListRow] = {}
     silent_s = 0.0
     try:
         yield b"retry: 1000\n\n"
+        first = True
         while not feeds.stopped:
-            data = await asyncio.to_thread(_changes, feeds, cursors)
+            data = await asyncio.to_thread(_changes, feeds, runs, listed, first)
+            first = False
             if data is not None:
                 silent_s = 0.0
                 yield b"data: " + data + b"\n\n"
@@ -168,17 +227,36 @@ async def _events(feeds: Feeds, streams: threading.BoundedSemaphore) -> AsyncIte
             silent_s += _TICK_S
             await asyncio.sleep(_TICK_S)
     finally:
+        feeds.close(numbers)
         streams.release()
 
 
-def _changes(feeds: Feeds, cursors: list[PageCursor]) -> bytes | None:
-    found = {}
-    for i, (run, cursor) in enumerate(zip(feeds.runs, cursors, strict=True)):
+def _changes(
+    feeds: Feeds, runs: Sequence[tuple[int, RunFeed, PageCursor]], listed: dict[str, ListRow], first: bool
+) -> bytes | None:
+    """What a page lacks; None if nothing. listed: the rows of the list that it has, which is brought up to date."""
+    found: dict[str, Any] = {}
+    for i, (_, run, cursor) in enumerate(runs):
         with run.lock:
             changed = patch(run, cursor)
         if changed:
             found[str(i)] = changed
-    return _encode({"now_ms": now_ms(), "count": len(feeds.runs), "runs": found}) if found else None
+    message: dict[str, Any] = {"now_ms": now_ms(), "count": len(runs), "runs": found}
+    rows = feeds.list_rows()
+    changed_rows = {key: row for key, row in rows.items() if listed.get(key) != row}
+    gone = [key for key in listed if key not in rows]
+    if changed_rows or gone:
+        message["list"] = {"rows": changed_rows, "gone": gone}
+        listed.clear()
+        listed.update(rows)
+    if first:
+        message |= {"keys": [number for number, _, _ in runs], "folder": _folder(feeds)}
+    return _encode(message) if found or changed_rows or gone or first else None
+
+
+def _folder(feeds: Feeds) -> str | None:
+    """The folder whose runs are listed; None if a page has all that there are."""
+    return None if feeds.catalog is None else str(feeds.catalog.top)
 
 
 def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,11 +268,19 @@ def act(run_dir: Path, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         checked, words = _ACTIONS[name]
         wanted = checked(args)
         patience_s = _CHECKPOINT_S if name == "checkpoint" else _PATIENCE_S
-        result = commands.ask(run_dir, name, wanted, timeout_s=patience_s)
+        more = {"grace_s": 0.8 * _grace_s(run_dir)} if name == "stop" else {}
+        result = commands.ask(run_dir, name, {**wanted, **more}, timeout_s=patience_s)
     except EverstepError as error:
         return {"ok": False, "error": " ".join(str(error).split())}
     text = words.format_map(defaultdict(lambda: "?", {**result, **wanted}))
     return {"ok": True, "text": text, "result": result}
+
+
+def _grace_s(run_dir: Path) -> float:
+    """How long a job may take for its last checkpoint, by its config."""
+    config = as_dict(History(run_dir).job.get("config"))
+    rule = as_dict(config.get("checkpoint"))
+    return number(rule.get("grace_s"))
 
 
 def _whole(args: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -211,23 +297,35 @@ def _fault(args: Mapping[str, Any]) -> dict[str, Any]:
     return parse_now(fault).request()
 
 
+def _profile(args: Mapping[str, Any]) -> dict[str, Any]:
+    steps, workers = args.get("steps"), args.get("workers")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MOST_PROFILED:
+        raise ConfigError(f"steps: expected a whole number from 1 to {_MOST_PROFILED}, got {str(steps)[:40]!r}")
+    if not isinstance(workers, list) or not all(type(i) is int and 0 <= i < 1_000_000 for i in workers[:1000]):
+        raise ConfigError("workers: expected a list of worker ids")
+    return {"folder": time.strftime("%Y%m%d-%H%M%S"), "steps": steps, "workers": workers[:1000]}
+
+
 _ACTIONS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], str]] = {
     "checkpoint": (lambda args: {}, "checkpoint of step {step} in {path}"),
     "drain": (lambda args: _whole(args, "worker_id"), "worker {worker_id} is leaving, {workers} stay"),
     "scale": (lambda args: _whole(args, "workers"), "from {before} to {workers} workers"),
     "chaos": (_fault, "{fault} is on its way"),
+    "profile": (_profile, "steps {first_step} on are recorded into profiles/{name}"),
+    "stop": (lambda args: {"cause": "requested", "reason": STOPPED}, "the job ends, with a checkpoint if it has any"),
 }
 """What a page may ask of a running job: how its arguments are checked, and what is said when it is done."""
 
 
 def serve(run_dirs: Sequence[Path], host: str, port: int, token: str | None, audit: Audit, public: bool) -> None:
-    """Serve the dashboard until interrupted. Prints its address, which lets in whoever opens it, once it listens; port
-    0 is any that is free. public: who only reads needs no token.
+    """Serve the dashboard until interrupted; over one folder of runs it begins with a list of them. Prints its address,
+    which lets in whoever opens it, once it listens; port 0 is any that is free. public: who only reads needs no token.
 
     Raises: ConfigError for an address that cannot be had, or one beyond loopback without a token.
     """
     token = checked_token(host, token)
-    feeds = Feeds(run_dirs, audit)
+    top = run_dirs[0] if len(run_dirs) == 1 and holds_runs(run_dirs[0]) else None
+    feeds = Feeds([] if top is not None else run_dirs, audit, top)
     _serve(make_app(feeds, host, token, public), feeds, host, port, f"/?{_parameter(token)}")
 
 

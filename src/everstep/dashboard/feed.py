@@ -8,18 +8,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from everstep.base.errors import EverstepError
+from everstep.base.errors import ConfigError, EverstepError
+from everstep.dashboard.catalog import Catalog, ListRow, list_row
+from everstep.dashboard.details import as_line
+from everstep.protocol.roles import INJECT, OPERATE
 from everstep.report.facts import Line
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
-from everstep.report.words import one_line
+from everstep.report.notes import checked_notes, read_notes, write_notes
 from everstep.runtime import commands
 
 Audit = Callable[[Path], dict[str, Any]]
@@ -31,12 +34,16 @@ _STALE_S = 5.0
 _PATIENCE_S = 2.0
 _MOST_LINES = 4000
 _LAST_BYTES = 1 << 16
+_LIST_S = 1.0
+_MOST_OPEN = 32
+MOST_COMPARED = 12
+"""Of a list's runs, so many may be looked at together on a page."""
 _AUTOMATIC_LEDGER_BYTES = 32 << 20
 
 
 class RunFeed:
     """One run. `lock` protects everything; `status` is the coordinator's newest answer, None if it is silent, which
-    `silent` says at once.
+    `silent` says at once; `may`: the roles in which this process can ask something of it.
 
     lines: the events, and with `logs` what the workers printed and logged; each has a number of its own.
     """
@@ -46,6 +53,8 @@ class RunFeed:
         self.history = History(run_dir)
         self.status: dict[str, Any] | None = None
         self.running = self.silent = False
+        self.may: list[str] = []
+        self.notes = read_notes(run_dir)
         self.ledger: dict[str, Any] = {}
         self.lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._numbers = 0
@@ -78,10 +87,7 @@ class RunFeed:
         """What is new in the workers' logs, as far as a page has room for it."""
         found: deque[Line] = deque(maxlen=_MOST_LINES)
         for line in self._logs.read() if self._logs is not None else ():
-            level = {"debug": "info", "critical": "error"}.get(line.level, line.level)
-            text = one_line(f"{line.source}: {line.text}{' | ' if line.more else ''}{line.more}")
-            kind = str(line.fields.get("source", "log"))
-            found.append(Line(0, line.time_ns, level, kind, line.worker_id, line.step, text))
+            found.append(as_line(line))
         return list(found)
 
     def _take_lines(self, said: list[Line]) -> None:
@@ -103,16 +109,22 @@ class RunFeed:
         """Ask the coordinator, if a job runs there."""
         running = self.history.running()
         status: dict[str, Any] | None = None
+        may = [role for role in (OPERATE, INJECT) if commands.has_token(self.run_dir, role)] if running else []
         if running:
             with contextlib.suppress(EverstepError):
                 status = commands.ask(self.run_dir, "status", timeout_s=_PATIENCE_S)
         with self.lock:
-            self.running = running
+            self.running, self.may = running, may
             self.silent = running and status is None
             if status is not None:
                 self.status, self._status_at = status, time.monotonic()
             elif not running or time.monotonic() - self._status_at > _STALE_S:
                 self.status = None
+
+    def list_row(self) -> ListRow:
+        """The run in a row of a list."""
+        with self.lock:
+            return list_row(self.history, self.running, self.notes)
 
     def check_ledger(self, automatic: bool = False) -> dict[str, Any]:
         """Audit the ledger now: {"checked_step", "clean", "steps", "problems", "note"}. One at a time.
@@ -143,15 +155,26 @@ class RunFeed:
 
 
 class Feeds:
-    """All runs of a dashboard, and the threads that keep them current."""
+    """The runs of a dashboard by number, and the threads that keep them current.
 
-    def __init__(self, run_dirs: Iterable[Path], audit: Audit | None = None) -> None:
-        self.runs = [RunFeed(path, audit) for path in run_dirs]
+    They are those it was started with; or, over a folder of runs, those that a page has opened, and `catalog` has a row
+    of each that there is.
+    """
+
+    def __init__(self, run_dirs: Iterable[Path], audit: Audit | None = None, top: Path | None = None) -> None:
+        self.runs = {i: RunFeed(path, audit) for i, path in enumerate(run_dirs)}
+        self.catalog = None if top is None else Catalog(top)
+        self._audit = audit
+        self._numbers = len(self.runs)
+        self._looked_at: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._read, name="dashboard-files", daemon=True),
             threading.Thread(target=self._ask, name="dashboard-status", daemon=True),
         ]
+        if self.catalog is not None:
+            self._threads.append(threading.Thread(target=self._list, name="dashboard-list", daemon=True))
 
     def start(self) -> None:
         """Begin to read."""
@@ -170,15 +193,67 @@ class Feeds:
         """Whether the dashboard is ending."""
         return self._stop.is_set()
 
+    def open(self, names: Sequence[str]) -> list[int]:
+        """The numbers of the runs of these names in the list, as far as there are any; to be closed. Without a list,
+        all. Runs that no page has open make room for others."""
+        with self._lock:
+            numbers = list(self.runs) if self.catalog is None else list(map(self._number, names[:MOST_COMPARED]))
+            found = [number for number in numbers if number is not None]
+            self._looked_at.update(found)
+            for number in [i for i in self.runs if not self._looked_at[i]] if self.catalog is not None else []:
+                if len(self.runs) > _MOST_OPEN:
+                    self.runs = {i: run for i, run in self.runs.items() if i != number}
+            return found
+
+    def close(self, numbers: Iterable[int]) -> None:
+        """A page has gone that had these open."""
+        with self._lock:
+            self._looked_at.subtract(numbers)
+
+    def list_rows(self) -> dict[str, ListRow]:
+        """The list of runs, by a key that a page may name; {} for one run alone."""
+        if self.catalog is not None:
+            return dict(self.catalog.rows)
+        if len(self.runs) < 2:
+            return {}
+        return {str(i): run.list_row() for i, run in self.runs.items()}
+
+    def note(self, key: str, args: dict[str, Any]) -> None:
+        """Write down tags and a note of a run in the list. Raises: ConfigError."""
+        if self.catalog is not None:
+            self.catalog.note(key, args)
+            return
+        run = {str(i): run for i, run in self.runs.items()}.get(key)
+        if run is None:
+            raise ConfigError("there is no such run in the list")
+        notes = checked_notes(args)
+        write_notes(run.run_dir, notes)
+        run.notes = notes
+
+    def _number(self, name: str) -> int | None:
+        path = None if self.catalog is None else self.catalog.path(name)
+        if path is None:
+            return None
+        known = next((i for i, run in self.runs.items() if run.run_dir == path), None)
+        if known is not None:
+            return known
+        self.runs = {**self.runs, self._numbers: RunFeed(path, self._audit)}  # others go through it meanwhile
+        self._numbers += 1
+        return self._numbers - 1
+
     def _read(self) -> None:
         while not self._stop.is_set():
-            busy = [run.read() and not run.history.loaded for run in self.runs]
+            busy = [run.read() and not run.history.loaded for run in list(self.runs.values())]
             self._stop.wait(0.002 if any(busy) else _IDLE_S)
 
     def _ask(self) -> None:
         while not self._stop.is_set():
-            for run in self.runs:
+            for run in list(self.runs.values()):
                 run.ask()
                 if not run.running and run.history.loaded and run.history.facts.step:
                     run.check_ledger(automatic=True)
             self._stop.wait(_STATUS_S)
+
+    def _list(self) -> None:
+        while self.catalog is not None and not self._stop.is_set():
+            self._stop.wait(0.002 if self.catalog.advance() else _LIST_S)

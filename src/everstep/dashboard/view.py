@@ -13,15 +13,22 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause
+from everstep.base.config import dotted
+from everstep.dashboard.details import row
 from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
 from everstep.report.headline import headline
-from everstep.report.words import number, one_line
+from everstep.report.history import History
+from everstep.report.pace import RECENT_STEPS
+from everstep.report.words import as_dict, number, one_line
 
 _LISTED = 200
 _FIRST_LINES = 600
 _MOST_COLUMNS = 512
+_MOST_LIVES = 64
+_MOST_SPANS = 1500
+_MOST_SETTINGS = 400
 _STILL = ("dead", "left", "ended", "spare", "healing")
 
 
@@ -78,10 +85,12 @@ def patch(feed: RunFeed, cursor: PageCursor) -> dict[str, Any]:
         "incidents": _incidents(facts),
         "checkpoints": _checkpoints(facts),
         "marks": _marks(facts),
+        "lives": lives(facts),
         "account": {k: round(v, 2) for k, v in history.seconds(feed.running).items() if v >= 0.005},
         "efficiency": facts.efficiency()[:64],
         "metrics": {"step": facts.metrics_step, "values": facts.metrics},
         "ledger": feed.ledger,
+        "config": _config(history),
     }
     for name, value in parts.items():
         if cursor.parts.get(name) != value:
@@ -118,6 +127,7 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
     return {
         "name": history.name,
         "dir": str(feed.run_dir),
+        "digest": one_line(history.digest.get("state") or history.digest.get("model"), 64),
         "task": one_line(history.job.get("task")),
         "state": state,
         "cause": (live or {}).get("cause") or facts.cause,
@@ -128,11 +138,13 @@ def head(feed: RunFeed, rows: Mapping[int, WorkerRow]) -> dict[str, Any]:
         "last_step_ns": facts.last_step_ns or None,
         "running": feed.running,
         "answers": live is not None,
+        "may": feed.may,
         "loaded": history.loaded,
         "step": step,
         "total": total,
         "loss": facts.loss,
         "rate": rate,
+        "rate_points": RECENT_STEPS,
         "mean_rate": facts.mean_samples_per_s(),
         "eta_s": facts.eta_s(total) if rate and not facts.stands_still(now.time_ns) else None,
         "generation": facts.generation,
@@ -204,6 +216,23 @@ def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tup
     return ("healing" if role == "joining" else role), life
 
 
+def lives(facts: Facts) -> dict[str, Any]:
+    """Who was what, and when: {"spans": [[worker, life, state, begin ms, end ms or null]], "hidden": workers left out}.
+
+    Where there are many workers, those that had the most trouble."""
+    ids = {span.worker_id for span in facts.spans}
+    if len(ids) > _MOST_LIVES:
+        troubled = {span.worker_id for span in facts.spans if span.state in ("dead", "suspect", "healing")}
+        ids = set(sorted(ids, key=lambda i: (i not in troubled, i))[:_MOST_LIVES])
+    shown = [span for span in facts.spans if span.worker_id in ids][-_MOST_SPANS:]
+    spans = [[s.worker_id, s.incarnation, s.state, _ms(s.begin_ns), _ms(s.end_ns)] for s in shown]
+    return {"spans": spans, "hidden": len({span.worker_id for span in facts.spans}) - len(ids)}
+
+
+def _ms(time_ns: int | None) -> int | None:
+    return None if time_ns is None else time_ns // 1_000_000
+
+
 def _incident(facts: Facts) -> dict[str, Any] | None:
     """The newest fault, and how long it took to recover from it."""
     mark = next((m for m in reversed(facts.marks) if m.kind in ("evicted", "coordinator", "fallback")), None)
@@ -217,6 +246,12 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
         "worker": mark.worker_id,
         "recovered_s": recovery.duration_s if recovery else None,
     }
+
+
+def _config(history: History) -> dict[str, str]:
+    """The settings as text, by dotted key."""
+    config = dotted(as_dict(history.job.get("config")))
+    return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
 
 
 def _newest(items: Any, most: int = _LISTED) -> list[Any]:
@@ -281,7 +316,7 @@ def _marks(facts: Facts) -> list[list[Any]]:
 
 def _lines(lines: deque[Line], after: int) -> list[list[Any]]:
     fresh = takewhile(lambda line: line.number > after, islice(reversed(lines), _FIRST_LINES))
-    return [[m.number, m.time_ns // 1_000_000, m.level, m.kind, m.worker_id, m.step, m.text] for m in fresh][::-1]
+    return [row(line) for line in fresh][::-1]
 
 
 def now_ms() -> int:

@@ -23,7 +23,7 @@ from everstep.report.words import level as level_of
 from everstep.runtime.address import EVENTS_FILE, LOGS_FOLDER
 from everstep.train.console import OUTPUT_FILE
 
-_WORKER_FILE = re.compile(r"worker-(\d+)\.")
+WORKER_FILE = re.compile(r"worker-(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LogFiles:
     @property
     def worker_ids(self) -> set[int]:
         """The workers that have logs here."""
-        found = (_WORKER_FILE.match(path.name) for path in self._folder.glob("worker-*"))
+        found = (WORKER_FILE.match(path.name) for path in self._folder.glob("worker-*"))
         return {int(match[1]) for match in found if match}
 
     def read(self) -> Iterator[LogLine]:
@@ -99,17 +99,30 @@ class LogFiles:
         return heapq.merge(*sources, key=lambda line: line.time_ns)
 
 
+def record_line(worker_id: int, said: Mapping[str, Any]) -> LogLine:
+    """A record of a worker's file as a line."""
+    level, message, step = said.get("level"), str(said.get("message", "")), known(said.get("step"))
+    text = message if said.get("source") in ("stdout", "stderr") else f"{said.get('logger')}: {message}"
+    time_ns, level = whole_number(said.get("time_unix_ns")), level if level in LEVELS else "info"
+    more = str(said.get("exception") or "")
+    return LogLine(time_ns, f"worker {worker_id}", worker_id, level, text, step, more, said)
+
+
+def event_line(event: Mapping[str, Any]) -> LogLine | None:
+    """A line of events.jsonl as a line of the log; None if it is none."""
+    if not isinstance(event.get("kind"), str):
+        return None
+    time_ns, where = whole_number(event.get("time_unix_ns")), known(event.get("worker_id"))
+    step = known(event.get("step"))
+    return LogLine(time_ns, "event", where, level_of(event), sentence(event), step, fields=event)
+
+
 def _records(worker_id: int, folder: Folder) -> Iterator[LogLine]:
-    for said in filter(None, map(object_of, folder.lines())):
-        level, message, step = said.get("level"), str(said.get("message", "")), known(said.get("step"))
-        text = message if said.get("source") in ("stdout", "stderr") else f"{said.get('logger')}: {message}"
-        time_ns, level = whole_number(said.get("time_unix_ns")), level if level in LEVELS else "info"
-        more = str(said.get("exception") or "")
-        yield LogLine(time_ns, f"worker {worker_id}", worker_id, level, text, step, more, said)
+    return (record_line(worker_id, said) for said in filter(None, map(object_of, folder.lines())))
 
 
 def _texts(path: Path, tail: Tail) -> Iterator[LogLine]:
-    found = _WORKER_FILE.match(path.name)
+    found = WORKER_FILE.match(path.name)
     worker_id = int(found[1]) if found else None
     for line in filter(bytes.strip, tail.lines()):
         written_ns = path.stat().st_mtime_ns if path.exists() else 0
@@ -117,12 +130,8 @@ def _texts(path: Path, tail: Tail) -> Iterator[LogLine]:
 
 
 def _events(tail: Tail, steps: bool) -> Iterator[LogLine]:
-    for event in filter(None, map(object_of, tail.lines())):
-        if not isinstance(event.get("kind"), str) or (event["kind"] == "step_committed" and not steps):
-            continue
-        time_ns, where = whole_number(event.get("time_unix_ns")), known(event.get("worker_id"))
-        step = known(event.get("step"))
-        yield LogLine(time_ns, "event", where, level_of(event), sentence(event), step, fields=event)
+    found = (event_line(event) for event in filter(None, map(object_of, tail.lines())))
+    return (line for line in found if line is not None and (steps or line.fields["kind"] != "step_committed"))
 
 
 def _plain(text: str) -> str:

@@ -72,6 +72,11 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     return reply.result
 
 
+def has_token(run_dir: Path, role: str) -> bool:
+    """Whether this process can read a token for that role."""
+    return any(os.access(run_dir / name, os.R_OK) for name in (role_file(role), TOKEN_FILE))
+
+
 def _token_for(run_dir: Path, role: str) -> bytes:
     """Raises: ConfigError if there is none; ProtocolError if it is none; OSError."""
     try:

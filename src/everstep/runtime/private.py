@@ -20,6 +20,7 @@ _OTHERS = 0o077
 _OURS = {
     *(address.LOCK_FILE, address.TOKEN_FILE, address.JOB_FILE, address.DATASET_FILE, address.EVENTS_FILE),
     *(address.COORDINATOR_FILE, address.JOURNAL_FILE, address.METRICS_FILE, address.METRICS_TOKEN_FILE),
+    address.NOTES_FILE,
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
     *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS),

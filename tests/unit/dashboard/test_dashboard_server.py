@@ -19,6 +19,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra [dashboard] is not in
 from everstep.base.errors import ConfigError  # noqa: E402
 from everstep.cli.main import run_command  # noqa: E402
 from everstep.dashboard.app import make_app, make_metrics_app  # noqa: E402
+from everstep.dashboard.catalog import Catalog, holds_runs  # noqa: E402
 from everstep.dashboard.feed import Feeds, RunFeed  # noqa: E402
 from everstep.dashboard.guard import checked_token, is_loopback, kept_token  # noqa: E402
 from everstep.dashboard.view import PageCursor, patch  # noqa: E402
@@ -62,9 +63,12 @@ class Server:
         make: Any = make_app,
         load: bool = True,
         public: bool = False,
+        top: Path | None = None,
     ) -> None:
-        self.feeds = Feeds(run_dirs)
-        for feed in self.feeds.runs if load else ():
+        self.feeds = Feeds(run_dirs, top=top)
+        while load and self.feeds.catalog is not None and self.feeds.catalog.advance():
+            pass
+        for feed in self.feeds.runs.values() if load else ():
             feed.load()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
@@ -85,9 +89,9 @@ class Server:
         kind = answer.headers.get_content_type()
         return answer.status, json.loads(content) if kind == "application/json" else content, dict(answer.headers)
 
-    def first_message(self, **headers: str) -> dict[str, Any]:
+    def first_message(self, query: str = "", **headers: str) -> dict[str, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", "/api/stream", headers={n.replace("_", "-"): v for n, v in headers.items()})
+        connection.request("GET", f"/api/stream{query}", headers={n.replace("_", "-"): v for n, v in headers.items()})
         answer = connection.getresponse()
         assert answer.status == 200
         while True:
@@ -181,7 +185,7 @@ def test_no_action_without_the_token(server: Server) -> None:
     assert server.ask("POST", "/api/token", {}, x_everstep_token=TOKEN, content_type="text/plain")[0] == 415
 
 
-PATHS = ("/", "/static/page.js", "/api/stream", "/api/token", "/metrics", "/nowhere")
+PATHS = ("/", "/static/page.js", "/api/stream", "/api/token", "/metrics", "/api/runs/0/workers/1", "/nowhere")
 
 
 def test_everything_needs_the_token(closed_server: Server) -> None:
@@ -200,7 +204,7 @@ def test_everything_needs_the_token(closed_server: Server) -> None:
             text = closed_server.ask("GET", path, **given)[1]
             assert b"token" in text and text.count(b"\n") == 1
         assert closed_server.ask("GET", f"{path}?token={TOKEN}x")[0] == 401
-    for path, status in zip(PATHS, (200, 200, 200, 200, 200, 404), strict=True):
+    for path, status in zip(PATHS, (200, 200, 200, 200, 200, 200, 404), strict=True):
         if path != "/api/stream":
             assert closed_server.ask("GET", path, **OWNER)[0] == status
             assert closed_server.ask("GET", path, x_everstep_token=TOKEN)[0] == status
@@ -247,7 +251,11 @@ def test_actions_answer_in_one_line(server: Server) -> None:
         ("drain", {}, "whole number"),
         ("chaos", {"fault": "explode:target=worker:1"}, "explode"),
         ("checkpoint", {}, "no job is running"),
-        ("stop", {}, "unknown action"),
+        ("stop", {}, "no job is running"),
+        ("profile", {"steps": 0, "workers": [0]}, "from 1 to 100"),
+        ("profile", {"steps": 5, "workers": ["0"]}, "list of worker ids"),
+        ("profile", {"steps": 5, "workers": [0]}, "no job is running"),
+        ("pause", {}, "unknown action"),
     ]:
         status, answer = act(name, body)
         assert (status, answer["ok"]) == (200, False)
@@ -278,6 +286,137 @@ def test_actions_reach_the_coordinator(server: Server, monkeypatch: pytest.Monke
         ("drain", {"worker_id": 1}),
         ("chaos", {"fault": "kill:target=leader:1", "workers": [], "stages": [1]}),
     ]
+
+
+def test_a_moment_and_a_worker_are_told_when_asked(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "logs").mkdir()
+    said = WorkerLog(1, 0)
+    lines = [said.line("info", "mine", f"line {i}", time_ns=T0 + i) for i in range(60)]
+    raised = said.line("error", "mine", "it broke", exception="Traceback\nKeyError: <b>", time_ns=T0 + 70)
+    (run_dir / "logs" / "worker-1.jsonl").write_bytes(b"".join([*lines, raised]))
+    folder = run_dir / "profiles" / "20260101-000000"
+    folder.mkdir(parents=True)
+    (folder / "worker-1.json.gz").write_bytes(b"trace")
+    (run_dir / "profiles" / "worker-1.json.gz").write_bytes(b"not here")
+    server = Server(run_dir, public=True)
+    try:
+        found = server.ask("GET", f"/api/runs/0/log?at={(T0 + 10**9) // 10**6}&worker=0")[1]
+        assert [line[6] for line in found["lines"]][:2] == ["started", "worker 0 has joined"]
+        assert not any("line 3" in line[6] for line in found["lines"])
+        assert any("line 3" in line[6] for line in server.ask("GET", f"/api/runs/0/log?at={T0 // 10**6}")[1]["lines"])
+        for query in ("", "?at=-1", "?at=1e9", "?at=99999999999999999999", "?at=1&worker=x", "?at=%D9%A1"):
+            assert server.ask("GET", f"/api/runs/0/log{query}")[1]["ok"] is False, query
+        found = server.ask("GET", "/api/runs/0/workers/1")[1]
+        assert (len(found["log"]), found["traceback"]) == (40, "mine: it broke\n    Traceback\n    KeyError: <b>")
+        assert found["traces"] == ["20260101-000000/worker-1.json.gz"]
+        assert server.ask("GET", "/api/runs/0/workers/7")[1] == {
+            "ok": True,
+            "log": [],
+            "traceback": "",
+            "traceback_ms": 0,
+            "traces": [],
+        }
+        status, trace, headers = server.ask("GET", f"/api/runs/0/profiles/{found['traces'][0]}")
+        assert (status, trace) == (200, b"trace") and "20260101-000000-worker-1" in headers["content-disposition"]
+        for path in (
+            "../worker-1.json.gz",
+            "..%2f..",
+            "20260101-000000/..%2f..%2fjob.json",
+            "20260101-000000/job.json",
+        ):
+            assert server.ask("GET", f"/api/runs/0/profiles/{path}")[0] == 404, path
+        assert server.ask("GET", "/api/runs/1/workers/1")[0] == 404
+        assert server.ask("GET", "/api/runs/0/workers/x")[0] == 404
+    finally:
+        server.close()
+
+
+def test_lives_are_drawn_of_those_with_trouble(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    joined = [event("worker_joined", 7, worker_id=i, incarnation=0, pid=i, host="h") for i in range(2, 100)]
+    dead = event("worker_evicted", 8, worker_id=99, incarnation=0, reason="killed", cause="killed")
+    with open(run_dir / "events.jsonl", "ab") as file:
+        file.write(b"".join([*joined, dead]))
+    feed = RunFeed(run_dir)
+    feed.load()
+    lives = patch(feed, PageCursor())["lives"]
+    ids = {span[0] for span in lives["spans"]}
+    assert (len(ids), lives["hidden"], 99 in ids, 98 in ids) == (64, 36, True, False)
+    assert [span[1:] for span in lives["spans"] if span[0] == 99][-1] == [0, "dead", (T0 + 8 * 10**9) // 10**6, None]
+
+
+def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
+    assert not holds_runs(make_run(tmp_path, "one")) and not holds_runs(tmp_path / "none")
+    two = make_run(tmp_path, "two")
+    with open(two / "events.jsonl", "ab") as file:
+        file.write(event("job_completed", 9, step=4, exit_code=0))
+    (two / "final").mkdir()
+    (two / "final" / "digest.json").write_text('{"state": "abc", "model": "d"}')
+    (tmp_path / "no run").mkdir()
+    assert holds_runs(tmp_path)
+    server = Server(public=True, top=tmp_path)
+    try:
+        message = server.first_message()
+        rows = message["list"]["rows"]
+        assert (message["count"], message["keys"], message["folder"]) == (0, [], str(tmp_path))
+        assert sorted(rows) == ["one", "two"]
+        assert (rows["one"]["state"], rows["one"]["step"], rows["one"]["digest"]) == ("interrupted", 4, "")
+        assert (rows["two"]["state"], rows["two"]["loss"], rows["two"]["digest"]) == ("completed", 0.25, "abc")
+        given = {"x_everstep_token": TOKEN, **JSON}
+        note = {"key": "one", "tags": ["good", " good ", "<b>"], "note": "as it\nwas"}
+        assert server.ask("POST", "/api/notes", note, **JSON)[0] == 401
+        assert server.ask("POST", "/api/notes", note, **given)[1]["ok"]
+        assert (tmp_path / "one" / "notes.json").stat().st_mode & 0o077 == 0
+        for wrong in (
+            {"key": "../one"},
+            {"tags": "x"},
+            {"tags": ["x" * 41]},
+            {"tags": list("abcdefghijklm")},
+            {"note": 3},
+        ):
+            refused = server.ask("POST", "/api/notes", {**note, **wrong}, **given)[1]
+            assert not refused["ok"] and "\n" not in refused["error"]
+        assert server.ask("POST", "/api/notes", {}, **given)[0] == 400
+        assert server.feeds.catalog is not None and not server.feeds.catalog.advance()
+        row = server.first_message()["list"]["rows"]["one"]
+        assert (row["tags"], row["note"]) == (["good", "<b>"], "as it was")
+        message = server.first_message("?run=two&run=..&run=no%20run&run=%2Fetc&run=one")
+        assert (message["count"], message["keys"]) == (2, [0, 1])
+        assert server.first_message("?run=one")["keys"] == [1]
+        assert server.ask("GET", "/api/runs/1/workers/1")[1]["ok"]
+        assert server.ask("GET", "/api/runs/2/workers/1")[0] == 404
+    finally:
+        server.close()
+
+
+def test_of_a_run_that_is_over_only_the_row_is_kept(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    catalog = Catalog(tmp_path)
+    while catalog.advance():
+        pass
+    row = catalog.rows["run"]
+    catalog.advance()
+    assert catalog.rows["run"] is row, "nothing changed, so nothing is read"
+    with open(run_dir / "events.jsonl", "ab") as file:
+        file.write(event("step_committed", 7, step=5, generation=1, loss=0.1, samples=4))
+    catalog.advance()
+    assert catalog.rows["run"]["step"] == 5
+    run_dir.rename(tmp_path / "moved")
+    catalog.advance()
+    assert list(catalog.rows) == ["moved"]
+
+
+def test_runs_that_no_page_shows_make_room(tmp_path: Path) -> None:
+    names = [make_run(tmp_path, f"run{i}").name for i in range(40)]
+    feeds = Feeds([], top=tmp_path)
+    assert feeds.catalog is not None
+    feeds.catalog.advance()
+    kept = feeds.open(names[:2])
+    for name in names[2:]:
+        feeds.close(feeds.open([name]))
+    assert set(kept) <= set(feeds.runs) and len(feeds.runs) <= 33
+    assert feeds.open(names[:2]) == kept
 
 
 def test_patches_hold_only_what_changed(tmp_path: Path) -> None:

@@ -1,56 +1,66 @@
-// Curves by uPlot, with faults marked on each. A chart is made anew only when its series or the colours change.
+// Curves by uPlot, with what befell the job marked on each. A chart is made anew only when its series or the colours
+// change. Wherever the pointer is, every chart tells its value there.
 
-import { $, bytes, colour, duration, el, number, write } from "./dom.js";
+import { $, attribute, bytes, colour, compactNumber, duration, el, number, write } from "./dom.js";
+import { linked } from "./links.js";
+import { clustered, crosshair, nearest, point, switches, wanted } from "./marks.js";
 
 const HEIGHT = 200;
 const PHASE_COLOURS = { load: "c6", forward: "c0", backward: "c4", transfer: "c3", reduce: "c1", agree: "c5", update: "c2", stall: "warn", recover: "bad", other: "c7" };
-const HARD = new Set(["fault", "evicted", "coordinator", "fallback"]);
+const STEPS = [1, 2, 5].flatMap((m) => [...Array(10).keys()].map((p) => m * 10 ** p)).sort((a, b) => a - b);
 
 export class Chart {
-  /** format: a value as text; series names and colours come with the data. */
+  /** format: a value as text; series names and colours come with the data. note: what the values are of. */
   constructor(root, title, format = (v) => number(v, 3), options = {}) {
     this.title = title;
     this.format = format;
     this.options = options;
     this.plot = null;
     this.marks = [];
-    this.now = el("span");
+    this.pixels = [];
+    this.log = false;
+    this.now = el("span", { className: "now" });
+    this.note = el("small", {}, options.note ?? "");
     this.box = el("div", { className: "plot", role: "img", "aria-label": title });
-    this.figure = el("figure", { className: "chart" }, el("figcaption", {}, el("b", {}, title), this.now), this.box);
+    this.figure = el("figure", { className: "chart" }, el("figcaption", {}, el("b", {}, title), this.note, ...(options.tools ?? []), this.now), this.box);
     root.append(this.figure);
+    if (!options.alone) crosshair.followers.add(this);
     new ResizeObserver(() => this.fit()).observe(this.box);
   }
 
-  /** x, then one array per name. time: x is seconds since 1970. marks: [{x, kind, text}]. */
+  /** x, then one array per name. time: x is seconds since 1970. marks: [{ms, step, hard, text}]. */
   update(x, series, time, marks) {
     this.figure.hidden = series.length === 0;
     if (this.figure.hidden) return;
-    this.marks = marks;
+    this.time = time;
+    this.marks = marks.map((mark) => ({ ...mark, x: time ? mark.ms / 1000 : mark.step })).filter((mark) => mark.x !== null);
     this.series = series;
-    const signature = `${time}|${series.map((s) => s.name).join("|")}|${document.documentElement.dataset.theme}`;
-    const data = [x, ...(this.options.stacked ? stack(series) : series.map((s) => s.y))];
+    const signature = `${time}|${this.log}|${series.map((s) => s.name).join("|")}|${document.documentElement.dataset.theme}`;
+    const shown = this.options.stacked ? stack(series) : series.map((s) => (this.log ? s.y.map((v) => (v > 0 ? v : null)) : s.y));
+    const data = [x, ...shown];
     if (!this.plot || signature !== this.signature) this.make(signature, series, time, data);
     else this.plot.setData(data, this.plot.everything !== false);
-    const last = series.map((s) => [s.name, s.y.findLast((v) => v !== null && v !== undefined)]);
-    const text = last.map(([name, v]) => (series.length > 1 ? `${name} ${this.format(v)}` : this.format(v))).join(", ");
-    write(this.now, series.length > 1 ? "" : text);
-    this.box.setAttribute("aria-label", `${this.title}: ${text}; ${marks.filter((m) => HARD.has(m.kind)).length} faults marked`);
+    this.rest();
+    const text = series.map((s) => `${s.name} ${this.format(s.y.findLast((v) => v !== null && v !== undefined))}`).join(", ");
+    attribute(this.box, "aria-label", `${this.title}: ${text}; ${this.marks.filter((m) => m.hard).length} faults marked`);
   }
 
   make(signature, series, time, data) {
     this.plot?.destroy();
     this.signature = signature;
     const axis = { stroke: colour("soft"), grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid") }, font: "11px system-ui, sans-serif" };
+    const along = time ? { space: (u, i, low, high) => (high - low > 36000 && high - low <= 172800 ? 112 : 76), values: moments } : { space: 56, incrs: STEPS, values: (u, ticks) => ticks.map((v) => (v < 100000 ? String(v) : compactNumber(v))) };
+    const width = (u, labels) => 16 + 6.4 * Math.max(2, ...(labels ?? []).map((text) => text?.length ?? 0));
     this.plot = new uPlot(
       {
         width: Math.max(200, this.box.clientWidth),
         height: HEIGHT,
-        scales: { x: { time }, y: this.options.range ? { range: this.options.range } : {} },
-        axes: [{ ...axis, space: time ? 80 : 60, size: 30, ...(time ? { values: moments } : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) }, { ...axis, size: this.options.width ?? 56, values: (u, ticks) => ticks.map((v) => this.format(v)) }],
-        legend: { show: series.length > 1 },
+        scales: { x: { time }, y: this.log ? { distr: 3 } : this.options.range ? { range: this.options.range } : {} },
+        axes: [{ ...axis, size: 30, ...along }, { ...axis, size: width, space: this.log ? 20 : 32, values: (u, ticks) => this.labels(ticks) }],
+        legend: { show: series.filter((s) => !s.faint).length > 1 },
         cursor: { y: false, drag: { x: true, y: false } },
         bands: this.options.stacked ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
-        series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => (v === null || v === undefined ? "–" : time ? moments(u, [v])[0] : String(v)) }, ...series.map((s) => this.line(s, data[0].length))],
+        series: [{ label: time ? "time" : (this.options.label ?? "step"), value: (u, v) => this.place(v) }, ...series.map((s) => this.line(s, data[0].length))],
         hooks: { draw: [(u) => this.draw(u)], setCursor: [(u) => this.point(u)], setScale: [(u, key) => key === "x" && this.zoomed(u)] },
       },
       data,
@@ -58,18 +68,47 @@ export class Chart {
     );
   }
 
+  /** Labels of an axis: as many digits as tell neighbours apart. */
+  labels(ticks) {
+    if (this.options.ticks) return ticks.map((v) => (v === null ? null : this.options.ticks(v)));
+    const known = ticks.filter((v) => v !== null), step = known.length > 1 ? Math.abs(known[1] - known[0]) : 0;
+    const digits = step > 0 ? Math.min(8, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))) : 0;
+    return ticks.map((v) => (v === null ? null : Math.abs(v) >= 10000 ? compactNumber(v) : this.log || (v && Math.abs(v) < 1e-4) ? String(Number(v.toPrecision(2))) : v.toFixed(enough(known, digits))));
+  }
+
+  place(v) {
+    return v === null || v === undefined ? "–" : this.time ? precise(v) : String(v);
+  }
+
   /** One series for uPlot; of a stack, the area between it and the one below, told with its own value. */
   line(s, points) {
     const tint = colour(s.colour);
-    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.told(s.name, v, at) };
-    if (!this.options.stacked) return { ...common, width: 1.6, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
+    const common = { label: s.name, stroke: tint, value: (u, v, i, at) => this.told(s.name, at) };
+    if (!this.options.stacked) return { ...common, width: s.faint ? 1 : 1.6, alpha: s.faint ? 0.35 : 1, points: { show: points < 3 || this.options.points === true }, spanGaps: true };
     return { ...common, width: 0, fill: tint, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) };
   }
 
-  /** The value under the cursor as text; of a stack, what the series itself adds. */
-  told(name, v, at) {
-    const value = this.options.stacked && at !== null ? this.series.find((s) => s.name === name)?.y[at] : v;
-    return at === null || value === null || value === undefined ? "–" : this.format(value);
+  /** A series' own value at an index as text. */
+  told(name, at) {
+    const value = at === null || at === undefined ? null : this.series.find((s) => s.name === name)?.y[at];
+    return value === null || value === undefined ? "–" : this.format(value);
+  }
+
+  /** Tell the values at an index of x; null: the newest, without a place. */
+  tell(at) {
+    const strong = this.series.findLast((s) => !s.faint) ?? this.series[0];
+    const last = strong.y.findLastIndex((v) => v !== null && v !== undefined);
+    const i = at ?? last, x = this.plot.data[0][i];
+    const where = at === null ? "" : this.time ? `${this.place(x)}: ` : `${this.options.label ?? "step"} ${this.place(x)}: `;
+    write(this.now, this.series.filter((s) => !s.faint).length > 1 ? (at === null ? "" : where.slice(0, -2)) : `${where}${this.told(strong.name, i)}`);
+    this.now.classList.toggle("pointed", at !== null);
+  }
+
+  /** Nobody points anywhere: the newest values. */
+  rest() {
+    if (this.plot.cursor.left >= 0) return this.tell(this.plot.cursor.idx ?? null);
+    this.plot.setLegend({ idx: this.plot.data[0].length - 1 }, false);
+    this.tell(null);
   }
 
   zoomed(u) {
@@ -79,44 +118,86 @@ export class Chart {
 
   draw(u) {
     const { ctx, bbox } = u;
-    ctx.save();
+    const scale = bbox.width / u.over.clientWidth || 1;
     const seen = this.marks.filter((mark) => mark.x >= u.scales.x.min && mark.x <= u.scales.x.max);
-    const many = seen.length > 40;
-    for (const mark of seen) {
-      const x = Math.round(u.valToPos(mark.x, "x", true)) + 0.5;
-      const hard = HARD.has(mark.kind);
-      ctx.strokeStyle = colour(hard ? "bad" : "soft");
-      ctx.globalAlpha = hard ? (many ? 0.35 : 0.9) : many ? 0.15 : 0.45;
-      ctx.setLineDash(hard ? [] : [3, 4]);
+    this.pixels = clustered(seen.map((mark) => ({ ...mark, px: u.valToPos(mark.x, "x") })));
+    ctx.save();
+    for (const cluster of this.pixels) {
+      const x = Math.round(bbox.left + cluster.px * scale) + 0.5;
+      ctx.strokeStyle = ctx.fillStyle = colour(cluster.hard ? "bad" : "soft");
+      ctx.globalAlpha = cluster.hard ? 0.8 : 0.5;
+      ctx.setLineDash(cluster.hard ? [] : [3, 4]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      if (!hard || many) continue;
-      ctx.fillStyle = colour("bad");
-      ctx.beginPath();
-      ctx.moveTo(x - 5, bbox.top);
-      ctx.lineTo(x + 5, bbox.top);
-      ctx.lineTo(x, bbox.top + 8);
-      ctx.fill();
+      if (cluster.marks.length > 1) badge(ctx, x, bbox.top, scale, String(cluster.marks.length), cluster.hard);
+      else if (cluster.hard) {
+        ctx.beginPath();
+        ctx.moveTo(x - 5 * scale, bbox.top);
+        ctx.lineTo(x + 5 * scale, bbox.top);
+        ctx.lineTo(x, bbox.top + 8 * scale);
+        ctx.fill();
+      }
     }
     ctx.restore();
   }
 
+  /** The pointer is on this chart, or has left it. */
   point(u) {
-    const { left } = u.cursor;
-    if (left < 0) return;
-    const near = this.marks
-      .map((mark) => [Math.abs(u.valToPos(mark.x, "x") - left), mark])
-      .filter(([distance]) => distance < 7)
-      .sort((a, b) => a[0] - b[0])[0];
-    if (near) write($("mark-text"), near[1].text);
+    if (this.led) return;
+    const { left, idx } = u.cursor;
+    if (left < 0) {
+      crosshair.show(null, this);
+      return this.rest();
+    }
+    this.tell(idx ?? null);
+    const near = this.pixels.filter((cluster) => Math.abs(cluster.px - left) < 7).sort((a, b) => Math.abs(a.px - left) - Math.abs(b.px - left))[0];
+    if (near) point(near, linked);
+    if (this.options.alone) return;
+    const x = u.posToVal(left, "x");
+    if (this.time) crosshair.time(1000 * x, this);
+    else crosshair.step(Math.round(x), this);
+  }
+
+  /** The pointer is elsewhere, at this moment and step. */
+  follow(at) {
+    if (!this.plot || this.figure.hidden) return;
+    const u = this.plot, value = at === null ? null : this.time ? (at.ms === null ? null : at.ms / 1000) : at.step;
+    this.led = true;
+    if (value === null || value < u.scales.x.min || value > u.scales.x.max) {
+      u.setCursor({ left: -10, top: -10 });
+      this.led = false;
+      return this.rest();
+    }
+    u.setCursor({ left: u.valToPos(value, "x"), top: u.over.clientHeight / 2 });
+    this.led = false;
+    this.tell(nearest(u.data[0], value));
   }
 
   fit() {
     const width = this.box.clientWidth;
     if (this.plot && width > 0 && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: HEIGHT });
   }
+}
+
+/** Digits after the point, up to `most`, without which two labels would be alike, or one would lie. */
+function enough(values, most) {
+  for (let digits = Math.max(0, most - 1); digits < most + 2; digits++) if (values.every((v) => Math.abs(Number(v.toFixed(digits)) - v) <= 1e-9 * Math.abs(v))) return digits;
+  return Math.min(8, most + 2);
+}
+
+function badge(ctx, x, top, scale, text, hard) {
+  ctx.globalAlpha = 1;
+  ctx.setLineDash([]);
+  ctx.font = `${10 * scale}px system-ui, sans-serif`;
+  const wide = ctx.measureText(text).width + 8 * scale;
+  ctx.fillStyle = colour(hard ? "bad" : "soft");
+  ctx.fillRect(x - wide / 2, top, wide, 13 * scale);
+  ctx.fillStyle = colour("panel");
+  ctx.textAlign = "center";
+  ctx.textBaseline = "top";
+  ctx.fillText(text, x, top + 2 * scale);
 }
 
 /** Moments on an axis, as short as their span allows. */
@@ -127,6 +208,8 @@ function moments(u, ticks) {
   return ticks.map((t) => new Date(1000 * t).toLocaleString("en-GB", { hour12: false, ...form }));
 }
 
+const precise = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB", { hour12: false });
+
 /** Running sums over the series, point by point. */
 function stack(series) {
   const below = series[0]?.y.map(() => 0) ?? [];
@@ -135,18 +218,32 @@ function stack(series) {
 
 const column = (run, i) => run.curves.steps?.columns[i] ?? [];
 
-/** Between neighbouring points: samples per second, seconds per step, samples per second and worker. */
-function rates(run) {
+/** Over the newest `points` points up to each: samples per second, and that per worker; of single ones, seconds a step. */
+function rates(run, points = 1) {
   const x = run.curves.steps?.x ?? [], time = column(run, 0), samples = column(run, 5), workers = column(run, 6);
   const rate = [], seconds = [], each = [];
+  let sum = 0;
   for (let i = 0; i < x.length; i++) {
-    const passed = i ? time[i] - time[i - 1] : 0;
-    const valid = passed > 0;
-    rate.push(valid ? samples[i] / passed : null);
-    seconds.push(valid ? passed / Math.max(1, x[i] - x[i - 1]) : null);
-    each.push(valid && workers[i] ? samples[i] / passed / workers[i] : null);
+    const from = Math.max(0, i - points);
+    sum += i ? samples[i] : 0;
+    if (from > 0) sum -= samples[from];
+    const passed = time[i] - time[from], valid = i > 0 && passed > 0;
+    rate.push(valid ? sum / passed : null);
+    seconds.push(valid ? passed / Math.max(1, x[i] - x[from]) : null);
+    each.push(valid && workers[i] ? sum / passed / workers[i] : null);
   }
   return { rate, seconds, each };
+}
+
+/** A mean that forgets, as TensorBoard smooths: each point weighs `share` times the one after it. */
+function smooth(values, share) {
+  let sum = 0, weight = 0;
+  return values.map((v) => {
+    if (v === null || v === undefined || !isFinite(v)) return null;
+    sum = share * sum + (1 - share) * v;
+    weight = share * weight + (1 - share);
+    return sum / weight;
+  });
 }
 
 export class Training {
@@ -154,34 +251,72 @@ export class Training {
     const root = $("charts");
     const zero = (u, low, high) => [0, high > 0 ? 1.08 * high : 1];
     this.axis = "step";
-    this.loss = new Chart(root, "Loss");
+    this.loss = new Chart(root, "Loss", (v) => number(v, 4), { tools: this.tools() });
+    const took = (v) => (v ? duration(v) : "0"), sent = (v) => (v ? `${bytes(Math.round(v))}/s` : "0");
     this.rate = new Chart(root, "Samples per second", (v) => number(v), { range: zero });
     this.lr = new Chart(root, "Learning rate", (v) => (v ? Number(v.toPrecision(3)).toString() : "0"), { range: zero });
     this.each = new Chart(root, "Samples per second and worker", (v) => number(v), { range: zero });
-    this.seconds = new Chart(root, "Step time", (v) => (v ? duration(v) : "0"), { range: zero });
-    this.phases = new Chart(root, "Step time by phase, per worker", (v) => (v ? duration(v) : "0"), { range: zero, stacked: true });
-    this.bytes = new Chart(root, "Sent per second, by operation", (v) => (v ? `${bytes(Math.round(v))}/s` : "0"), { range: zero, stacked: true, width: 74 });
-    this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true });
+    this.seconds = new Chart(root, "Step time", took, { range: zero, ticks: took, note: "from commit to commit" });
+    this.phases = new Chart(root, "Step time by phase, per worker", took, { range: zero, stacked: true, ticks: took });
+    this.bytes = new Chart(root, "Sent per second, by operation", sent, { range: zero, stacked: true, ticks: sent });
+    this.scaling = new Chart(root, "Samples per second by number of workers", (v) => number(v), { range: zero, label: "workers", points: true, alone: true, note: "over all undisturbed steps" });
+    switches($("marks"), () => this.run && (this.update(this.run), this.switched?.()));
     this.tests = new Map(); // by metric: one axis does not suit an accuracy and a loss
   }
 
+  /** How the loss is drawn: smoothed, and on which scale. */
+  tools() {
+    const amounts = [["", "as it is"], ["0.6", "smoothed 0.6"], ["0.9", "smoothed 0.9"], ["0.98", "smoothed 0.98"]];
+    this.smoothing = el("select", { id: "loss-smoothing", "aria-label": "Smoothing of the loss" }, ...amounts.map(([value, text]) => el("option", { value }, text)));
+    this.scale = el("button", { id: "loss-log", type: "button", "aria-pressed": "false" }, "log");
+    this.smoothing.addEventListener("change", () => this.run && this.update(this.run));
+    this.scale.addEventListener("click", () => {
+      this.loss.log = !this.loss.log;
+      attribute(this.scale, "aria-pressed", String(this.loss.log));
+      if (this.run) this.update(this.run);
+    });
+    return [this.smoothing, this.scale];
+  }
+
+  /** The loss as it is, faint below the smoothed one where that is wanted. */
+  drawLoss(run, x, time, marks) {
+    const loss = column(run, 1), share = Number(this.smoothing.value);
+    const drawn = share ? [{ name: "loss", y: loss, colour: "c0", faint: true }, { name: `smoothed ${share}`, y: smooth(loss, share), colour: "c0" }] : [{ name: "loss", y: loss, colour: "c0" }];
+    const left = this.loss.log ? loss.filter((v) => v !== null && v <= 0).length : 0;
+    write(this.loss.note, left ? `${left} points are not above 0 and left out` : "");
+    this.loss.update(x, x.length ? drawn : [], time, marks);
+  }
+
+  /** Show a step: the crosshair stands there on all charts. */
+  stand(step) {
+    crosshair.step(step, null);
+    $("curves").scrollIntoView({ block: "start" });
+  }
+
   update(run) {
+    this.run = run;
     const time = this.axis === "time";
     const x = time ? column(run, 0) : (run.curves.steps?.x ?? []);
-    const marks = run.marks.map(([at, step, kind, , text]) => ({ x: time ? at : step, kind, text }));
-    const timed = run.marks.map(([at, , kind, , text]) => ({ x: at, kind, text }));
-    const { rate, seconds, each: single } = rates(run);
+    crosshair.by(run.curves.steps?.x ?? [], column(run, 0));
+    const marks = wanted(run), timed = marks;
+    const points = run.head.rate_points ?? 12, window = `over the last ${points} points, faint: from one to the next`;
+    const { rate, seconds, each: single } = rates(run), over = rates(run, points - 1);
     const one = (chart, name, y, tint) => chart.update(x, x.length ? [{ name, y, colour: tint }] : [], time, marks);
-    one(this.loss, "loss", column(run, 1), "c0");
-    one(this.rate, "samples/s", rate, "c2");
+    const two = (chart, name, faint, y, tint) => {
+      chart.update(x, x.length ? [{ name: "from one to the next", y: faint, colour: tint, faint: true }, { name, y, colour: tint }] : [], time, marks);
+      write(chart.note, window);
+    };
+    this.drawLoss(run, x, time, marks);
+    two(this.rate, "samples/s", rate, over.rate, "c2");
     one(this.lr, "learning rate", column(run, 4), "c3");
-    one(this.each, "per worker", single, "c4");
+    two(this.each, "per worker", single, over.each, "c4");
     one(this.seconds, "step", seconds, "c1");
     const usage = run.usage;
     const many = (chart, of, tint) => {
       const series = Object.entries(of ?? {}).map(([name, y], i) => ({ name, y: [null, ...y], colour: tint(name, i) }));
       const x = usage?.x ?? [];
       chart.update(x.length ? [x[0] - usage.width_s, ...x] : [], x.length ? series : [], true, timed); // each holds for the time before its x
+      write(chart.note, usage ? `means over ${duration(usage.width_s)}` : "");
     };
     many(this.phases, usage?.seconds, (name) => PHASE_COLOURS[name] ?? "c7");
     many(this.bytes, usage?.bytes_per_s, (name, i) => `c${i % 9}`);
@@ -189,12 +324,11 @@ export class Training {
     const each = scaled.length ? scaled[0].samples_per_s / scaled[0].workers : 0;
     const lines = [{ name: "measured", y: scaled.map((e) => e.samples_per_s), colour: "c2" }, { name: "in proportion", y: scaled.map((e) => each * e.workers), colour: "c7" }];
     this.scaling.update(scaled.map((e) => e.workers), scaled.length ? lines : [], false, []);
-    const judged = run.marks.map(([, step, kind, , text]) => ({ x: step, kind, text }));
     const tests = Object.keys(run.curves).filter((name) => name.startsWith("eval:"));
     for (const name of tests) if (!this.tests.has(name)) this.tests.set(name, new Chart($("charts"), `Evaluated: ${name.slice(5)}`, (v) => number(v, 4), { points: true }));
     for (const [name, chart] of this.tests) {
       const curve = run.curves[name];
-      chart.update(curve?.x ?? [], curve ? [{ name: name.slice(5), y: curve.columns[1], colour: "c4" }] : [], false, judged);
+      chart.update(curve?.x ?? [], curve ? [{ name: name.slice(5), y: curve.columns[1], colour: "c4" }] : [], false, marks);
     }
   }
 }
@@ -202,8 +336,8 @@ export class Training {
 /** Loss and speed of all runs over each other. */
 export class Overlay {
   constructor() {
-    this.loss = new Chart($("overlay"), "Loss by step, all runs");
-    this.rate = new Chart($("overlay"), "Samples per second by step, all runs", (v) => number(v));
+    this.loss = new Chart($("overlay"), "Loss by step", (v) => number(v, 4), { alone: true });
+    this.rate = new Chart($("overlay"), "Samples per second by step", (v) => number(v), { alone: true, note: "over the last 12 points" });
   }
 
   update(runs) {
@@ -216,6 +350,6 @@ export class Overlay {
       chart.update(table[0], names.map((name, i) => ({ name, y: table[i + 1], colour: `c${i % 9}` })), false, []);
     };
     show(this.loss, (run) => column(run, 1));
-    show(this.rate, (run) => rates(run).rate);
+    show(this.rate, (run) => rates(run, (run.head.rate_points ?? 12) - 1).rate);
   }
 }

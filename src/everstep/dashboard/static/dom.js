@@ -13,6 +13,12 @@ export function el(tag, properties = {}, ...children) {
   return node;
 }
 
+/** An element with these style properties; the policy of the page allows no style attributes. */
+export function styled(node, properties) {
+  for (const [name, value] of Object.entries(properties)) node.style.setProperty(name, value);
+  return node;
+}
+
 /** Set text, touching the page only where it changes. */
 export function write(node, text) {
   const value = String(text ?? "");
@@ -25,6 +31,7 @@ export function attribute(node, name, value) {
 
 export const number = (value, digits = 1) =>
   value === null || value === undefined || !isFinite(value) ? "–" : Math.abs(value) >= 10000 ? compact.format(value) : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: Number.isInteger(value) ? 0 : digits });
+export const compactNumber = (value) => compact.format(value);
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)} %`);

@@ -1,23 +1,37 @@
 // The page: takes in patches, keeps what is known of each run, redraws what changed.
 
-import { $, attribute, el, forgetColours, write } from "./dom.js";
+import { Actions, answer } from "./actions.js";
 import { Overlay, Training } from "./charts.js";
+import { $, attribute, el, forgetColours, write } from "./dom.js";
+import { Drawer } from "./drawer.js";
+import { linksDo } from "./links.js";
+import { RunList } from "./list.js";
 import * as panels from "./panels.js";
-import { follow, known, post } from "./stream.js";
+import { fetched, follow, post, reconnect } from "./stream.js";
+import { Timeline } from "./timeline.js";
 import { Workers } from "./workers.js";
 
 const MOST_LINES = 4000;
 const runs = [];
 let selected = 0;
 let clockMs = 0; // the server's clock minus ours
-let unlocked = false;
+let keys = []; // what the server calls the runs that are here
+let keyed = []; // and what the list calls them
+let folder = null; // whose runs are listed; null: those here are all
+let wanted = new URLSearchParams(location.search).getAll("run"); // of the list, what is asked for
+let ticks = [...wanted];
+let current = null; // of what is asked for, the one to be shown
 
-const workers = new Workers(aim);
+const workers = new Workers(pick);
 const training = new Training();
 const overlay = new Overlay();
 const log = new panels.Log();
+const timeline = new Timeline(readMoment, pick);
+const actions = new Actions(() => runs[selected], () => keys[selected]);
+const list = new RunList(show, tick, () => actions.unlocked);
+const drawer = new Drawer(actions, () => keys[selected], (id) => workers.leave(id));
 
-const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], checkpoints: [], marks: [], account: {}, efficiency: [], metrics: {}, ledger: {}, usage: null, log: [] });
+const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
 const now = () => Date.now() + clockMs;
 
 // ---- taking in
@@ -25,7 +39,7 @@ const now = () => Date.now() + clockMs;
 function take(message, first) {
   const begin = performance.now();
   clockMs = message.now_ms - Date.now();
-  while (runs.length < message.count) runs.push(fresh());
+  if (first) begin_anew(message);
   for (const [key, patch] of Object.entries(message.runs)) {
     const i = Number(key);
     if (patch.reset || first) {
@@ -34,14 +48,29 @@ function take(message, first) {
     }
     merge(runs[i], patch);
   }
+  if (message.list) list.take(message.list);
   const mine = message.runs[selected];
-  if (mine) draw(runs[selected], mine);
-  if (runs.length > 1) several();
+  if (first && runs[selected]) choose(selected);
+  else if (mine) draw(runs[selected], mine);
+  if (first || runs.length > 1 || message.list) several();
   document.documentElement.dataset.updateMs = (performance.now() - begin).toFixed(1);
 }
 
+/** A connection has begun: which runs it is about. */
+function begin_anew(message) {
+  const before = keyed[selected] ?? null;
+  folder = message.folder;
+  keys = message.keys;
+  runs.splice(0, runs.length, ...message.keys.map(fresh));
+  keyed = folder === null ? keys.map(String) : wanted.filter((name) => message.list?.rows[name] !== undefined).slice(0, keys.length);
+  if (folder === null && !ticks.length) ticks = [...keyed];
+  if (folder !== null) ticks = ticks.length ? ticks : [...keyed];
+  selected = Math.max(0, keyed.indexOf(current ?? before));
+  current = null;
+}
+
 function merge(run, patch) {
-  for (const name of ["head", "generations", "recoveries", "checkpoints", "marks", "account", "efficiency", "metrics", "ledger", "usage"]) {
+  for (const name of ["head", "generations", "recoveries", "checkpoints", "marks", "lives", "account", "efficiency", "metrics", "ledger", "usage", "config"]) {
     if (patch[name] !== undefined) run[name] = patch[name];
   }
   if (patch.workers) {
@@ -65,7 +94,9 @@ function draw(run, changed) {
   const at = now();
   if (run.head.state === undefined) return;
   panels.head(run, at);
-  if (changed.workers) workers.update(run.rows, at);
+  if (changed.workers) workers.update(run.rows);
+  if (changed.workers || changed.recoveries) drawer.update(run, at);
+  if (changed.lives || changed.marks || changed.head) timeline.draw(run, at);
   if (changed.curves || changed.marks || changed.usage || changed.efficiency) training.update(run);
   if (changed.generations || changed.head) panels.generations(run, at);
   if (changed.recoveries) panels.recoveries(run);
@@ -74,29 +105,62 @@ function draw(run, changed) {
   if (changed.checkpoints) panels.checkpoints(run, at);
   if (changed.ledger) panels.ledger(run, checkLedger);
   if (changed.log) log.more(run);
-  if (changed.workers) targets(run);
-  if (changed.head) allowed();
+  if (changed.workers) actions.targets(run);
+  if (changed.head) actions.allow();
 }
 
-const EVERYTHING = { head: 1, workers: 1, curves: 1, generations: 1, recoveries: 1, account: 1, efficiency: 1, checkpoints: 1, ledger: 1, log: 1 };
+const EVERYTHING = { head: 1, workers: 1, lives: 1, curves: 1, generations: 1, recoveries: 1, account: 1, efficiency: 1, checkpoints: 1, ledger: 1, log: 1 };
 
 function choose(i) {
   selected = i;
+  drawer.close();
   workers.clear();
+  timeline.clear();
   log.show(runs[i]);
   draw(runs[i], EVERYTHING);
   several();
 }
 
+/** Show a run of the list: one that is there already, or one more that the server is asked for. */
+function show(key) {
+  const at = keyed.indexOf(key);
+  if (at >= 0) {
+    choose(at);
+    return $("hero").scrollIntoView({ block: "start" });
+  }
+  wanted = ticks.includes(key) ? ticks : [key];
+  current = key;
+  request();
+}
+
+/** Compare other runs than before; of a list, those that are ticked are all that the server sends. */
+function tick(key, yes) {
+  ticks = yes ? [...ticks, key] : ticks.filter((other) => other !== key);
+  if (folder === null) return several();
+  wanted = ticks;
+  if (!wanted.includes(current)) current = wanted[0] ?? null;
+  request();
+}
+
+function request() {
+  const query = new URLSearchParams(wanted.map((name) => ["run", name]));
+  history.replaceState(null, "", wanted.length ? `?${query}` : "/");
+  reconnect();
+}
+
 let overlayTimer = 0;
 function several() {
-  const nav = $("runs");
-  $("overview").hidden = false;
-  while (nav.children.length < runs.length) {
+  const listed = list.rows.size > 0 || folder !== null;
+  $("overview").hidden = !listed;
+  document.body.dataset.view = runs.length ? "run" : "list";
+  list.mark(ticks, keyed[selected]);
+  const nav = $("runs"), names = runs.length > 1 ? runs : [];
+  while (nav.children.length > names.length) nav.lastElementChild.remove();
+  while (nav.children.length < names.length) {
     const i = nav.children.length;
     nav.append(el("button", { type: "button", onclick: () => choose(i) }));
   }
-  runs.forEach((run, i) => {
+  names.forEach((run, i) => {
     write(nav.children[i], `${i + 1} ${run.head.name ?? "…"}`);
     attribute(nav.children[i], "aria-current", String(i === selected));
   });
@@ -105,121 +169,47 @@ function several() {
 
 function drawOverview() {
   overlayTimer = 0;
-  const focus = $("cards").contains(document.activeElement) ? [...$("cards").children].indexOf(document.activeElement) : -1;
-  panels.cards(runs, selected, choose);
-  if (focus >= 0) $("cards").children[focus]?.focus();
-  overlay.update(runs);
+  const together = runs.filter((_, i) => ticks.includes(keyed[i]));
+  $("compared").hidden = together.length < 2;
+  if (together.length < 2) return;
+  overlay.update(together);
+  panels.compared(together);
 }
 
-// ---- actions
+// ---- from near
 
-function answer(result) {
-  const node = $("answer");
-  write(node, result.ok ? result.text : result.error);
-  node.className = `answer ${result.ok ? "good" : "bad"}`;
+/** The log at a moment: of all, or of a worker and the events. */
+async function readMoment(ms, worker) {
+  const about = worker === null ? "" : `&worker=${worker}`;
+  const found = await fetched(`/api/runs/${keys[selected]}/log?at=${Math.max(0, Math.round(ms))}${about}`);
+  if (!found.ok) return answer(found);
+  log.at({ ms, worker, lines: found.lines });
+  $("log-title").scrollIntoView({ block: "start" });
+  $("log").focus({ preventScroll: true });
 }
 
-async function unlock(given) {
-  const result = await post("/api/token", {}, given);
-  if (result.ok) write($("answer"), "");
-  else answer(result);
-  unlocks(result.ok === true);
+function pick(id) {
+  if (!runs[selected]?.rows.has(id)) return;
+  actions.aim(id);
+  drawer.open(id, runs[selected], now());
 }
 
-function unlocks(yes) {
-  unlocked = yes;
-  $("unlock").hidden = unlocked;
-  $("actions").hidden = !unlocked;
-  allowed();
-}
-
-function allowed() {
-  const running = runs[selected]?.head.running === true;
-  for (const button of $("actions").querySelectorAll("button")) button.disabled = !running;
-}
-
-async function ask(name, body) {
-  write($("answer"), "…");
-  answer(await post(`/api/runs/${selected}/${name}`, body));
+function showGeneration(name) {
+  const entry = $("generations").querySelector(`[data-generation="${name}"]`);
+  entry?.scrollIntoView({ block: "center" });
+  $("generations").focus({ preventScroll: true });
 }
 
 async function checkLedger() {
-  if (!unlocked) return answer({ ok: false, error: "unlock the actions first" });
+  if (!actions.unlocked) return answer({ ok: false, error: "unlock the actions first" });
   const button = $("check-ledger");
   button.disabled = true;
-  const result = await post(`/api/runs/${selected}/ledger`);
+  const result = await post(`/api/runs/${keys[selected]}/ledger`);
   button.disabled = false;
   if (result.ok) {
     runs[selected].ledger = result.result;
     panels.ledger(runs[selected], checkLedger);
   } else answer(result);
-}
-
-/** A button that does nothing until it is pressed a second time within 4 s. */
-function armed(label, act) {
-  const button = el("button", { type: "submit" }, label);
-  let timer = 0;
-  const disarm = () => {
-    clearTimeout(timer);
-    delete button.dataset.armed;
-    write(button, label);
-  };
-  return [
-    button,
-    (event) => {
-      event.preventDefault();
-      if (button.dataset.armed) return disarm(), act();
-      button.dataset.armed = "yes";
-      write(button, `${label}: sure?`);
-      timer = setTimeout(disarm, 4000);
-    },
-  ];
-}
-
-function actionRow(label, act, ...fields) {
-  const [button, submit] = armed(label, act);
-  return el("form", { className: "row", onsubmit: submit, autocomplete: "off" }, ...fields, button);
-}
-
-const FAULTS = [["kill", "kill"], ["stop,for=5", "stop for 5 s"], ["stop", "stop for good"], ["raise", "raise an exception"], ["partition,for=5", "cut off for 5 s"]];
-const ANYBODY = [["random", "any worker"], ["coordinator", "the coordinator"]];
-
-function fault() {
-  const [kind, ...more] = $("fault-kind").value.split(",");
-  return [`${kind}:target=${$("fault-target").value}`, ...more].join();
-}
-
-/** Whom a fault may strike: anyone, the leader of a stage, a worker. */
-function targets(run) {
-  const list = $("fault-target");
-  const living = [...run.rows].filter(([, row]) => row.state !== "dead" && row.state !== "left");
-  const stages = [...new Set(living.flatMap(([, row]) => row.stages))].sort((a, b) => a - b);
-  const leaders = stages.map((stage) => [`leader:${stage}`, stages.length > 1 ? `the leader of stage ${stage}` : "the leader"]);
-  const wanted = [...ANYBODY, ...leaders, ...living.map(([id]) => [`worker:${id}`, `worker ${id}`])];
-  const signature = wanted.join();
-  if (list.made === signature) return;
-  const kept = list.value;
-  list.made = signature;
-  list.replaceChildren(...wanted.map(([value, text]) => el("option", { value }, text)));
-  if (wanted.some(([value]) => value === kept)) list.value = kept;
-}
-
-/** Whoever is picked among the workers is the one that actions mean. */
-function aim(id) {
-  $("drain-worker").value = id;
-  $("fault-target").value = `worker:${id}`;
-}
-
-function buildActions() {
-  const input = (id, text, value, more = {}) => el("label", {}, text, el("input", { id, value, required: true, ...more }));
-  const whole = { inputMode: "numeric", pattern: "[0-9]+" };
-  const options = (of) => of.map(([value, text]) => el("option", { value }, text));
-  $("actions").replaceChildren(
-    el("form", { className: "row", onsubmit: (e) => (e.preventDefault(), ask("checkpoint", {})) }, el("button", { type: "submit" }, "Checkpoint now")),
-    actionRow("Drain", () => ask("drain", { worker_id: Number($("drain-worker").value) }), input("drain-worker", "Worker that is to leave", "", whole)),
-    actionRow("Scale", () => ask("scale", { workers: Number($("scale-workers").value) }), input("scale-workers", "Number of workers", "", whole)),
-    actionRow("Inject", () => ask("chaos", { fault: fault() }), el("label", {}, "Fault", el("select", { id: "fault-kind" }, ...options(FAULTS))), el("label", {}, "Target", el("select", { id: "fault-target" }, ...options(ANYBODY)))),
-  );
 }
 
 // ---- set-up
@@ -235,6 +225,14 @@ function paint() {
   if (runs[selected]?.head.state) training.update(runs[selected]);
 }
 
+/** What changes by itself: ages, and the ends of what lasts. */
+function age() {
+  const run = runs[selected];
+  if (!run?.head.state) return;
+  panels.head(run, now());
+  if (run.head.running) timeline.draw(run, now());
+}
+
 function setUp() {
   $("theme").addEventListener("click", () => {
     const at = THEMES.indexOf(localStorage.getItem("everstep-theme") ?? "system");
@@ -243,11 +241,9 @@ function setUp() {
   });
   systemDark.addEventListener("change", paint);
   paint();
-  buildActions();
-  $("unlock").addEventListener("submit", (event) => {
-    event.preventDefault();
-    unlock($("token").value.trim());
-  });
+  training.switched = () => timeline.draw(runs[selected], now());
+  panels.acts.moment = readMoment;
+  linksDo({ worker: pick, step: (step) => training.stand(step), generation: showGeneration });
   for (const button of document.querySelectorAll("[data-axis]")) {
     button.addEventListener("click", () => {
       training.axis = button.dataset.axis;
@@ -255,14 +251,13 @@ function setUp() {
       training.update(runs[selected]);
     });
   }
-  known().then(unlocks);
   const words = { live: "live", lost: "connection lost", locked: "token needed" };
   follow(take, (state) => {
     attribute($("link"), "data-state", state);
     write($("link"), words[state]);
-    if (state === "locked") unlocks(false);
-  });
-  setInterval(() => runs[selected]?.head.state && panels.head(runs[selected], now()), 1000);
+    if (state === "locked") actions.open(false);
+  }, () => (wanted.length ? `?${new URLSearchParams(wanted.map((name) => ["run", name]))}` : ""));
+  setInterval(age, 1000);
 }
 
 setUp();

@@ -1,16 +1,15 @@
 // Everything beside workers and curves: the head, generations, recoveries, account, scaling, checkpoints, ledger, log.
 
-import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, write } from "./dom.js";
+import { $, ago, attribute, bytes, clock, duration, el, number, percent, plural, styled, write } from "./dom.js";
+import { linked, writeLinked } from "./links.js";
 
 const PHASES = ["notice", "decide", "unblock", "regroup", "settle", "redo", "heal", "other"];
-const phaseColour = (phase) => `var(--c${PHASES.indexOf(phase) < 0 ? 7 : PHASES.indexOf(phase)})`;
+const phaseColour = (phase) => `var(--phase-${PHASES.includes(phase) ? phase : "other"})`;
 const USES = { training: "c2", "start-up": "c0", "waiting for workers": "c1", "steps done again": "c5", evaluation: "c4", checkpoints: "c3", finishing: "c7", "not running": "line" };
 const MOST_LINES = 300;
 
-function styled(node, properties) {
-  for (const [name, value] of Object.entries(properties)) node.style.setProperty(name, value);
-  return node;
-}
+/** What a click on a moment or a generation does: {moment(ms, worker)}. */
+export const acts = {};
 
 /** Why, as programs go by it. */
 const causeTag = (cause) => [el("code", { className: "cause" }, cause), " "];
@@ -33,7 +32,7 @@ export function head(run, nowMs) {
   write($("task"), h.task);
   write($("state"), h.state);
   attribute($("state"), "data-state", h.state);
-  write($("sentence"), sentence(h, nowMs));
+  writeLinked($("sentence"), sentence(h, nowMs));
   const share = h.total ? Math.min(100, (100 * h.step) / h.total) : h.state === "completed" ? 100 : 0;
   $("progress").firstElementChild.style.width = `${share}%`;
   attribute($("progress"), "aria-valuenow", Math.round(share));
@@ -61,7 +60,7 @@ function tiles(run, nowMs) {
   const items = [
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
     ["Loss", number(h.loss, 4), h.not_finite ? `not finite: ${h.not_finite}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), h.not_finite ? "bad" : ""],
-    ["Samples/s", number(h.rate ?? h.mean_rate), h.rate === null && h.mean_rate ? "on average" : ""],
+    ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${h.rate_points} steps` : h.mean_rate ? "mean, undisturbed" : ""],
     ["Workers", h.wanted ? `${h.members} / ${h.wanted}` : `${h.members}`, beside.join(", "), dead || h.states.suspect ? "bad" : h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
     ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
@@ -93,33 +92,35 @@ export function generations(run, nowMs) {
   );
   $("generations").replaceChildren(
     ...list.toReversed().slice(0, 60).map((g) =>
-      el("li", {}, el("strong", {}, `${g[0]} `), ...causeTag(g[6]), `${g[5] || "no reason given"} `, el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[4].join(", ")}, ${clock(g[1])}`)),
+      el("li", { "data-generation": g[0] }, el("strong", {}, `${g[0]} `), ...causeTag(g[6]), ...linked(g[5] || "no reason given"), " ", el("span", { className: "soft" }, `· step ${g[2]}, ${plural(g[3], "worker")}, leader ${g[4].join(", ")}, ${clock(g[1])}`)),
     ),
   );
 }
 
 export function recoveries(run) {
-  const list = run.recoveries.toReversed();
-  const longest = Math.max(0.001, ...list.map((r) => r[1]));
   if (!$("phase-legend").children.length) {
-    $("phase-legend").append(...PHASES.map((phase) => el("li", { "data-glyph": "" }, phase)));
-    [...$("phase-legend").children].forEach((item, i) => item.classList.add(`p${i}`));
+    $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, phase), { "--swatch": phaseColour(phase) })));
   }
-  if (!list.length) return $("recoveries").replaceChildren(el("p", { className: "soft" }, "none was needed"));
-  $("recoveries").replaceChildren(
-    ...list.map(([begin, seconds, worker, step, reason, phases, cause]) => {
-      const said = phases.map(([phase, , s]) => `${phase} ${duration(s)}`).join(", ");
-      const track = el("div", { className: "track", role: "img", "aria-label": said });
-      track.append(...phases.map(([phase, at, s]) => styled(el("i", { title: `${phase} ${duration(s)}` }), { left: `${(100 * at) / longest}%`, width: `${(100 * s) / longest}%`, background: phaseColour(phase) })));
-      return el("div", { className: "fall" }, el("span", {}, clock(begin)), track, el("span", {}, duration(seconds)), el("span", { className: "why" }, ...causeTag(cause), `step ${step}: ${reason}`));
-    }),
-  );
+  const list = run.recoveries.toReversed();
+  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, "none was needed")]));
+}
+
+/** Recoveries as waterfalls: each phase in its colour, at its place. */
+export function falls(list) {
+  const longest = Math.max(0.001, ...list.map((r) => r[1]));
+  return list.map(([begin, seconds, worker, step, reason, phases, cause]) => {
+    const said = phases.map(([phase, , s]) => `${phase} ${duration(s)}`).join(", ");
+    const track = el("div", { className: "track", role: "img", "aria-label": said, title: said });
+    track.append(...phases.map(([phase, at, s]) => styled(el("i", { "data-phase": phase }), { left: `${(100 * at) / longest}%`, width: `${(100 * s) / longest}%`, background: phaseColour(phase) })));
+    const when = el("button", { type: "button", className: "link-to", title: "read the log at this moment", onclick: () => acts.moment(begin, null) }, clock(begin));
+    return el("div", { className: "fall" }, when, track, el("span", {}, duration(seconds)), el("span", { className: "why" }, ...causeTag(cause), ...linked(`step ${step}: ${reason}`)));
+  });
 }
 
 export function account(run) {
   const entries = Object.entries(run.account);
   const whole = entries.reduce((sum, [, s]) => sum + s, 0) || 1;
-  const tint = (use) => `var(--${USES[use] ?? "bad"})`;
+  const tint = (use) => (use.startsWith("recovery: ") ? phaseColour(use.slice(10)) : `var(--${USES[use] ?? "bad"})`);
   $("account").replaceChildren(...entries.map(([use, s]) => styled(el("i", { title: `${use}: ${duration(s)}` }), { flex: `${s} 0 0`, background: tint(use) })));
   $("account-list").replaceChildren(
     ...entries.map(([use, s]) => el("div", {}, styled(el("dt", {}, use), { "--swatch": tint(use) }), el("dd", {}, `${duration(s)} · ${((100 * s) / whole).toFixed(2)} %`))),
@@ -129,8 +130,9 @@ export function account(run) {
 export function scaling(run) {
   const measured = run.efficiency.toSorted((a, b) => b.steps - a.steps).slice(0, 8).sort((a, b) => a.workers - b.workers);
   const rows = measured.map((e) => [e.workers, number(e.samples_per_s), percent(e.efficiency), e.steps]);
+  const window = el("p", { className: "soft small" }, "Rates over all steps that no fault, evaluation or change fell into.");
   const note = run.efficiency.length < 2 ? el("p", { className: "soft" }, "Efficiency compares numbers of workers: so far there was one.") : null;
-  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "steps"], rows, [0, 1, 2, 3]) : null, note].filter(Boolean));
+  $("scaling").replaceChildren(...[rows.length ? table(["workers", "samples/s", "efficiency", "steps"], rows, [0, 1, 2, 3]) : null, rows.length ? window : null, note].filter(Boolean));
 }
 
 export function checkpoints(run, nowMs) {
@@ -156,20 +158,19 @@ export function ledger(run, check) {
   $("ledger").replaceChildren(text, button);
 }
 
-export function cards(runs, selected, choose) {
-  $("cards").replaceChildren(
-    ...runs.map((run, i) => {
-      const h = run.head;
-      return el(
-        "button",
-        { type: "button", className: "card", "aria-current": String(i === selected), onclick: () => choose(i) },
-        el("b", {}, `${i + 1} ${h.name ?? "…"}`),
-        el("span", {}, `${h.state ?? ""}, step ${h.step ?? 0}${h.total ? ` of ${h.total}` : ""}`),
-        el("span", {}, `loss ${number(h.loss, 4)}, ${number(h.rate ?? h.mean_rate)} samples/s`),
-        el("span", {}, `${plural(h.members ?? 0, "worker")}, goodput ${percent(h.goodput)}, ${plural(h.faults ?? 0, "fault")}`),
-      );
-    }),
-  );
+/** What several runs have in common: their final states, and the settings in which they differ. */
+export function compared(runs) {
+  const names = runs.map((run) => run.head.name), digests = runs.map((run) => run.head.digest);
+  const missing = names.filter((_, i) => !digests[i]);
+  const equal = new Set(digests).size === 1 ? "The final states are bitwise equal." : "The final states are not all equal.";
+  write($("verdict"), missing.length ? `Of ${missing.join(", ")} there is no final state to compare yet.` : equal);
+  $("verdict").className = `small ${missing.length ? "soft" : new Set(digests).size === 1 ? "good" : "warn"}`;
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
+  const rows = keys.map((key) => [key, ...runs.map((run) => run.config[key] ?? "")]).filter(([, ...values]) => new Set(values).size > 1);
+  const signature = JSON.stringify([names, rows]);
+  if ($("settings").shown === signature) return;
+  $("settings").shown = signature;
+  $("settings").replaceChildren(rows.length ? table(["key", ...names], rows) : el("p", { className: "soft" }, "none"));
 }
 
 // ---- log
@@ -178,13 +179,24 @@ export class Log {
   constructor() {
     this.root = $("log");
     this.shown = 0;
+    this.moment = null;
     $("filters").addEventListener("input", () => this.all());
     $("filters").addEventListener("submit", (event) => event.preventDefault());
   }
 
   show(run) {
     this.run = run;
+    this.moment = null;
     this.all();
+  }
+
+  /** The lines around a moment instead of the newest; null: the newest again. */
+  at(moment) {
+    this.moment = moment;
+    if (moment?.worker !== null && moment) $("log-worker").value = "";
+    this.all();
+    const line = this.root.querySelector(".at");
+    if (line) this.root.scrollTop = line.offsetTop - this.root.offsetTop - this.root.clientHeight / 3;
   }
 
   /** New lines have come. */
@@ -192,17 +204,26 @@ export class Log {
     if (run !== this.run) return this.show(run);
     const fresh = run.log.filter((line) => line[0] > this.shown && this.wanted(line));
     this.shown = run.log.at(-1)?.[0] ?? 0;
-    if (!fresh.length) return;
+    if (!fresh.length || this.moment) return;
     this.root.querySelector(".empty")?.remove();
-    this.root.prepend(...fresh.slice(-MOST_LINES).reverse().map(line));
+    this.root.prepend(...fresh.slice(-MOST_LINES).reverse().map(logLine));
     while (this.root.children.length > MOST_LINES) this.root.lastElementChild.remove();
   }
 
   all() {
     if (!this.run) return;
-    const found = this.run.log.filter((line) => this.wanted(line)).slice(-MOST_LINES).reverse();
+    const found = (this.moment?.lines ?? this.run.log).filter((line) => this.wanted(line)).slice(-MOST_LINES).reverse();
     this.shown = this.run.log.at(-1)?.[0] ?? 0;
-    this.root.replaceChildren(...(found.length ? found.map(line) : [el("p", { className: "empty" }, "nothing to show")]));
+    const nodes = found.map(logLine);
+    this.root.replaceChildren(...(nodes.length ? nodes : [el("p", { className: "empty" }, "nothing to show")]));
+    const note = $("log-moment");
+    note.hidden = !this.moment;
+    if (!this.moment) return;
+    const { ms, worker } = this.moment;
+    const best = found.reduce((near, line, i) => (Math.abs(line[1] - ms) < Math.abs(found[near]?.[1] - ms) ? i : near), 0);
+    nodes[best]?.classList.add("at");
+    const back = el("button", { type: "button", onclick: () => this.at(null) }, "back to the newest");
+    note.replaceChildren(`Around ${clock(ms)}${worker === null ? "" : `: the events, and what worker ${worker} said`}. `, back);
   }
 
   wanted([, , level, , worker, , text]) {
@@ -214,6 +235,6 @@ export class Log {
   }
 }
 
-function line([, ms, level, , , step, text]) {
-  return el("p", { "data-level": level }, el("span", { className: "soft", title: step === null ? "" : `step ${step}` }, clock(ms)), el("span", {}, level), el("span", {}, text));
+export function logLine([, ms, level, , , step, text]) {
+  return el("p", { "data-level": level }, el("span", { className: "soft", title: step === null ? "" : `step ${step}` }, clock(ms)), el("span", {}, level), el("span", {}, ...linked(text)));
 }

@@ -1,10 +1,15 @@
 // Server-sent events by fetch, because an EventSource does not say why it is refused. Reconnects by itself.
 
-/** Calls `take(message)` for each message and `link(state)` as the connection changes, for ever. */
-export async function follow(take, link) {
+let cut = new AbortController();
+let again = false;
+
+/** Calls `take(message, first)` for each message and `link(state)` as the connection changes, for ever. query: what is
+asked for, anew at each connection. */
+export async function follow(take, link, query) {
   for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
+    cut = new AbortController();
     try {
-      const answer = await fetch("/api/stream", { cache: "no-store" });
+      const answer = await fetch(`/api/stream${query()}`, { cache: "no-store", signal: cut.signal });
       if (answer.status === 401) link("locked");
       else if (!answer.ok) link("lost");
       else {
@@ -14,10 +19,17 @@ export async function follow(take, link) {
         link("lost");
       }
     } catch {
-      link("lost");
+      if (!again) link("lost");
     }
-    await new Promise((done) => setTimeout(done, pause));
+    if (!again) await new Promise((done) => setTimeout(done, pause));
+    again = false;
   }
+}
+
+/** Connect again: something else is asked for. */
+export function reconnect() {
+  again = true;
+  cut.abort();
 }
 
 async function read(reader, take) {
@@ -44,6 +56,16 @@ export async function known() {
     return answer.ok && (await answer.json()).ok;
   } catch {
     return false;
+  }
+}
+
+/** What the server knows at this address; {ok: false, error} if it says nothing. */
+export async function fetched(path) {
+  try {
+    const answer = await fetch(path, { cache: "no-store" });
+    return answer.status === 401 ? { ok: false, error: await answer.text() } : await answer.json();
+  } catch {
+    return { ok: false, error: "the dashboard does not answer" };
   }
 }
 

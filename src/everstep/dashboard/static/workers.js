@@ -1,6 +1,6 @@
 // The grid of workers, by stage. Elements are kept and changed in place: a thousand of them cost little.
 
-import { $, ago, attribute, bytes, duration, el, number, plural, write } from "./dom.js";
+import { $, attribute, bytes, el, number, plural, write } from "./dom.js";
 
 const GLYPH = { leader: "L", active: "A", standby: "S", spare: "·", healing: "H", suspect: "?", dead: "✕", left: "–" };
 const COMPACT_FROM = 64;
@@ -15,13 +15,12 @@ export class Workers {
     this.chosen = null;
     this.rows = new Map();
     this.root = $("stages");
-    this.detail = $("worker-detail");
     this.root.addEventListener("keydown", (event) => this.move(event));
     this.root.addEventListener("click", (event) => {
       const tile = event.target.closest(".worker");
       if (tile) this.choose(Number(tile.dataset.id));
     });
-    $("worker-legend").append(...Object.entries(GLYPH).filter(([name]) => name !== "left").map(([name, glyph]) => el("li", { "data-glyph": glyph }, name)));
+    $("worker-legend").append(...Object.entries(GLYPH).filter(([name]) => name !== "left").map(([name, glyph]) => el("li", { "data-glyph": glyph, "data-state": name }, name)));
   }
 
   clear() {
@@ -31,10 +30,9 @@ export class Workers {
     this.rows = new Map();
     this.order = [];
     this.chosen = null;
-    this.detail.hidden = true;
   }
 
-  update(rows, nowMs) {
+  update(rows) {
     this.rows = rows;
     const compact = rows.size > COMPACT_FROM;
     const wanted = new Map();
@@ -54,7 +52,6 @@ export class Workers {
     for (const id of order) this.paint(this.tiles.get(id), id, rows.get(id), compact);
     if (!order.length) write(this.root, "no worker has joined yet");
     if (!this.root.querySelector('[tabindex="0"]') && order.length) this.tiles.get(order[0]).tabIndex = 0;
-    if (this.chosen !== null) this.describe(nowMs);
   }
 
   drop(key) {
@@ -118,44 +115,31 @@ export class Workers {
 
   choose(id) {
     if (this.chosen !== null) this.tiles.get(this.chosen)?.setAttribute("aria-pressed", "false");
-    this.chosen = this.chosen === id ? null : id;
-    this.detail.hidden = this.chosen === null;
-    if (this.chosen === null) return;
-    this.tiles.get(id).setAttribute("aria-pressed", "true");
-    this.focus(id);
-    this.describe(Date.now());
-    this.picked?.(id);
+    this.chosen = id;
+    this.tiles.get(id)?.setAttribute("aria-pressed", "true");
+    this.reach(id);
+    this.picked(id);
+  }
+
+  /** Nobody is pointed out any more; the focus is where it was. */
+  leave(id) {
+    this.tiles.get(id)?.setAttribute("aria-pressed", "false");
+    this.chosen = null;
+    this.reach(id);
+    this.tiles.get(id)?.focus({ preventScroll: true });
+  }
+
+  /** The one that Tab comes to. */
+  reach(id) {
+    const tile = this.tiles.get(id);
+    if (!tile) return;
+    this.root.querySelector('[tabindex="0"]')?.setAttribute("tabindex", "-1");
+    tile.tabIndex = 0;
   }
 
   focus(id) {
-    this.root.querySelector('[tabindex="0"]')?.setAttribute("tabindex", "-1");
-    const tile = this.tiles.get(id);
-    tile.tabIndex = 0;
-    tile.focus();
-  }
-
-  describe(nowMs) {
-    const row = this.rows.get(this.chosen);
-    if (!row) return;
-    const pairs = [
-      ["state", row.state + (row.phase ? `, ${row.phase}` : "")],
-      ["life", `incarnation ${row.life}${row.since ? `, in this state since ${ago(row.since, nowMs)}` : ""}`],
-      ["stages", row.stages.join(", ") || "none"],
-      ["lanes", row.lanes.join(", ") || "none"],
-      ["step", row.step],
-      ["speed", row.rate ? `${number(row.rate)} samples/s` : "–"],
-      ["memory", bytes(row.rss)],
-      ["processor", row.cpu === null ? "–" : `${number(row.cpu, 2)} cores`],
-      ["process", row.pid ? `${row.pid} on ${row.host || "?"}` : "–"],
-      ["why", row.cause ? `${row.cause}: ${row.reason}` : "–"],
-    ];
-    const signature = JSON.stringify(pairs.map(([, value]) => value));
-    if (this.detail.shown === signature + this.chosen) return;
-    this.detail.shown = signature + this.chosen;
-    this.detail.replaceChildren(
-      el("strong", {}, `Worker ${this.chosen}`),
-      el("dl", { className: "pairs" }, ...pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))))),
-    );
+    this.reach(id);
+    this.tiles.get(id).focus();
   }
 
   move(event) {
@@ -165,7 +149,6 @@ export class Workers {
     const grid = tile.parentElement;
     const across = Math.max(1, getComputedStyle(grid).gridTemplateColumns.split(" ").length);
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: across, ArrowUp: -across, Home: -at, End: this.order.length - 1 - at }[event.key];
-    if (event.key === "Escape" && this.chosen !== null) return this.choose(this.chosen);
     if (step === undefined) return;
     event.preventDefault();
     this.focus(this.order[Math.min(this.order.length - 1, Math.max(0, at + step))]);

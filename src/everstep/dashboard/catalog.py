@@ -1,0 +1,122 @@
+"""A list of runs: what is known of each run directory below one folder, in a row each.
+
+A run that is over is read once and only its row is kept, until its files change; so a folder of hundreds of runs costs
+as much memory as those that run at the moment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from everstep.base.errors import ConfigError
+from everstep.report.history import History
+from everstep.report.notes import Notes, checked_notes, read_notes, write_notes
+from everstep.report.words import one_line
+from everstep.runtime import commands
+from everstep.runtime.address import EVENTS_FILE, JOB_FILE, NOTES_FILE
+
+ListRow = dict[str, Any]
+MOST_RUNS = 1000
+_PORTION_BYTES = 1 << 20
+_FILES = (EVENTS_FILE, JOB_FILE, "final/digest.json", NOTES_FILE)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder has what a run leaves."""
+    return any((path / name).is_file() for name in (EVENTS_FILE, JOB_FILE))
+
+
+def holds_runs(path: Path) -> bool:
+    """Whether a folder is no run, but has some directly in it."""
+    try:
+        return not is_run(path) and any(is_run(child) for child in path.iterdir())
+    except OSError:
+        return False
+
+
+def list_row(history: History, running: bool, notes: Notes) -> ListRow:
+    """A run in a row of the list. digest: of the final state, "" before the end; times in ms."""
+    facts, state = history.facts, history.state(running)
+    if not running and state not in ("completed", "failed", "interrupted") and facts.counts:
+        state = "interrupted"  # nobody holds the directory, and no event tells the end
+    digest = history.digest.get("state") or history.digest.get("model")
+    return {
+        "name": history.name,
+        "task": one_line(history.job.get("task"), 200),
+        "state": state,
+        "running": running,
+        "loaded": history.loaded,
+        "step": facts.step,
+        "total": history.total_steps,
+        "loss": facts.loss,
+        "goodput": history.goodput(running),
+        "faults": facts.faults,
+        "digest": one_line(digest, 64),
+        "began_ms": facts.began_ns // 1_000_000,
+        "tags": list(notes.tags),
+        "note": notes.note,
+    }
+
+
+class Catalog:
+    """The runs below a folder. `rows`: by name. To be advanced by one thread; rows are replaced, never changed."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.rows: dict[str, ListRow] = {}
+        self._stamps: dict[str, tuple[Any, ...]] = {}
+        self._reading: dict[str, History] = {}
+
+    def path(self, name: str) -> Path | None:
+        """Where the run of this name lives; None if the list has none."""
+        return self.top / name if name in self.rows else None
+
+    def note(self, name: str, args: dict[str, Any]) -> Notes:
+        """Write down tags and a note of a run. Raises: ConfigError."""
+        path = self.path(name)
+        if path is None:
+            raise ConfigError("there is no such run in the list")
+        notes = checked_notes(args)
+        write_notes(path, notes)
+        return notes
+
+    def advance(self) -> bool:
+        """Look at all once, and read a portion of what is new in each; returns whether there is more to read."""
+        names = self._names()
+        for gone in self.rows.keys() - set(names):
+            for known in (self.rows, self._stamps, self._reading):
+                known.pop(gone, None)
+        busy = [self._look(name) for name in names]
+        return any(busy)
+
+    def _names(self) -> list[str]:
+        try:
+            found = sorted(path.name for path in self.top.iterdir() if path.name.isprintable() and is_run(path))
+        except OSError:
+            return []
+        return found[:MOST_RUNS]
+
+    def _look(self, name: str) -> bool:
+        path = self.top / name
+        running = commands.is_locked(path)
+        stamp = (running, *map(_stamp, (path / file for file in _FILES)))
+        history = self._reading.get(name)
+        if history is None and self._stamps.get(name) == stamp and not running:
+            return False
+        if history is None:
+            history = self._reading[name] = History(path)
+        history.poll(_PORTION_BYTES)
+        self.rows[name] = list_row(history, running, read_notes(path))
+        self._stamps[name] = stamp
+        if history.loaded and not running:
+            del self._reading[name]
+        return not history.loaded
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

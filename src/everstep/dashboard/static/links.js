@@ -1,0 +1,27 @@
+// What a reason is about, as links: workers, steps and generations that it names. Text stays text.
+
+import { el } from "./dom.js";
+
+const NAMED = /\b(worker|step|generation) (\d{1,9})\b/g;
+const acts = {};
+
+/** What happens when a link is followed: {worker(id), step(number), generation(number)}. */
+export const linksDo = (found) => Object.assign(acts, found);
+
+/** A text as nodes, with a link at each thing that it names. */
+export function linked(text) {
+  const said = String(text ?? ""), found = [];
+  let from = 0;
+  for (const match of said.matchAll(NAMED)) {
+    const [whole, kind, id] = match;
+    found.push(said.slice(from, match.index), el("button", { type: "button", className: "link-to", "data-kind": kind, onclick: (event) => (event.stopPropagation(), acts[kind]?.(Number(id))) }, whole));
+    from = match.index + whole.length;
+  }
+  return [...found, said.slice(from)].filter((part) => part !== "");
+}
+
+/** Put a text with its links into a node, touching the page only where it changes. */
+export function writeLinked(node, text) {
+  const said = String(text ?? "");
+  if (node.textContent !== said) node.replaceChildren(...linked(said));
+}

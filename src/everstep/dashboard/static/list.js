@@ -1,0 +1,154 @@
+// The list of runs: sorted by a column, filtered by a text, compared by ticking; tags and a note for each.
+
+import { $, attribute, clock, el, number, percent, plural, write } from "./dom.js";
+import { post } from "./stream.js";
+
+const COLUMNS = [
+  ["name", "run", (row) => row.name],
+  ["state", "state", (row) => row.state],
+  ["step", "step", (row) => row.step],
+  ["loss", "loss", (row) => row.loss],
+  ["goodput", "goodput", (row) => row.goodput],
+  ["faults", "faults", (row) => row.faults],
+  ["digest", "digest", (row) => row.digest],
+  ["began", "began", (row) => row.began_ms],
+  ["tags", "tags", (row) => row.tags.join(" ")],
+  ["note", "note", (row) => row.note],
+];
+const NUMBERS = new Set(["step", "loss", "goodput", "faults"]);
+
+export class RunList {
+  /** choose: told a key whose run is to be shown; ticked: told when other runs are to be compared; noted: whether somebody
+  may write notes. */
+  constructor(choose, ticked, noted) {
+    this.choose = choose;
+    this.ticked = ticked;
+    this.noted = noted;
+    this.rows = new Map();
+    this.lines = new Map();
+    this.ticks = new Set();
+    this.by = "began";
+    this.falling = true;
+    this.heads = new Map(COLUMNS.map(([key, text]) => [key, this.head(key, text)]));
+    this.body = el("tbody");
+    const header = el("tr", {}, el("th", { scope: "col" }, el("span", { className: "hidden-text" }, "compare")), ...this.heads.values());
+    $("run-list").append(el("table", { className: "runs-table" }, el("thead", {}, header), this.body));
+    $("run-filter").addEventListener("input", () => this.draw());
+    $("run-filter-form").addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  head(key, text) {
+    const button = el("button", { type: "button", className: "sort", onclick: () => this.sort(key) }, text);
+    return el("th", { scope: "col", className: NUMBERS.has(key) ? "n" : "" }, button);
+  }
+
+  sort(key) {
+    this.falling = this.by === key ? !this.falling : key === "began" || NUMBERS.has(key);
+    this.by = key;
+    this.draw();
+  }
+
+  take({ rows, gone }) {
+    for (const [key, row] of Object.entries(rows)) this.rows.set(key, row);
+    for (const key of gone) {
+      this.rows.delete(key);
+      this.lines.get(key)?.node.remove();
+      this.lines.delete(key);
+    }
+    this.draw();
+  }
+
+  /** ticks: keys of the runs that are compared; current: that of the one that is shown. */
+  mark(ticks, current) {
+    this.ticks = new Set(ticks);
+    this.current = current;
+    this.draw();
+  }
+
+  draw() {
+    const value = COLUMNS.find(([key]) => key === this.by)[2], words = $("run-filter").value.trim().toLowerCase();
+    const found = [...this.rows].filter(([, row]) => !words || `${row.name} ${row.task} ${row.state} ${row.tags.join(" ")} ${row.note} ${row.digest}`.toLowerCase().includes(words));
+    found.sort(([a, one], [b, other]) => order(value(one), value(other), this.falling) || (a < b ? -1 : 1));
+    for (const [key, th] of this.heads) attribute(th, "aria-sort", key === this.by ? (this.falling ? "descending" : "ascending") : "none");
+    const nodes = found.map(([key, row]) => this.line(key, row));
+    const now = [...this.body.children];
+    if (nodes.length !== now.length || nodes.some((node, i) => node !== now[i])) {
+      const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
+      this.body.replaceChildren(...nodes);
+      focused?.focus({ preventScroll: true });
+    }
+    write($("run-count"), words ? `${found.length} of ${plural(this.rows.size, "run")}` : plural(this.rows.size, "run"));
+  }
+
+  line(key, row) {
+    const line = this.lines.get(key) ?? this.made(key);
+    const { cells } = line;
+    const digest = row.digest ? row.digest.slice(0, 12) : "–";
+    const texts = [null, row.state, `${row.step}${row.total ? ` / ${row.total}` : ""}`, number(row.loss, 4), percent(row.goodput), String(row.faults), digest, row.began_ms ? began(row.began_ms) : "–"];
+    write(line.link, row.name);
+    attribute(line.link, "aria-current", String(key === this.current));
+    attribute(line.link, "title", row.task);
+    texts.forEach((text, i) => i && write(cells[i], text));
+    attribute(cells[1], "data-state", row.state);
+    attribute(cells[6], "title", row.digest);
+    if (line.tick.checked !== this.ticks.has(key)) line.tick.checked = this.ticks.has(key);
+    attribute(line.tick, "aria-label", `compare ${row.name}`);
+    const noted = JSON.stringify([row.tags, row.note]);
+    if (line.noted !== noted) {
+      line.noted = noted;
+      cells[8].replaceChildren(...row.tags.map((tag) => el("span", { className: "tag" }, tag)));
+      line.text.textContent = row.note;
+      attribute(line.edit, "aria-label", `tags and note of ${row.name}`);
+    }
+    return line.node;
+  }
+
+  made(key) {
+    const tick = el("input", { type: "checkbox", onchange: () => this.ticked(key, tick.checked) });
+    const link = el("button", { type: "button", className: "run-name", onclick: () => this.choose(key) });
+    const edit = el("button", { type: "button", className: "quiet small-button", onclick: () => this.editing(key) }, "edit");
+    const text = el("span", { className: "note-text" });
+    const cells = COLUMNS.map(([name]) => el("td", { className: NUMBERS.has(name) ? "n" : name === "digest" ? "digest" : "" }));
+    cells[0].append(link);
+    cells[9].append(text, " ", edit);
+    const line = { node: el("tr", {}, el("td", {}, tick), ...cells), cells, tick, link, edit, text };
+    this.lines.set(key, line);
+    return line;
+  }
+
+  /** Tags and note of a run, in a form below the list. */
+  editing(key) {
+    const row = this.rows.get(key), form = $("note-form");
+    const tags = el("input", { id: "note-tags", value: row.tags.join(", "), maxLength: 500 }), note = el("input", { id: "note-note", value: row.note, maxLength: 2000 });
+    const said = el("span", { className: "answer", role: "status" }, this.noted() ? "" : "unlock the actions of a run first");
+    const close = () => {
+      form.hidden = true;
+      this.lines.get(key)?.edit.focus({ preventScroll: true });
+    };
+    form.replaceChildren(
+      el("strong", {}, row.name),
+      el("label", {}, "Tags, with commas between them", tags),
+      el("label", {}, "Note", note),
+      el("div", { className: "row" }, el("button", { type: "submit" }, "Keep"), el("button", { type: "button", onclick: close }, "Leave"), said),
+    );
+    form.onsubmit = async (event) => {
+      event.preventDefault();
+      const result = await post("/api/notes", { key, tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
+      if (result.ok) return close();
+      write(said, result.error);
+      said.className = "answer bad";
+    };
+    form.onkeydown = (event) => event.key === "Escape" && close();
+    form.hidden = false;
+    tags.focus();
+  }
+}
+
+function order(one, other, falling) {
+  const none = (value) => value === null || value === undefined || value === "";
+  if (none(one) || none(other)) return none(one) - none(other); // what is not known comes last
+  const by = typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+  return falling ? -by : by;
+}
+
+const began = (ms) => `${new Date(ms).toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${clock(ms).slice(0, 5)}`;
