@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -34,8 +35,14 @@ _AGAIN_S = 0.25
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
+@click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
 def command(
-    address: str, slots: int | None, token_file: Path | None, run_dir: Path | None, host_name: str | None
+    address: str,
+    slots: int | None,
+    token_file: Path | None,
+    run_dir: Path | None,
+    host_name: str | None,
+    own: str | None,
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
@@ -58,8 +65,8 @@ def command(
     if isinstance(where, Path):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
     token = _token(token_file, run_dir)
-    _wait_for_job(where, token)
-    left = take_part(joining, token)
+    route = _wait_for_job(where, token)
+    left = take_part(replace(joining, own=own or route), token)
     if left.words:
         complain(left.words)
     return left.exit_code
@@ -92,8 +99,8 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
         raise ConfigError(f"--token-file: {error}") from None
 
 
-def _wait_for_job(where: tuple[str, int], token: bytes) -> None:
-    """Until a job answers that has this token.
+def _wait_for_job(where: tuple[str, int], token: bytes) -> str:
+    """Until a job answers that has this token. Returns the address of this host by which it is reached.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
@@ -102,7 +109,7 @@ def _wait_for_job(where: tuple[str, int], token: bytes) -> None:
         try:
             with socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-                return
+                return str(sock.getsockname()[0])
         except ProtocolError as error:
             raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
         except OSError as error:

@@ -21,11 +21,12 @@ class WorkerContext:
     """The start-up facts of one life of one worker; JSON-able.
 
     `token` is this life's for the coordinator in hex, `peer_token` that of the role `peer`: the job's own is not for
-    workers. `coordinator_file` names coordinator.json, which is rewritten when the
-    coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the
-    effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is
-    beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the
-    head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    workers. `address`: of its host, "" if as the config says. `coordinator_file` names coordinator.json, which is
+    rewritten when the coordinator restarts. `board_fd`: of the progress board, where the row is that of `worker_id`.
+    `config` is the effective config as `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`:
+    this slot is beyond those of the wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is,
+    0 for the head, and how many there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from
+    rank 1 on.
     """
 
     run_dir: str
@@ -43,6 +44,7 @@ class WorkerContext:
     cell_size: int = 1
     cell_fds: list[int] = field(default_factory=list)
     peer_token: str = ""
+    address: str = ""
 
     @property
     def key(self) -> WorkerKey:
@@ -111,6 +113,7 @@ class Joining:
     has. room: for how many workers, 0 if that does not matter. run_dir: how the job's directory is called here, "" if
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
+    own: the address of this host that workers listen at and tell others, "" if as the job's config says.
     """
 
     address: str
@@ -124,6 +127,7 @@ class Joining:
     server: Handed | None = None
     parent: int = 0
     ranks: int = 1
+    own: str = ""
 
     def where(self) -> Path | tuple[str, int]:
         """As a control connection wants it. Raises: ConfigError if it is no address."""

@@ -407,6 +407,7 @@ class Host:
             task=self.facts.task,
             argv=list(self.facts.argv),
             spare=worker_id >= self.config.workers,
+            address=self._joining.own,
         )
 
     def _start_sampler(self) -> Sampler | None:

@@ -128,7 +128,8 @@ class LaunchedLink(WorkerLink):
         return self.cell.meet()
 
     def serve_peers(self, handler: Callable[[PeerConnection, dict[str, Any]], None]) -> str:
-        self._peers = PeerServer(self.config.network.address, self.token, handler)
+        own = self._context.address or self.config.network.address
+        self._peers = PeerServer(own, self.token, handler)
         return self._peers.address
 
     def connect(self, hello: Hello, deliver: Deliver, connected: Callable[[], None]) -> None:
