@@ -27,6 +27,9 @@ class HeartbeatConfig:
     )
     floor_s: float = key(2.0, "nobody is taken for dead after a shorter silence", above=0)
     ceiling_s: float = key(20.0, "everybody is after a longer one", above=0)
+    reconnect_s: float = key(
+        1.0, "a host is too, whose agent and workers have all lost their connections for so long", above=0
+    )
 
 
 @dataclass(frozen=True)

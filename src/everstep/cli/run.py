@@ -74,12 +74,14 @@ from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
     from everstep.runtime.job import Outcome
+    from everstep.runtime.supervisor import LocalHost
 
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
     """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
-    which they know already. local: this host runs workers. key: the public one that checkpoints to begin with must
+    which they know already. local: this host runs workers, `slots` at most (0: all that nobody
+    else runs). key: the public one that checkpoints to begin with must
     be signed with."""
 
     spec: TaskSpec
@@ -94,6 +96,7 @@ class Invocation:
     port: int | None
     token: bytes | None
     local: bool
+    slots: int
     key: str | None
 
     @property
@@ -133,6 +136,7 @@ class _Run(click.Command):
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
+@click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
 @click.option("--no-local-workers", is_flag=True, help="Of --listen: leave all workers to agents that join.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
@@ -156,6 +160,7 @@ def command(
     fresh: bool,
     key_file: str | None,
     listen: str | None,
+    slots: int | None,
     no_local_workers: bool,
     dry_run: bool,
     as_json: bool,
@@ -191,7 +196,7 @@ def command(
     with contextlib.closing(server):
         local = not no_local_workers
         invocation = Invocation(
-            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local, key
+            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local, slots or 0, key
         )
         return _run_or_show(invocation, dry_run)
 
@@ -304,7 +309,6 @@ def _already_finished(invocation: Invocation, found: Found) -> int:
 
 def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int) -> int:
     from everstep.runtime import job as runtime_job
-    from everstep.runtime.supervisor import LocalHost
 
     run_dir, config = invocation.run_dir, job.config
     begin_ns = time.time_ns()
@@ -320,7 +324,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         config,
         job.task,
         list(job.argv),
-        LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=invocation.server) if invocation.local else None,
+        _local_host(invocation, config),
         lambda event: watcher.process_event(event),
         port=port,
         token=invocation.token,
@@ -356,6 +360,15 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         events.write("warning", cause=Cause.DISK, reason=lacking)
         events.close()
     return _conclude(invocation, watcher.facts, process.outcome, exit_code, lacking)
+
+
+def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
+    from everstep.runtime.supervisor import LocalHost
+
+    if not invocation.local:
+        return None
+    run_dir, early = invocation.run_dir, invocation.server
+    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=invocation.slots)
 
 
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:

@@ -33,6 +33,7 @@ from everstep.protocol.coordinator.types import (
     CoordinatorConfig,
     CoordinatorEvent,
     Disconnected,
+    HostRules,
     Persist,
     Received,
     Report,
@@ -435,6 +436,7 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         wish=pool_wish(config),
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
+        hosts=HostRules(reconnect_ns=int(beat.reconnect_s * 1e9)),
     )
 
 

@@ -133,7 +133,7 @@ class CoordinatorProcess(Supervised):
 
 
 class LocalHost(Supervised):
-    """One agent process after the other. entry, preload, ranks: as `Joining` has them.
+    """One agent process after the other. entry, preload, room, ranks: as `Joining` has them.
 
     early: a fork server that may be running already; the first agent takes it over, later ones start their own.
     """
@@ -147,6 +147,7 @@ class LocalHost(Supervised):
         preload: Sequence[str] = DEFAULT_PRELOAD,
         early: EarlyForkServer | None = None,
         ranks: int = 1,
+        room: int = 0,
     ) -> None:
         super().__init__(run_dir / LOGS_FOLDER / "agent.log")
         self._run_dir = run_dir
@@ -155,6 +156,7 @@ class LocalHost(Supervised):
         self._preload = tuple(preload)
         self._early = early
         self._ranks = ranks
+        self._room = room
         self._handed = False
         self._moves = Pinged()
         self._continued = False
@@ -170,6 +172,7 @@ class LocalHost(Supervised):
             entry=self._entry,
             preload=list(self._preload),
             host=self._config.network.address,
+            room=self._room,
             threads=self._config.threads,
             ranks=self._ranks,
             server=server,

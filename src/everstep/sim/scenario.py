@@ -20,7 +20,7 @@ from everstep.base.config_keys import CheckpointConfig, DiskTierConfig, MemoryTi
 from everstep.base.plan import WorkerKey
 from everstep.base.pool_wish import PoolWish, even_homes
 from everstep.protocol.coordinator.coordinator import Coordinator
-from everstep.protocol.coordinator.types import CoordinatorConfig
+from everstep.protocol.coordinator.types import CoordinatorConfig, HostRules
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.driver.saver import SavingRules
 from everstep.protocol.step_machine import StepMachine
@@ -248,7 +248,7 @@ class Simulation:
             heartbeat_ceiling_ns=1500 * MS,
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
-            grace_ns=1 * SECOND,
+            hosts=HostRules(grace_ns=1 * SECOND),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(workers, stages),

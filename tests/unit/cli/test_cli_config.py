@@ -29,6 +29,7 @@ def test_a_key_a_group_and_all_of_them(capsys: pytest.CaptureFixture[str]) -> No
         "heartbeat.interval_s",
         "heartbeat.floor_s",
         "heartbeat.ceiling_s",
+        "heartbeat.reconnect_s",
     ]
     assert run_command(["config", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(describe())

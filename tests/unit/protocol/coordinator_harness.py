@@ -39,7 +39,6 @@ CONFIG = CoordinatorConfig(
     heartbeat_ceiling_ns=10 * S,
     heartbeat_interval_ns=S,
     quorum_wait_ns=600 * S,
-    grace_ns=2 * S,
 )
 
 

@@ -44,7 +44,8 @@ def reconcile(job: JobState) -> None:
             _send_heal(job, join.key)
         elif join.retry_ns is not None:
             job.desk.alarms.set(Alarm.JOINS, join.retry_ns)
-    if job.agreement.prepared is None:
+    touch = not any(job.agents.out_of_touch(worker) for worker in job.agreement.survivors())
+    if job.agreement.prepared is None and touch:
         _prepare_if_due(job, leaving)
 
 

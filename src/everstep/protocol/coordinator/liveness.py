@@ -125,6 +125,8 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
     membership, now = job.membership, job.desk.now
     agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
+    # The detector expects more of an agent the longer it knows it: an alarm that was set before may ring too late.
+    job.desk.alarms.set(Alarm.AGENT, now + job.desk.config.heartbeat_floor_ns // 2, agent.agent_id)
     job.desk.send(agent.connection, m.Pong(seq=message.seq))
     seen = set()
     for pulse in message.workers:
@@ -210,15 +212,33 @@ def agent_due(job: JobState, agent_id: str) -> None:
         return
     suspicion = agent.detector.suspicion(now)
     connected = agent.connection is not None
+    if not connected and _cut_off(job, agent):
+        away_s = (agent.away_ns(now) or 0) / 1e9
+        _silent(job, agent, f"it and all its workers have been without a connection for {away_s:.2f} s")
+        return
     dead = suspicion.dead if connected else now >= agent.detector.ceiling_at_ns
     if dead:
         _silent(job, agent, suspicion.reason)
         return
+    if not connected:  # it had time enough, or some of its workers are connected: who is not may be decided about
+        job.desk.change()
     if suspicion.suspect:
         for worker in _workers_of(job, agent):
             suspect(job, worker, Why(Cause.HOST_LOST, f"host {agent.host}: {suspicion.reason}"))
     change = agent.detector.next_change_ns(now) if connected else agent.detector.ceiling_at_ns
+    if agent.left_ns is not None and now < agent.left_ns + job.desk.config.hosts.reconnect_ns:
+        change = min(change, agent.left_ns + job.desk.config.hosts.reconnect_ns)
     job.desk.alarms.set(Alarm.AGENT, max(change, now + MILLISECOND_NS), agent_id)
+
+
+def _cut_off(job: JobState, agent: Agent) -> bool:
+    """Whether all connections of a host have ended, and its agent had the time to make another one; unless that is so
+    of all hosts: then it is the coordinator that is cut off."""
+    away = agent.away_ns(job.desk.now)
+    if away is None or away < job.desk.config.hosts.reconnect_ns:
+        return False
+    others = any(other.connection is not None for other in job.agents.known.values())
+    return others and all(w.connection is None for w in _workers_of(job, agent))
 
 
 def _workers_of(job: JobState, agent: Agent) -> list[Worker]:
@@ -261,8 +281,8 @@ def disconnected(job: JobState, event: Disconnected) -> None:
         return
     agent = job.agents.known.get(connection.agent_id) if connection.agent_id is not None else None
     if agent is not None and agent.connection == name:
-        agent.leave()
-        alarms.set(Alarm.AGENT, agent.detector.ceiling_at_ns, agent.agent_id)
+        agent.leave(job.desk.now)
+        alarms.set(Alarm.AGENT, job.desk.now + job.desk.config.hosts.reconnect_ns, agent.agent_id)
     if connection.worker is not None:
         if not job.agents.run(connection.worker):
             job.slots.empty(connection.worker.worker_id)
@@ -272,6 +292,11 @@ def disconnected(job: JobState, event: Disconnected) -> None:
             if not job.agreement.in_any_plan(worker.key):
                 job.healing.stop(worker.key.worker_id)
             alarms.set(Alarm.GONE, job.desk.now + SECOND_NS, worker.key.worker_id)
+            own = job.agents.of(worker)
+            if own is not None and own.left_ns is not None:  # it may have been the last that its host was heard by
+                alarms.set(
+                    Alarm.AGENT, max(own.left_ns + job.desk.config.hosts.reconnect_ns, job.desk.now), own.agent_id
+                )
 
 
 def gone_due(job: JobState, worker_id: int) -> None:
@@ -340,6 +365,6 @@ def expect_agents(job: JobState) -> None:
 def pardon(job: JobState, gap_ns: int) -> None:
     """The coordinator itself was away for `gap_ns`: nobody's silence in that time counts."""
     for agent in job.agents.known.values():
-        agent.detector.pardon(gap_ns)
+        agent.pardon(gap_ns, job.desk.now)
     for worker in job.membership.workers.values():
         worker.pardon(gap_ns)

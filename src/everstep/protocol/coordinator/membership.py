@@ -206,7 +206,7 @@ class Membership:
 
     def begin_grace(self) -> None:
         """The workers of the journal have some time from now on to come back."""
-        self.grace_until_ns = self._desk.now + self._desk.config.grace_ns
+        self.grace_until_ns = self._desk.now + self._desk.config.hosts.grace_ns
         self._desk.alarms.set(Alarm.GRACE, self.grace_until_ns)
 
     def absent(self) -> list[Worker]:
@@ -235,7 +235,8 @@ class Agent:
 
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
     hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
-    that does not matter. process: which one it is, so that a new one is told apart. sent_slots: those that it
+    that does not matter. process: which one it is, so that a new one is told apart. left_ns: when its connection ended,
+    None while it has one or before its first. sent_slots: those that it
     knows to keep filled, None: it was not told.
     """
 
@@ -248,13 +249,15 @@ class Agent:
     slots: int = 0
     room: int = 0
     process: str = ""
+    left_ns: int | None = None
     sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
 
     def greet(self, connection: str, hello: AgentHello, now_ns: int) -> None:
         """The agent has connected (again) and said hello."""
-        self.connection, self.host, self.slots = connection, hello.host, hello.slots
+        self.connection, self.left_ns = connection, None
+        self.host, self.slots = hello.host, hello.slots
         self.room, self.process = hello.room, hello.process
         self.sent_slots = None
         self._killed_ns.clear()
@@ -266,9 +269,19 @@ class Agent:
         self.lives, self.restored = set(), set()
         return before
 
-    def leave(self) -> None:
+    def leave(self, now_ns: int) -> None:
         """The agent's connection has ended."""
-        self.connection = None
+        self.connection, self.left_ns = None, now_ns
+
+    def away_ns(self, now_ns: int) -> int | None:
+        """For how long it has been without a connection; None if it has one, or never had."""
+        return None if self.left_ns is None else now_ns - self.left_ns
+
+    def pardon(self, gap_ns: int, now_ns: int) -> None:
+        """The coordinator was away for so long: that was no silence of the agent. Whoever has knocked meanwhile has yet
+        to be heard."""
+        self.detector.pardon(gap_ns)
+        self.left_ns = None if self.left_ns is None else now_ns
 
     def restore(self, key: WorkerKey) -> None:
         """According to the journal it ran this process."""
@@ -352,6 +365,8 @@ class Agents:
     def greet(self, agent: Agent, connection: str, hello: AgentHello) -> None:
         """An agent has said hello."""
         self.version += 1
+        if agent.left_ns is not None:
+            self._desk.change()
         agent.greet(connection, hello, self._desk.now)
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
@@ -370,6 +385,13 @@ class Agents:
             return self.known.get(worker.agent_id)
         same_host = [a for a in self.known.values() if worker.host and a.host == worker.host]
         return same_host[0] if len(same_host) == 1 else None
+
+    def out_of_touch(self, worker: Worker) -> bool:
+        """Whether its host has lost all connections so lately that nobody knows yet whether it lives: nothing is to be
+        decided that counts on it."""
+        agent = self.of(worker)
+        away = None if agent is None or worker.connection is not None else agent.away_ns(self._desk.now)
+        return away is not None and away < self._desk.config.hosts.reconnect_ns
 
     def run(self, key: WorkerKey) -> bool:
         """Whether any agent runs this process, as far as is known."""

@@ -257,6 +257,8 @@ def _regroup(job: JobState) -> None:
     if job.membership.in_grace and any(to_come):
         # Who is not back yet may follow a newer plan than the journal knows, or have switched to the prepared one.
         return
+    if any(job.agents.out_of_touch(worker) for worker in survivors):
+        return
     cause, text = agreement.broken[0].cause, "; ".join(why.reason for why in agreement.broken)
     if not survivors:
         _fall_back(job, Why(cause, text))

@@ -10,6 +10,18 @@ from everstep.protocol.messages import AnyMessage
 
 
 @dataclass(frozen=True)
+class HostRules:
+    """How patient the coordinator is with hosts. Times in nanoseconds.
+
+    grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
+    has lost all its connections.
+    """
+
+    grace_ns: int = 2_000_000_000
+    reconnect_ns: int = 1_000_000_000
+
+
+@dataclass(frozen=True)
 class CoordinatorConfig:
     """What the coordinator needs of the job's config. Times in nanoseconds.
 
@@ -28,7 +40,7 @@ class CoordinatorConfig:
     heartbeat_ceiling_ns: int
     heartbeat_interval_ns: int | None
     quorum_wait_ns: int
-    grace_ns: int = 2_000_000_000
+    hosts: HostRules = HostRules()
     wish: PoolWish = field(default_factory=PoolWish)
     slots: int = 0
     save_ns: int = 0

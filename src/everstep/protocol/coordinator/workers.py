@@ -8,8 +8,9 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import Plan, WorkerKey
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
+from everstep.protocol.coordinator.desk import SECOND_NS, Alarm, describe, listed
 from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.links import WINDOW_NS
 from everstep.protocol.coordinator.membership import Agent, Worker
 from everstep.protocol.coordinator.plans import announce, order
 
@@ -173,7 +174,11 @@ def peer_fault(job: JobState, worker: Worker, message: m.PeerFault) -> None:
 
 def links_due(job: JobState, about: Any) -> None:
     """All who have lost a peer had the time to say so: no death explains what they accuse each other of."""
-    if job.progress.ended is None:
+    if job.progress.ended is not None:
+        return
+    if any(job.agents.out_of_touch(worker) for worker in job.agreement.survivors()):
+        job.desk.alarms.set(Alarm.LINKS, job.desk.now + WINDOW_NS)  # whether that is a death is known soon
+    else:
         for worker, why in job.links.close_window():
             evict(job, worker, why, kill=True)
 
