@@ -32,23 +32,14 @@ export function head(run, nowMs) {
   write($("task"), h.task);
   write($("state"), h.state);
   attribute($("state"), "data-state", h.state);
-  writeLinked($("sentence"), sentence(h, nowMs));
+  const said = h.loaded ? h.headline : { level: "good", text: `reading the run's history, step ${h.step} so far …` };
+  writeLinked($("sentence"), `${said.text} ${said.more ?? ""}`.trim());
+  for (const id of ["sentence", "state"]) attribute($(id), "data-level", said.level);
   const share = h.total ? Math.min(100, (100 * h.step) / h.total) : h.state === "completed" ? 100 : 0;
   $("progress").firstElementChild.style.width = `${share}%`;
   attribute($("progress"), "aria-valuenow", Math.round(share));
   attribute($("progress"), "aria-valuetext", h.total ? `step ${h.step} of ${h.total}` : `step ${h.step}`);
   tiles(run, nowMs);
-}
-
-function sentence(h, nowMs) {
-  if (!h.loaded) return `reading the run's history, step ${h.step} so far …`;
-  const i = h.incident;
-  const last = i ? `Last fault ${ago(i.time_ms, nowMs)}: ${i.text}${i.recovered_s ? `; training went on after ${duration(i.recovered_s)}` : ""}.` : "No fault so far.";
-  if (h.state === "running") return `${h.members < h.wanted ? `Training with ${h.members} of ${h.wanted} workers. ` : "All is well. "}${last}`;
-  if (h.state === "recovering") return `Recovering${h.reason ? ` from: ${h.reason}` : ""}.`;
-  if (h.state === "waiting") return `Waiting: ${h.reason || "for workers"}.`;
-  if (h.state === "starting") return `Starting: ${plural(h.members, "worker")} of ${h.wanted || "?"} ready.`;
-  return `${h.state[0].toUpperCase()}${h.state.slice(1)}${h.reason ? `: ${h.reason}` : ""}. ${last}`;
 }
 
 function tiles(run, nowMs) {
