@@ -6,7 +6,8 @@ Every worker is a process with one thread on this host. An iteration is timed fr
 worker has its result; medians and quartiles over the iterations, in milliseconds. The ratios are those of neighbours in
 time (ours to the mean of the all_reduce before it and the one after it), median and quartiles; `cpu` is processor time
 of all workers together; `others_busy` the mean number of processors that other programs took meanwhile. Our results lie
-in the owners' memory (shared) or in one's own (group), complete and readable in both cases, as all_reduce's are.
+in the owners' memory (shared) or in one's own (group: over gloo; sockets: our own, in the clear and over TLS), complete
+and readable in both cases, as all_reduce's are.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from everstep.base.config_keys import TlsConfig
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.ports import Tag, Transport
 from everstep.exact.layout import BLOCK_ELEMENTS, Entry, GradientLayout, UnitRange
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.placement.tree import cover
+from everstep.runtime.tls import Tls, shown_by
 
 LANES = 8
 WARM_UP = 3
 EXCHANGES = 300
-TARGETS = {"shared_memory": 0.6, "group": 1.2, "sockets": 1.2}
+TARGETS = {"shared_memory": 0.6, "group": 1.2, "sockets": 1.2, "sockets_tls": 3.5}
 TOKEN = b"k" * 32
 
 
@@ -91,6 +94,8 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
     shape = layout(numel)
     key = WorkerKey(me, 0)
 
+    tls = Tls.of(shown_by(TlsConfig("on"), TOKEN, "127.0.0.1"))
+
     def store(name: str) -> dist.FileStore:
         return dist.FileStore(f"{folder}/{name}", n)
 
@@ -98,6 +103,7 @@ def work(me: int, n: int, numel: int, repeats: int, folder: str, connection: Con
         "shared_memory": SharedMemoryTransport(key, shape, LANES, lambda: None),
         "group": GroupTransport(key, shape, LANES, store("group"), lambda: None, key=TOKEN, gloo=True),
         "sockets": GroupTransport(key, shape, LANES, store("sockets"), lambda: None, key=TOKEN),
+        "sockets_tls": GroupTransport(key, shape, LANES, store("sockets_tls"), lambda: None, key=TOKEN, tls=tls),
     }
     connection.send(Member(me, 0, "here", os.getpid(), "", transports["shared_memory"].segment))
     plan = plan_for(connection.recv())

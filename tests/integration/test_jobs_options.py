@@ -47,8 +47,10 @@ def test_evaluation_and_early_stop(jobs: Jobs) -> None:
     assert len(job.of_kind("worker_evicted")) == 3
 
 
-def test_sockets(jobs: Jobs) -> None:
-    job = jobs.run("Text", chaos=CHAOS, settings={"transport": "sockets"}, pace=PACE)
+@pytest.mark.parametrize("tls", ["off", "on"])
+def test_sockets(jobs: Jobs, tls: str) -> None:
+    """With TLS, all of the job's connections are over it, those to the coordinator too."""
+    job = jobs.run("Text", chaos=CHAOS, settings={"transport": "sockets", "security.tls.mode": tls}, pace=PACE)
     assert {e["worker_id"] for e in job.of_kind("worker_healed")} == {0, 1}, job.account()
 
 

@@ -68,12 +68,14 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoints",
 }
 NAMES = re.compile(r"[\w.:]+")
-CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, yaml, click, rich, OpenTelemetry
+CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uvicorn, yaml, click, rich, OpenTelemetry
     {"_missing_", "_fields_", "find_class", "persistent_id", "persistent_load", "load_bytes", "encoding", "writable"}
     | {
         "connection_made",
         "data_received",
         "connection_lost",
+        "handle_events",
+        "on_response_complete",
         "construct_mapping",
         "flatten_mapping",
         "writelines",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ from everstep.base.errors import ConfigError, EverstepError
 from everstep.chaos.spec import parse_now
 from everstep.dashboard.catalog import ListRow, holds_runs
 from everstep.dashboard.details import log_at, trace, whole, worker_detail
+from everstep.dashboard.door import MAX_HEADER_BYTES, Doorkeeper
 from everstep.dashboard.feed import Audit, Feeds, RunFeed
 from everstep.dashboard.guard import (
     KNOWN,
@@ -351,13 +353,16 @@ def _parameter(token: str) -> str:
 def _serve(app: Starlette, feeds: Feeds, host: str, port: int, path: str) -> None:
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
+    door = Doorkeeper()
+    logging.getLogger("uvicorn.error").addFilter(door)
     config = uvicorn.Config(
         app,
+        http=door,  # type: ignore[arg-type]
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
-        limit_concurrency=256,
         ws="none",
     )
     feeds.start()

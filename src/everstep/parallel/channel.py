@@ -211,6 +211,11 @@ class SharedMemoryChannel:
         for inbox in self._inboxes.values():
             inbox.forget(step)
 
+    def rest(self) -> None:
+        """Let go of the others, until the next `open`."""
+        self._attached.close()
+        self._inboxes = {}
+
     def abort(self, generation: int) -> None:
         """Thread-safe; the waiter sees it within 5 ms."""
         self._fence.abort(generation)

@@ -50,9 +50,9 @@ class GroupTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
     store: torch store that all members reach, best a `ControlStore`; keys bear the generation. key: the token of the
-    role `peer`, which members prove to each other; tls: what they show where that covers them. device: where
-    gradients are; they go over sockets of our own from the CPU (over gloo's with `gloo`), and over NCCL from a CUDA
-    device.
+    role `peer`, which members prove to each other; tls: what they show where that covers them. device: where gradients
+    are; they go over sockets of our own from the CPU (over gloo's with `gloo`), and over NCCL from a CUDA device.
+    flats: where nodes lie, None: in memory of its own.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class GroupTransport:
         tls: Tls | None = None,
         name: str = "",
         gloo: bool = False,
+        flats: Flats | None = None,
     ) -> None:
         self._gloo = gloo
         self._key = key
@@ -87,7 +88,7 @@ class GroupTransport:
         self._tick = tick
         self._ticker = _Ticker(tick, lambda: self._fence.down)
         self._owned: dict[int, tuple[int, int]] = {}
-        self._flats = Flats(layout.numel, self._device)
+        self._flats = flats or Flats(layout.numel, self._device)
         self._finisher = BlockFinisher(layout, n_lanes, self._fence.check)
         self._results: list[torch.Tensor | None] = [None, None]
 
@@ -178,6 +179,13 @@ class GroupTransport:
                 return
             if self._links is not None:
                 self._links.cut()
+
+    def rest(self) -> None:
+        """All members are known to have left the last generation, and there is none until the next `open`."""
+        with self._lock:
+            self._old += [group for group in (self._links, self._records) if group is not None]
+            self._links = self._records = None
+        self._retire_old()
 
     def close(self) -> None:
         """Leave the group and free everything but what was handed out."""

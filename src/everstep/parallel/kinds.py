@@ -14,8 +14,9 @@ from everstep.base.plan import WorkerKey
 from everstep.base.ports import Channel, OnTick, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
+from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
-from everstep.parallel.shared_memory import SharedMemoryTransport
+from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
 from everstep.runtime.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -25,7 +26,7 @@ NO_GRADIENTS = GradientLayout((), (), 0)
 class Site:
     """One worker, as its transports know it. store: where groups meet, for kinds that need one; key: the token of the
     role `peer`, likewise, and `tls` what peers are shown that it covers. device: where gradients and received tensors
-    are."""
+    are. machine: its name; who has the same one can share memory."""
 
     me: WorkerKey
     n_lanes: int
@@ -34,11 +35,19 @@ class Site:
     store: Store | None = None
     key: bytes = b""
     tls: Tls | None = None
+    machine: str = ""
 
     def group(
-        self, layout: GradientLayout, name: str, device: torch.device | str, *, gloo: bool = False
+        self,
+        layout: GradientLayout,
+        name: str,
+        device: torch.device | str,
+        *,
+        gloo: bool = False,
+        slots: NodeSlots | None = None,
     ) -> GroupTransport:
-        """A group of that name, for gradients on that device. gloo: over its sockets, not over our own."""
+        """A group of that name, for gradients on that device. gloo: over its sockets, not over our own. slots: where
+        nodes lie, if not in its own memory."""
         if self.store is None or not self.key:
             raise InvariantViolation("a store and the peers' token were looked for that nobody gave")
         return GroupTransport(
@@ -47,6 +56,7 @@ class Site:
             tls=self.tls,
             name=name,
             gloo=gloo,
+            flats=None if slots is None else NodeFlats(layout.numel, slots),
         )
 
 
@@ -73,6 +83,17 @@ def _shm_meet(site: Site) -> tuple[Transport, Channel]:
     return _shm_pool(site, NO_GRADIENTS, ""), SharedMemoryChannel(site.me, site.tick, device=site.device)
 
 
+def _either_pool(site: Site, layout: GradientLayout, name: str) -> EitherTransport:
+    near = SharedMemoryTransport(site.me, layout, site.n_lanes, site.tick)
+    return EitherTransport(site.machine, near, lambda slots: site.group(layout, name, "cpu", slots=slots))
+
+
+def _either_meet(site: Site) -> tuple[Transport, Channel]:
+    records = _either_pool(site, NO_GRADIENTS, "")
+    near = SharedMemoryChannel(site.me, site.tick, device=site.device)
+    return records, EitherChannel(site.machine, near, lambda: GroupChannel(site.me, records.far, device=site.device))
+
+
 def _meet(site: Site, *, gloo: bool = False) -> tuple[Transport, Channel]:
     """Records and single messages, by way of host memory wherever the tensors are."""
     records = site.group(NO_GRADIENTS, "", "cpu", gloo=gloo)
@@ -86,6 +107,8 @@ def _gloo_pool(site: Site, layout: GradientLayout, name: str) -> Transport:
 KINDS: dict[str, TransportKind] = {
     kind.name: kind
     for kind in (
+        # by the plan of each generation: as "shm" where all members are on one machine, else as "sockets"
+        TransportKind("auto", ("cpu", "cuda"), True, _either_meet, _either_pool),
         # for members of one host
         TransportKind("shm", ("cpu", "cuda"), False, _shm_meet, _shm_pool),
         # for members on any hosts, with gradients in host memory

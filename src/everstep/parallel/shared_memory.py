@@ -60,12 +60,17 @@ class SharedMemoryTransport:
         self._fence = Fence()
         self._owned: dict[int, tuple[int, int]] = {}
         self._exchanges = 0
-        self._slots = _NodeSlots(self._own)
+        self._slots = NodeSlots(self._own)
         self._finisher = BlockFinisher(layout, n_lanes, self._look)
 
     @property
     def segment(self) -> str:
         return self._own.name
+
+    @property
+    def slots(self) -> NodeSlots:
+        """Where the nodes lie, for whoever reduces them over another way."""
+        return self._slots
 
     def open(self, plan: Plan) -> None:
         """Attach to the members of the plan that are not attached yet.
@@ -120,6 +125,11 @@ class SharedMemoryTransport:
 
     def settled(self) -> None:
         """Nothing is on its way: peers read where it lies."""
+
+    def rest(self) -> None:
+        """Let go of the others, until the next `open`."""
+        self._attached.close()
+        self._peers = {}
 
     def abort(self, generation: int) -> None:
         """Thread-safe; the waiter sees it within 5 ms."""
@@ -211,7 +221,7 @@ class SharedMemoryTransport:
                     raise CollectiveAborted(f"workers {dead} died while their {what} were waited for", dead)
 
 
-class _NodeSlots:
+class NodeSlots:
     """Which slot of the own segment holds which node of the current step, and which hold results."""
 
     _IDLE_STEPS = 4
@@ -224,6 +234,7 @@ class _NodeSlots:
         self._touched: dict[int, int] = {}
 
     def tensor(self, step: int, node: Node) -> torch.Tensor:
+        """As `Transport.node`."""
         if step != self._step:
             self._step = step
             self._used.clear()
@@ -236,10 +247,12 @@ class _NodeSlots:
         return self._own.slot(self._used[node])
 
     def index(self, step: int, node: Node) -> int:
+        """The slot of a node that was asked for before."""
         check(step == self._step and node in self._used, f"node {node} of step {step} was never asked for")
         return self._used[node]
 
     def keep_result(self, step: int, node: Node) -> None:
+        """The node is the result of the step."""
         self._results[step] = self.index(step, node)
 
     def release_results(self, step: int) -> None:

@@ -32,8 +32,9 @@ class StagedTransport:
     """Moves gradients, records and activations among the members of one generation, whatever their stages.
 
     kind: a name of `kinds`. store: where groups meet, for kinds that need one; key: the token of the role `peer`,
-    likewise; tls: what peers are shown that it covers. device: where gradients and received tensors are. cell_rank: of
-    this process in its worker's cell; it meets those of the same rank.
+    likewise; tls: what peers are shown that it covers. machine: its name; who has the same one can share memory.
+    device: where gradients and received tensors are. cell_rank: of this process in its worker's cell; it meets those of
+    the same rank.
 
     One thread calls all methods but `abort`. Blocking calls raise `CollectiveAborted` within a few milliseconds after
     `abort(generation)` was called for theirs, and when a peer is found dead (`accused` names it). They call `tick()` at
@@ -52,6 +53,7 @@ class StagedTransport:
         store: Store | None = None,
         key: bytes = b"",
         tls: Tls | None = None,
+        machine: str = "",
         device: torch.device | str = "cpu",
         cell_rank: int = 0,
     ) -> None:
@@ -59,7 +61,7 @@ class StagedTransport:
             raise ConfigError(f"expected one of the transports {', '.join(KINDS)}, got {kind!r}")
         self._kind = KINDS[kind]
         store = PrefixStore(f"rank{cell_rank}", store) if store is not None and cell_rank else store
-        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls)
+        self._site = Site(me, n_lanes, tick, torch.device(device), store, key, tls, machine)
         self._cell_rank = cell_rank
         if self._site.device.type not in self._kind.devices:
             raise ConfigError(f"expected transport {kind} with {' or '.join(self._kind.devices)}, got {device}")

@@ -447,6 +447,14 @@ class JobHello(AnyMessage, frozen=True, kw_only=True):
     asked: list[Command] = []
 
 
+class Goodbye(AnyMessage, frozen=True, kw_only=True):
+    """The process that the job is leaves for good, whatever has become of the job. The coordinator tells all agents,
+    and then the job that it has."""
+
+    cause: Cause
+    reason: str
+
+
 KINDS: tuple[type[AnyMessage], ...] = tuple(
     kind for base in (AnyMessage, FromAgent, OfLife) for kind in base.__subclasses__() if not kind.__subclasses__()
 )

@@ -47,7 +47,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
         ),
         frozenset({WORKER}),
     ),
-    **dict.fromkeys((m.JobHello, m.Ping), frozenset({JOB})),
+    **dict.fromkeys((m.JobHello, m.Ping, m.Goodbye), frozenset({JOB})),
     m.Command: frozenset({JOB, *PEOPLE}),
 }
 """The roles that may say a message. What is not here is the coordinator's to say."""

@@ -47,6 +47,7 @@ from everstep.protocol.messages import (
     AgentNotice,
     AgentRefused,
     AnyMessage,
+    Goodbye,
     JobFacts,
     JobHello,
     Ping,
@@ -100,6 +101,8 @@ class Switchboard:
                 unread = [(connection, notice) for notice in self._unread]
                 self._unread.clear()
                 return [(connection, self._present()), *unread], True
+            case Goodbye():
+                return [(name, message) for name in (*sorted(self._agents), connection)], False
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True

@@ -24,6 +24,7 @@ from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
+    Goodbye,
     JobEnded,
     JobFacts,
     KillWorker,
@@ -56,6 +57,7 @@ from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
 AWAY_LIMIT_S = 600.0
+SAY_EVERY_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, END_ALONE)
 SERVER_HOPELESS = 3
 SERVER_SILENT_S = 5.0
@@ -68,6 +70,32 @@ class Left:
 
     exit_code: int
     words: str = ""
+
+
+class Absence:
+    """How long the coordinator has been away, in words now and then. Pure. over: it is given up."""
+
+    def __init__(self, address: str, now_s: float) -> None:
+        self._address = address
+        self._there_s = self._said_s = now_s
+        self.over = False
+
+    def look(self, connected: bool, now_s: float) -> str:
+        """Returns what is to be said now, "" for nothing."""
+        if connected:
+            back = self._said_s > self._there_s
+            words = f"the job at {self._address} answers again" if back else ""
+            self._there_s = self._said_s = now_s
+            return words
+        away_s = now_s - self._there_s
+        self.over = away_s >= AWAY_LIMIT_S
+        if self.over:
+            return f"the job at {self._address} has not answered for {AWAY_LIMIT_S:g} s"
+        if now_s - self._said_s < SAY_EVERY_S:
+            return ""
+        self._said_s = now_s
+        left_s = AWAY_LIMIT_S - away_s
+        return f"the job at {self._address} has not answered for {away_s:.0f} s: workers go on, {left_s:.0f} s are left"
 
 
 class Secrets(NamedTuple):
@@ -92,7 +120,7 @@ class HostAgent:
         self._inbox: Inbox[AnyMessage | int] = Inbox()
         self._host: Host | None = None
         self._job_fd = -1
-        self._connected_s = time.monotonic()
+        self._absence = Absence(joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
         self._killed = False
@@ -161,6 +189,9 @@ class HostAgent:
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
             self._on_job_ended(item)
+        elif isinstance(item, Goodbye):
+            if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
+                self._leave(Left(3, f"{item.reason}: its workers here are ended"))
         elif isinstance(item, SetSlots) and host is not None:
             host.workers.want(item.worker_ids, item.first)
             self._idle = False
@@ -218,10 +249,11 @@ class HostAgent:
             self._notify("workers_left")
 
     def _look_at_link(self, now_s: float) -> None:
-        if self._link.client.connected:
-            self._connected_s = now_s
-        elif now_s - self._connected_s >= AWAY_LIMIT_S:
-            self._leave(Left(3, f"the job at {self._joining.address} has not answered for {AWAY_LIMIT_S:g} s"))
+        words = self._absence.look(self._link.client.connected or self._ended is not None, now_s)
+        if self._absence.over:
+            self._leave(Left(3, words))
+        elif words:
+            print(f"everstep agent: {words}", file=sys.stderr, flush=True)
 
     def _look_at_end(self, now_s: float) -> None:
         host = self._host

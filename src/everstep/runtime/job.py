@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from everstep.protocol.messages import (
     AnyMessage,
     Command,
     CommandReply,
+    Goodbye,
     JobEnded,
     JobHello,
     Ping,
@@ -54,6 +56,7 @@ GRACE_S = 10.0
 AGENTS_WAIT_S = 40.0
 INTERRUPTED_WAIT_S = 3.0
 LAST_WAIT_S = 15.0
+GOODBYE_S = 1.0
 ALONE_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Observer = Callable[[dict[str, Any]], None]
@@ -282,6 +285,8 @@ class Job:
                 last_first.callback(self._link.close)
             if self._local is not None:
                 last_first.callback(self._local.end, *([INTERRUPTED_WAIT_S] if self._end.interrupted else []))
+            if self._link is not None:
+                last_first.callback(self._link.goodbye, Why(Cause.INTERRUPTED, "the job's process has ended"))
 
     def _hear_the_last(self) -> None:
         """What an agent has said before it left, and the loop has not seen."""
@@ -433,6 +438,7 @@ class JobLink:
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[Command, float | None]] = {}
         self._watch = Pinged()
+        self._told = threading.Event()
         self._spoke_s = time.monotonic()
         self._client = ControlClient(
             coordinator_file, role_token(token, JOB), JOB, f"job-{os.getpid()}", self._hello, self._receive, tls=tls
@@ -468,6 +474,12 @@ class JobLink:
         self._asked[message.request] = (message, until_s)
         self._client.send(message)
 
+    def goodbye(self, why: Why) -> None:
+        """The agents of other hosts, if there are any left, need not wait for this job any more."""
+        if self._client.connected:
+            self._client.send(Goodbye(cause=why.cause, reason=why.reason))
+            self._told.wait(GOODBYE_S)
+
     def _hello(self) -> JobHello:
         return JobHello(asked=[_what_is_left(*asked) for asked in tuple(self._asked.values())])
 
@@ -478,6 +490,9 @@ class JobLink:
     def _receive(self, message: AnyMessage) -> None:
         self.expect_anew()
         self._spoke_s = time.monotonic()
+        if isinstance(message, Goodbye):
+            self._told.set()
+            return
         if isinstance(message, CommandReply):
             asked = self._asked.get(message.request)
             if asked is not None and asked[0].name != "stop":

@@ -6,6 +6,7 @@ the user's loop sees is `run`'s.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from everstep.parallel.staged import StagedTransport
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.driver import Driver, DriverConfig
 from everstep.protocol.step_machine import StepMachine
+from everstep.runtime.process import machine
 from everstep.train.elastic import AnyOrder
 from everstep.train.executor import Cutter, Executor
 from everstep.train.final import Finisher
@@ -53,12 +55,18 @@ class Session:
         driver_config = DriverConfig(config.lanes, rewindable, config.verify_every, begins_after, saving)
         driver = Driver(link.me, driver_config, StepMachine(link.me))
         rendezvous = Rendezvous(link.tell)
-        kind = "shm" if config.transport == "auto" else config.transport  # a job's workers are on one machine
+        kind = config.transport
         meets = KINDS[kind].meets
         store = ControlStore(rendezvous.set_key, rendezvous.get_keys, rendezvous.over) if meets else None
         me, tick = link.me, lambda: link.row.tick()
         transport = StagedTransport(
-            me, config.lanes, tick, kind=kind, store=store, key=link.token, tls=link.tls, device=device
+            *(me, config.lanes, tick),
+            kind=kind,
+            store=store,
+            key=link.token,
+            tls=link.tls,
+            machine=hashlib.sha256(machine().encode()).hexdigest()[:16],
+            device=device,
         )
         publisher = Publisher(link.run_dir, link.me)
         view = WorkerView(link, stages, order, driver, Cutter(transport.abort), publisher, transport)

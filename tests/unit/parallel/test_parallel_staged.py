@@ -16,6 +16,8 @@ from everstep.base.errors import CollectiveAborted, ConfigError, InvariantViolat
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.ports import Hop, Node, Reduced, Tag
 from everstep.exact.layout import GradientLayout
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.staged import StagedTransport
 from everstep.placement.tree import cover
 
@@ -39,7 +41,11 @@ class Crew:
 
     def hire(self, i: int) -> StagedTransport:
         self.transports[i] = StagedTransport(
-            WorkerKey(i, 0), LANES, self.tick, kind=self.kind, store=self.store, key=b"k"
+            *(WorkerKey(i, 0), LANES, self.tick),
+            kind="auto" if self.kind == "two machines" else self.kind,
+            store=self.store,
+            key=b"k",
+            machine=f"m{i % 2}" if self.kind == "two machines" else "m",
         )
         return self.transports[i]
 
@@ -109,7 +115,7 @@ def even(pools: dict[int, list[int]]) -> Pools:
     }
 
 
-@pytest.fixture(params=["shm", "sockets", "gloo"])
+@pytest.fixture(params=["shm", "sockets", "gloo", "two machines"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     found = Crew(request.param)
     yield found
@@ -249,3 +255,23 @@ def test_what_cannot_be_is_a_config_error() -> None:
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="gloo")
     with pytest.raises(ConfigError, match="nccl with cuda"):
         StagedTransport(WorkerKey(0, 0), LANES, lambda: None, kind="nccl", store=HashStore())
+
+
+def test_a_job_may_grow_from_one_machine_to_two_and_shrink_again_within_a_step() -> None:
+    """Shared memory and sockets in turn, with the lane sums and the bits of the same step."""
+    crew = Crew("two machines")
+    one, two = even({0: [0, 2]}), even({0: [0, 1, 2]})
+    plan = crew.open(1, one)
+    check_step(crew.reduce(plan, 1), 1)
+    pool = crew.transports[0]._pools[0]
+    nodes = [pool.node(2, node).data_ptr() for node in cover(plan.lanes_of(0), LANES)]
+    for generation, pools in enumerate((two, one, two, one), 2):
+        plan = crew.open(generation, pools)
+        check_step(crew.reduce(plan, 2), 2)
+        assert type(pool._current) is (SharedMemoryTransport if pools is one else GroupTransport)
+        if pools is one:
+            assert nodes == [pool.node(2, node).data_ptr() for node in cover(plan.lanes_of(0), LANES)]
+    together(*(lambda i=i: crew.transports[i].exchange(Tag("agree", 2, 0), b"x") for i in plan.worker_ids))
+    assert pool.far._records is None, "nobody needs the sockets any more"
+    check_step(crew.reduce(plan, 3), 3)
+    crew.close()

@@ -99,4 +99,6 @@ class FakeCoordinator:
                         self.say(m.Pong(seq=message.seq))
                 else:
                     self._heard.put(message)
+                    if isinstance(message, m.Goodbye):
+                        self.say(message)
         sock.close()

@@ -23,7 +23,7 @@ from everstep.runtime.board import Board
 from everstep.runtime.context import Joining
 from everstep.runtime.fork_server_client import ForkServerClient
 from everstep.runtime.handshake import role_token
-from everstep.runtime.host_agent import HostAgent, Left
+from everstep.runtime.host_agent import Absence, HostAgent, Left
 from everstep.runtime.process import END_ALONE, machine
 
 TOKEN = b"0123456789abcdef"
@@ -323,3 +323,38 @@ def test_without_a_coordinator_and_without_workers_it_leaves_at_once(started: St
     started.coordinator.hear(m.AgentHello)
     started.agent._inbox.put(END_ALONE)
     assert started.end() == Left(0)
+
+
+BYE = m.Goodbye(cause=Cause.INTERRUPTED, reason="the job's process has ended")
+
+
+def test_when_the_job_of_another_host_says_goodbye_its_workers_are_ended_at_once(started: Started) -> None:
+    started.with_worker()
+    started.coordinator.say(BYE)
+    assert started.end() == Left(3, "the job's process has ended: its workers here are ended")
+
+
+def test_a_spare_leaves_at_once_too(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(BYE)
+    assert started.end().exit_code == 3
+
+
+def test_who_was_told_of_the_end_before_leaves_as_it_was_told(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(OVER)
+    started.coordinator.say(BYE)
+    assert started.end() == Left(0)
+
+
+def test_who_has_lost_the_job_says_so_every_ten_seconds_and_gives_up_in_the_end() -> None:
+    absence, said = Absence("10.0.0.1:29400", 0.0), []
+    for second in range(1, 30):
+        said.append(absence.look(second > 25, float(second)))
+    assert [text for text in said if text] == [
+        "the job at 10.0.0.1:29400 has not answered for 10 s: workers go on, 590 s are left",
+        "the job at 10.0.0.1:29400 has not answered for 20 s: workers go on, 580 s are left",
+        "the job at 10.0.0.1:29400 answers again",
+    ]
+    assert not absence.over
+    assert absence.look(False, 700.0) == "the job at 10.0.0.1:29400 has not answered for 600 s" and absence.over

@@ -235,3 +235,11 @@ def test_all_of_the_end_is_done_whatever_a_part_of_it_raises(started: Started, m
     started._thread.join(PATIENCE_S)
     assert isinstance(seen[0], BrokenPipeError)
     assert started.process.ended == 1 and not (started.job.run_dir / COORDINATOR_FILE).exists()
+
+
+def test_whatever_it_ends_of_it_says_goodbye(started: Started) -> None:
+    """Twice interrupted, it does not wait for the coordinator's word, but those of other hosts are told."""
+    for _ in range(2):
+        started.job.interrupt(signal.SIGTERM)
+    assert started.coordinator.hear(m.Goodbye).reason == "the job's process has ended"
+    assert started.end() == 128 + signal.SIGTERM

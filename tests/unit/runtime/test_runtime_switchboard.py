@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everstep.base.cause import Cause
 from everstep.protocol import messages as m
 from everstep.runtime.coordinator_main import Switchboard
 
@@ -51,3 +52,12 @@ def test_notices_wait_for_a_job_that_is_away() -> None:
     assert board.take("j", m.JobHello())[0] == [("j", m.AgentCount(agent_ids=[])), *(("j", n) for n in notices)]
     board.gone("j")
     assert board.take("j2", m.JobHello())[0] == [("j2", m.AgentCount(agent_ids=[]))], "once"
+
+
+def test_a_goodbye_reaches_all_agents_before_the_job_hears_that_it_has() -> None:
+    board = Switchboard(FACTS)
+    board.take("a2", hello("b"))
+    board.take("a1", hello("a"))
+    board.take("j", m.JobHello())
+    said = m.Goodbye(cause=Cause.INTERRUPTED, reason="the job's process has ended")
+    assert board.take("j", said) == ([("a1", said), ("a2", said), ("j", said)], False)

@@ -1,0 +1,192 @@
+"""Transport and channel that go by where members are: shared memory where all of them are on one machine, else sockets.
+
+Decided for each generation, and for each pool by itself, from the plan alone: what a member says of its segment names
+its machine, too. So all members decide alike, and a job may grow from one host to two and shrink again. Lane sums lie
+in the worker's own shared memory in both cases, so they outlive the change, and the tree is the same, so the bits are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from everstep.base.plan import Plan
+from everstep.base.ports import Hop, Node, Reduced, Tag
+from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
+from everstep.parallel.group import GroupTransport
+from everstep.parallel.reduction import Flats
+from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
+
+
+class NodeFlats(Flats):
+    """Nodes and kept results in shared memory, for a transport that moves them over sockets."""
+
+    def __init__(self, numel: int, slots: NodeSlots) -> None:
+        super().__init__(numel, torch.device("cpu"))
+        self._slots = slots
+
+    def tensor(self, step: int, node: Node) -> torch.Tensor:
+        return self._slots.tensor(step, node)
+
+    def held(self, step: int, node: Node) -> torch.Tensor:
+        self._slots.index(step, node)
+        return self._slots.tensor(step, node)
+
+    def keep_result(self, step: int, node: Node) -> None:
+        self._slots.keep_result(step, node)
+
+    def begin_reduction(self, step: int) -> None:
+        self._slots.release_results(step)
+
+
+class EitherTransport:
+    """Satisfies `everstep.base.ports.Transport` for members on any hosts.
+
+    machine: its name, without a "/". near: for generations of one machine. far: makes what serves the others, when the
+    first one of them begins.
+    """
+
+    def __init__(self, machine: str, near: SharedMemoryTransport, far: Callable[[NodeSlots], GroupTransport]) -> None:
+        self._machine = machine
+        self._near = near
+        self._make_far = far
+        self._far: GroupTransport | None = None
+        self._current: SharedMemoryTransport | GroupTransport = near
+        self._lock = threading.Lock()
+        self._aborted = 0
+
+    @property
+    def segment(self) -> str:
+        return f"{self._machine}/{self._near.segment}"
+
+    @property
+    def far(self) -> GroupTransport:
+        """The one for several machines."""
+        with self._lock:
+            if self._far is None:
+                self._far = self._make_far(self._near.slots)
+                self._far.abort(self._aborted)
+            return self._far
+
+    def open(self, plan: Plan) -> None:
+        """Raises: as the one that serves this generation does."""
+        if _all_on(self._machine, plan):
+            self._current = self._near
+            self._near.open(_own_names(plan))
+        else:
+            self._current = self.far
+            self._near.rest()
+            self.far.open(plan)
+
+    def node(self, step: int, node: Node) -> torch.Tensor:
+        """float32 [layout.numel] in the own segment."""
+        return self._near.node(step, node)
+
+    def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
+        """All-gather of small records."""
+        found = self._current.exchange(tag, payload)
+        self._leave_sockets()
+        return found
+
+    def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
+        """Offer own nodes, finish the tree."""
+        return self._current.reduce(step, presence)
+
+    def settled(self) -> None:
+        """All members are known to have received everything that was sent here in this generation."""
+        self._current.settled()
+        self._leave_sockets()
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe."""
+        with self._lock:
+            self._aborted = max(self._aborted, generation)
+            self._near.abort(generation)
+            if self._far is not None:
+                self._far.abort(generation)
+
+    def close(self) -> None:
+        """Give everything back; what was handed out stays valid for as long as it is referred to."""
+        if self._far is not None:
+            self._far.close()
+        self._near.close()
+
+    def _leave_sockets(self) -> None:
+        """All members are known to have left the generation before: nobody needs those of it any more."""
+        if self._far is not None and self._current is self._near:
+            self._far.rest()
+
+
+class EitherChannel:
+    """Satisfies `everstep.base.ports.Channel` for members on any hosts. machine, near, far: as for
+    `EitherTransport`."""
+
+    def __init__(self, machine: str, near: SharedMemoryChannel, far: Callable[[], GroupChannel]) -> None:
+        self._machine = machine
+        self._near = near
+        self._make_far = far
+        self._far: GroupChannel | None = None
+        self._current: SharedMemoryChannel | GroupChannel = near
+        self._lock = threading.Lock()
+        self._aborted = 0
+
+    @property
+    def segment(self) -> str:
+        return f"{self._machine}/{self._near.segment}"
+
+    def open(self, plan: Plan) -> None:
+        """Raises: as the one that serves this generation does."""
+        if _all_on(self._machine, plan):
+            self._current = self._near
+            self._near.open(_own_names(plan))
+            return
+        with self._lock:
+            if self._far is None:
+                self._far = self._make_far()
+                self._far.abort(self._aborted)
+            self._current = self._far
+        self._near.rest()
+        self._far.open(plan)
+
+    def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
+        """Raises: CollectiveAborted."""
+        self._current.send(to, key, tensors, meta)
+
+    def expect(self, source: int, key: Hop) -> None:
+        """Raises: CollectiveAborted."""
+        self._current.expect(source, key)
+
+    def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
+        """Raises: CollectiveAborted."""
+        return self._current.recv(source, key)
+
+    def forget(self, step: int) -> None:
+        """What was sent for steps up to this one may be overwritten."""
+        self._current.forget(step)
+
+    def abort(self, generation: int) -> None:
+        """Thread-safe."""
+        with self._lock:
+            self._aborted = max(self._aborted, generation)
+            self._near.abort(generation)
+            if self._far is not None:
+                self._far.abort(generation)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._far is not None:
+            self._far.close()
+        self._near.close()
+
+
+def _all_on(machine: str, plan: Plan) -> bool:
+    return all(member.segment.startswith(f"{machine}/") for member in plan.members)
+
+
+def _own_names(plan: Plan) -> Plan:
+    """With the segments as the transports of one machine name them."""
+    members = tuple(replace(m, segment=m.segment.partition("/")[2]) for m in plan.members)
+    return replace(plan, members=members)
