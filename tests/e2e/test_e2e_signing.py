@@ -49,3 +49,43 @@ def test_a_job_begins_with_what_was_signed_and_nothing_else(tmp_path: Path) -> N
     assert not list(tmp_path.glob("bad/**/manifest.json")) + list(tmp_path.glob("forged-run/**/manifest.json"))
     assert unsigned.returncode == 1 and "is not signed" in unsigned.stdout
     assert everstep("checkpoints", "verify", "run", *mine, cwd=tmp_path).returncode == 0
+
+
+def test_weights_are_taken_from_what_was_signed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("mine", "theirs"):
+        assert everstep("checkpoints", "keygen", name, cwd=tmp_path).returncode == 0
+    run = ("run", "mlp-digits", "--workers", "1", "--steps", "2", "--run-dir", "run")
+    assert everstep(*run, "--set", "checkpoint.sign_key=mine", cwd=tmp_path).returncode == 0
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "forged")
+    part = next((tmp_path / "forged").glob("*/*.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    ways = {
+        "eval": ("eval", "mlp-digits", "--from"),
+        "export": ("checkpoints", "export", "--format", "safetensors", "--to", "{}.safetensors"),
+        "copy": ("checkpoints", "copy"),
+    }
+    for source, key, ok in (("run", "mine", True), ("run", "theirs", False), ("forged", "mine", False)):
+        commands = []
+        for name, words in ways.items():
+            target = f"{name}-{source}-{key}"
+            given = [source, target] if name == "copy" else [source]
+            commands.append((*(w.format(target) for w in words), *given, "--require-signature", f"{key}.pub"))
+        for command, done in zip(commands, together(*commands, cwd=tmp_path), strict=True):
+            assert done.stdout.splitlines()[0].endswith(f"says it is signed by {_signer(tmp_path)}"), command
+            assert (done.returncode == 0) == ok, f"{command}: {done.stderr}"
+            if not ok:
+                assert "signed" in one_error(done) or "hash" in one_error(done), command
+        made = [*tmp_path.glob(f"export-{source}-{key}*"), *tmp_path.glob(f"copy-{source}-{key}/*/manifest.json")]
+        assert len(made) == (2 if ok else 0)
+    assert not list(tmp_path.glob(".everstep-signed-*")), "nothing is left behind"
+    plain = everstep("eval", "mlp-digits", "--from", "run", cwd=tmp_path)
+    assert "which nobody signs" in plain.stdout.splitlines()[0]
+
+
+def _signer(folder: Path) -> str:
+    """How the owner of `mine` is shown."""
+    from everstep.checkpoint.keys import read_public_key
+
+    return read_public_key(folder / "mine.pub")[:16]

@@ -175,7 +175,9 @@ def verify_command(places: tuple[str, ...], which: str | None, key_file: str | N
     With --require-signature also 1 where a checkpoint is unsigned, signed with another key, altered since, or, in a run
     directory, of another job. KEY holds a public key, or the private one.
     """
-    key = _public_key(key_file)
+    from everstep.cli.checkpoints_exchange import required_key
+
+    key = required_key(key_file)
     problems: list[dict[str, Any]] = []
     checked = 0
     for text in places:
@@ -212,12 +214,6 @@ def _verify(place: StorePlace, which: str | None, *, shown: bool) -> tuple[int, 
 
         found = verify_store(place.store, steps if named else None, told)
     return len(steps), [{"place": place.store.url, "step": p.step, "name": p.name, "what": p.what} for p in found]
-
-
-def _public_key(key_file: str | None) -> str | None:
-    from everstep.checkpoint.keys import read_public_key
-
-    return None if key_file is None else read_public_key(key_file)
 
 
 def _unsigned(text: str, place: StorePlace, which: str | None, key: str) -> list[dict[str, Any]]:

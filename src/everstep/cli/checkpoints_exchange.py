@@ -25,6 +25,7 @@ from everstep.checkpoint.reader import Checkpoint, open_checkpoint, steps_in
 from everstep.checkpoint.store import BlobStore, DirectoryStore
 from everstep.checkpoint.stores.table import open_store
 from everstep.cli.job import read_job
+from everstep.cli.signed import require_signature, transfer_signed, vouched
 from everstep.cli.terminal import console
 from everstep.report.words import size_text
 from everstep.runtime.address import JOB_FILE
@@ -45,6 +46,7 @@ _STEP = re.compile(r"(?P<top>.*?)/?(?P<step>step-[0-9]{10})/?$")
 @click.option("--optimizer", is_flag=True, help="The optimizer's state too (dcp, torch).")
 @click.option("--hf-config", type=click.Path(path_type=Path), help="config.json to put beside (hf).")
 @click.option("--shard-size", default="5GB", metavar="SIZE", help="Of a shard (hf); 5GB.")
+@require_signature
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def export_command(
     checkpoint: str,
@@ -54,6 +56,7 @@ def export_command(
     optimizer: bool,
     hf_config: Path | None,
     shard_size: str,
+    key_file: str | None,
     as_json: bool,
 ) -> int:
     """Write the model of a checkpoint for other tools.
@@ -65,19 +68,25 @@ def export_command(
         raise ConfigError(f"--hf-config and --shard-size belong to --format hf, not {kind}")
     if target.exists():
         raise ConfigError(f"{target} is there already: choose another --to")
-    found = choose(find_place(checkpoint), which)
+    key, place = required_key(key_file), find_place(checkpoint)
+    found = choose(place, which)
+    if not as_json:
+        print(f"{found.name}: {origin_words(found)}", flush=True)
     from everstep.checkpoint.interchange import read_weights
     from everstep.checkpoint.interchange_formats import write_weights
 
-    with progress_bar(f"reading step {found.step}", not as_json) as progress:
-        weights = read_weights(found, optimizer=optimizer, progress=progress)
+    with (
+        vouched(found, place.store, key, target.absolute().parent) as source,
+        progress_bar(f"reading step {found.step}", not as_json) as progress,
+    ):
+        weights = read_weights(source, optimizer=optimizer, progress=progress)
     files = write_weights(weights, target, kind, hf_config=hf_config, shard_bytes=shard_bytes)
     size = sum(file.stat().st_size for file in files)
     told = {"from": found.name, "step": found.step, "to": str(target), "format": kind, "tensors": len(weights.model)}
     told |= {"bytes": size, "files": list(map(str, files)), "optimizer": weights.optimizer is not None}
-    told["signed_by"] = found.signed_by
-    vouched = f" of {found.name}, {origin_words(found)}" if found.signed_by else ""
-    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}{vouched}, {size_text(size)}")
+    told |= {"signed_by": found.signed_by, "verified": key is not None}
+    right = ", whose signature is right" if key is not None else ""
+    _tell(told, as_json, f"{target}: {len(weights.model)} tensors of step {found.step}{right}, {size_text(size)}")
     return 0
 
 
@@ -111,8 +120,11 @@ def import_command(
 @click.argument("target")
 @click.option("--step", "which", metavar="STEP", help="Step, latest, best or a pin (the newest).")
 @click.option("--all", "everything", is_flag=True, help="All checkpoints, the oldest first.")
+@require_signature
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def copy_command(source: str, target: str, which: str | None, everything: bool, as_json: bool) -> int:
+def copy_command(
+    source: str, target: str, which: str | None, everything: bool, key_file: str | None, as_json: bool
+) -> int:
     """Copy checkpoints between directories and object stores; every byte is compared with its hash on the way.
 
     Files that are there already stay, so that a copy that was interrupted goes on where it was. Both are a run
@@ -125,7 +137,8 @@ def copy_command(source: str, target: str, which: str | None, everything: bool, 
         raise ConfigError(f"{target} names one checkpoint: give the directory or URL that is to hold the copy")
     if origin.store.url == goal.store.url:
         raise ConfigError(f"{origin.store.url} cannot be copied to itself: give another target")
-    done = [_copy(origin, goal, step, as_json) for step in _steps(origin, which, everything)]
+    key = required_key(key_file)
+    done = [_copy(origin, goal, step, key, as_json) for step in _steps(origin, which, everything)]
     told: dict[str, Any] = {
         "from": origin.store.url,
         "to": goal.store.url,
@@ -134,12 +147,14 @@ def copy_command(source: str, target: str, which: str | None, everything: bool, 
         "files": sum(item.files for item in done),
         "skipped_bytes": sum(item.skipped_bytes for item in done),
         "signed_by": [choose(goal, str(item.manifest.step)).signed_by for item in done],
+        "verified": key is not None,
     }
     steps = ", ".join(str(step) for step in told["steps"])
     there = f", {size_text(told['skipped_bytes'])} were there already" if told["skipped_bytes"] else ""
     signed = [key[:16] for key in dict.fromkeys(told["signed_by"]) if key]
-    vouched = f"; signed by {', '.join(signed)}, as they say" if signed else ""
-    _tell(told, as_json, f"{goal.store.url}: step {steps}; {size_text(told['bytes'])} copied{there}{vouched}")
+    known = "which is right" if key is not None else "as they say"
+    by = f"; signed by {', '.join(signed)}, {known}" if signed else ""
+    _tell(told, as_json, f"{goal.store.url}: step {steps}; {size_text(told['bytes'])} copied{there}{by}")
     return 0
 
 
@@ -158,12 +173,13 @@ def _steps(origin: StorePlace, which: str | None, everything: bool) -> list[int]
     return steps
 
 
-def _copy(origin: StorePlace, goal: StorePlace, step: int, as_json: bool) -> Transferred:
-    from everstep.checkpoint.transfer import transfer
-
+def _copy(origin: StorePlace, goal: StorePlace, step: int, key: str | None, as_json: bool) -> Transferred:
+    if not as_json:
+        found = choose(origin, str(step))
+        print(f"{found.name}: {origin_words(found)}", flush=True)
     with progress_bar(f"copying step {step}", not as_json) as progress:
         try:
-            return transfer(origin.store, goal.store, step, progress=progress)
+            return transfer_signed(origin.store, goal.store, step, key, progress)
         except BlobMissing as error:
             raise CheckpointCorrupt(f"{error}: step {step} of {origin.store.url} is not whole") from None
 
@@ -207,6 +223,13 @@ def find_place(text: str, endpoint: str | None = None, region: str | None = None
     if (folder / "checkpoints").is_dir() and not list(folder.glob("step-*")):
         folder = folder / "checkpoints"
     return StorePlace(DirectoryStore(folder), step)
+
+
+def required_key(key_file: str | None) -> str | None:
+    """The key of `--require-signature`. Raises: ConfigError if that is none."""
+    from everstep.checkpoint.keys import read_public_key
+
+    return None if key_file is None else read_public_key(key_file)
 
 
 def origin_words(found: Checkpoint) -> str:

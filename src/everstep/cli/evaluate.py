@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,16 @@ import click
 
 from everstep.base.config import Config
 from everstep.base.errors import ConfigError, EverstepError, TaskError
+from everstep.checkpoint.names import step_of
+from everstep.cli.checkpoints_exchange import choose, find_place, origin_words, required_key
 from everstep.cli.job import Request, effective_config, read_job
+from everstep.cli.signed import require_signature, vouched
 from everstep.cli.task_loading import make_task, parse_task
 from everstep.cli.verify import find_weights, read_weights
 from everstep.runtime.address import JOB_FILE
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from everstep.checkpoint.reader import Checkpoint
     from everstep.train.task import Task
 
 _BATCH = 64
@@ -34,30 +38,64 @@ _BATCH = 64
     metavar="DIR_OR_CHECKPOINT",
     help="A run directory, a checkpoint, or a safetensors file.",
 )
+@require_signature
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def command(task: str, source: Path, as_json: bool) -> int:
-    """Evaluate trained weights of TASK on its test split."""
-    weights = find_weights(source)
-    read_weights(weights)
-    metrics, samples = evaluate_task(task, source, weights)
+def command(task: str, source: Path, key_file: str | None, as_json: bool) -> int:
+    """Evaluate trained weights of TASK on its test split.
+
+    With --require-signature the weights are those of a checkpoint, for final/ is signed by nobody: the one that --from
+    names, else the newest.
+    """
+    key = required_key(key_file)
+    with _weights(source, key, shown=not as_json) as (name, read):
+        metrics, samples = evaluate_task(task, source, read)
     if as_json:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        print(json.dumps({"task": task, "from": str(weights), "split": "test", "samples": samples, "metrics": finite}))
+        told = {"task": task, "from": name, "split": "test", "samples": samples, "metrics": finite}
+        print(json.dumps({**told, "verified": key is not None}))
         return 0
-    print(f"{weights}: {samples} test samples")
+    print(f"{name}: {samples} test samples" + (", of weights whose signature is right" if key is not None else ""))
     for name, value in metrics.items():
         print(f"{name:<16} {value:.4f}")
     return 0
 
 
-def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, float], int]:
-    """Metrics by name, and the number of samples they were taken over.
+@contextmanager
+def _weights(source: Path, key: str | None, *, shown: bool) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """(what they are of, what reads them), once it has been said who vouches for them."""
+    if key is None and not _is_checkpoint(source):
+        path = find_weights(source)
+        _tell(f"{path}: safetensors, which nobody signs", shown)
+        read_weights(path)
+        yield str(path), lambda: _from_file(path)
+        return
+    place = find_place(str(source))
+    found = choose(place)
+    _tell(f"{found.name}: {origin_words(found)}", shown)
+    with vouched(found, place.store, key) as checkpoint:
+        yield found.name, lambda: _from_checkpoint(checkpoint)
+
+
+def _tell(words: str, shown: bool) -> None:
+    if shown:
+        print(words, flush=True)
+
+
+def _is_checkpoint(source: Path) -> bool:
+    """Whether it names one, or a directory with nothing but these."""
+    named = step_of(source.name) is not None and not (source / "model.safetensors").is_file()
+    return named or (source.is_dir() and not (source / "final").exists() and any(source.glob("step-*")))
+
+
+def evaluate_task(text: str, source: Path, read: Callable[[], Mapping[str, Any]]) -> tuple[dict[str, float], int]:
+    """Metrics by name, and the number of samples they were taken over. read: the weights, as `state_dict` has them.
 
     Raises: ConfigError if the weights do not fit the task's model; TaskError for what the task raises.
     """
     import torch
 
     from everstep.data.batch import to_device
+    from everstep.exact.extra_state import from_file, is_extra
     from everstep.train.evaluation import evaluate
     from everstep.train.precision import prepare_torch
     from everstep.train.task import calling
@@ -69,7 +107,10 @@ def evaluate_task(text: str, source: Path, weights: Path) -> tuple[dict[str, flo
     task.config = _config(task, source)
     device = prepare_torch(task.config)
     model = calling(task, "build_model").to(device)
-    _load(model, weights)
+    try:
+        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in read().items()})
+    except RuntimeError as error:
+        raise ConfigError(f"{source} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
     dataset = calling(task, "build_dataset", "test")
     size = len(dataset)
     if not size:
@@ -105,13 +146,13 @@ def _config(task: Task, source: Path) -> Config:
     return effective_config(task.defaults, Request(()), script=True)
 
 
-def _load(model: nn.Module, weights: Path) -> None:
+def _from_file(weights: Path) -> Mapping[str, Any]:
     from safetensors.torch import load_file
 
-    from everstep.exact.extra_state import from_file, is_extra
+    return load_file(weights)
 
-    try:
-        found = load_file(weights)
-        model.load_state_dict({name: from_file(t) if is_extra(name) else t for name, t in found.items()})
-    except RuntimeError as error:
-        raise ConfigError(f"{weights} does not fit the task's model: {' '.join(str(error).split())[:400]}") from None
+
+def _from_checkpoint(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    from everstep.checkpoint.interchange import read_weights as read_checkpoint
+
+    return read_checkpoint(checkpoint).model

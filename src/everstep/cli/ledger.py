@@ -26,6 +26,8 @@ from everstep.runtime.address import EVENTS_FILE
 _SHOWN = 20
 _NAMED = 3
 _MOST_STEPS = 1 << 31
+_MOST_EPOCHS = 1 << 18
+_MOST_SAMPLES = 1 << 24
 
 
 @click.command()
@@ -55,8 +57,14 @@ def audit_run(run_dir: Path) -> LedgerReport:
         )
     digest = read_digest(run_dir)
     upto = int(digest["step"]) if digest is not None else last_committed_step(run_dir / EVENTS_FILE)
-    ended, after = digest is not None, job.begins_after
-    return audit(read_rows(run_dir), sample_order(run_dir, job), upto, ended=ended, after=after)
+    ended, after, order = digest is not None, job.begins_after, sample_order(run_dir, job)
+    epochs = order.epoch_of(min(upto, order.total_steps) + 1)
+    if epochs > _MOST_EPOCHS or order.global_batch > _MOST_SAMPLES:
+        raise ConfigError(
+            f"{run_dir} says that it is {epochs} epochs and {order.global_batch} samples a step long: expected at most "
+            f"{_MOST_EPOCHS} and {_MOST_SAMPLES}"
+        )
+    return audit(read_rows(run_dir), order, upto, ended=ended, after=after)
 
 
 def sample_order(run_dir: Path, job: JobFile) -> SampleOrder:

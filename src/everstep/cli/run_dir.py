@@ -248,29 +248,19 @@ def _bring_step(
 ) -> tuple[int, str]:
     from everstep.base.config import numerics
     from everstep.checkpoint.manifest import JobIdentity, refuse_foreign
-    from everstep.checkpoint.signing import check_signature
     from everstep.checkpoint.store import DirectoryStore
-    from everstep.checkpoint.transfer import transfer
     from everstep.cli.checkpoints_exchange import choose, origin_words, progress_bar
+    from everstep.cli.signed import transfer_signed
 
     checkpoint = choose(place, str(step))
-    if key is not None:
-        check_signature(place.store, step, key, with_files=False)
     if not script:  # what a script joins with is known to its workers alone
         identity = JobIdentity(job.task, numerics(job.config))
         refuse_foreign(checkpoint.manifest, identity, allow_mismatch=job.config.checkpoint.allow_mismatch)
     with progress_bar(f"bringing step {checkpoint.step}", shown=True) as progress:
         try:
-            transfer(place.store, DirectoryStore(folder), checkpoint.step, progress=progress)
+            transfer_signed(place.store, DirectoryStore(folder), step, key, progress)
         except (BlobMissing, CheckpointCorrupt) as error:
             raise CheckpointCorrupt(f"{checkpoint.name} cannot be used: {error}") from None
         except OSError as error:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}") from None
-    if key is not None:  # of the copy, which nobody else can change any more
-        own = DirectoryStore(folder)
-        try:
-            check_signature(own, step, key)
-        except ConfigError:
-            own.delete(manifest_name(step))
-            raise
     return checkpoint.step, f"{origin_words(checkpoint)}{', which is right' if key is not None else ''}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice, pairwise
 from typing import Annotated
 
 import msgspec
@@ -20,6 +22,7 @@ from everstep.order.cursor import SampleOrder
 
 _START = b'{"step":'
 _MOST_PROBLEMS = 1000
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ def audit(
     Rows may come in any order and repeat. upto_step: the last committed step. ended: the job has ended there, so a
     row of a later step is a problem; of a running job it is only newer than `upto_step`. after: the step of another
     job's checkpoint that this one began with; the rows up to it are in the other's ledger, and count as clean.
+
+    It takes as long as there are rows and epochs, however many steps there are said to be.
     """
     problems = _Problems()
     by_step = _by_step(rows, problems)
@@ -144,20 +149,19 @@ def audit(
     if upto_step > order.total_steps:
         problems.add(f"step {upto_step} was committed, but the job ends at step {order.total_steps}")
     counts = _Counts(order)
-    present = 0
-    absent: list[int] = []
-    for step in range(1, min(upto_step, order.total_steps) + 1):
-        row = by_step.get(step)
-        if row is None and step <= after:
-            for lane in range(order.lanes):
-                counts.add(order.samples(step, lane))
-        elif row is None:
-            absent.append(step)
-        else:
-            present += 1
-            _audit_row(row, order, counts, problems)
-        counts.close_before(order.epoch_of(step + 1))
-    for first, final in ranges(absent):
+    final_step = min(upto_step, order.total_steps)
+    there = [step for step in sorted(by_step) if 1 <= step <= final_step]
+    absent: list[tuple[int, int]] = []
+    for before, step in pairwise((0, *there, max(0, final_step) + 1)):
+        first, final = before + 1, step - 1  # without a row
+        if first <= min(final, after):
+            counts.trust(order.samples_before(first), order.samples_before(min(final, after) + 1))
+        if max(first, after + 1) <= final:
+            absent.append((max(first, after + 1), final))
+        if step <= final_step:
+            _audit_row(by_step[step], order, counts, problems)
+            counts.close_before(order.epoch_of(step + 1))
+    for first, final in absent:
         problems.add(f"step {first} has no row" if first == final else f"steps {first}..{final} have no row")
     epochs = counts.report(order.samples_before(min(upto_step, order.total_steps) + 1))
     for epoch in epochs:
@@ -166,7 +170,7 @@ def audit(
                 f"epoch {epoch.epoch}: {epoch.missing} of {epoch.samples} samples not counted, "
                 f"{epoch.duplicated} counted again"
             )
-    return LedgerReport(not problems.found, not absent, problems.lines(), present, epochs)
+    return LedgerReport(not problems.found, not absent, problems.lines(), len(there), epochs)
 
 
 class _Problems:
@@ -176,8 +180,9 @@ class _Problems:
         self.found = 0
         self._lines: list[str] = []
 
-    def add(self, line: str) -> None:
-        self.found += 1
+    def add(self, line: str, count: int = 1) -> None:
+        """count: how many it stands for."""
+        self.found += count
         if self.found < _MOST_PROBLEMS:
             self._lines.append(line)
 
@@ -217,9 +222,13 @@ def _audit_row(row: LedgerRow, order: SampleOrder, counts: _Counts, problems: _P
             problems.add(f"{where}: used other samples than its {len(samples)}")
         else:
             counts.add(samples)
-    for lane in range(order.lanes):
-        if lane not in seen and order.samples(row.step, lane):
-            problems.add(f"step {row.step}, lane {lane}: not in the row")
+    due = order.samples_before(row.step + 1) - order.samples_before(row.step)
+    lanes = min(order.lanes, -(-due // order.micro_batch))
+    lacking = lanes - sum(lane < lanes for lane in seen)
+    for lane in islice((lane for lane in range(lanes) if lane not in seen), min(lacking, _MOST_PROBLEMS)):
+        problems.add(f"step {row.step}, lane {lane}: not in the row")
+    if lacking > _MOST_PROBLEMS:
+        problems.add(f"step {row.step}: {lacking - _MOST_PROBLEMS} more lanes are not in the row", lacking)
 
 
 def ranges(steps: list[int]) -> list[tuple[int, int]]:
@@ -234,34 +243,41 @@ def ranges(steps: list[int]) -> list[tuple[int, int]]:
 
 
 class _Counts:
-    """Which samples of which epoch were used: one byte per sample of the epochs that are open."""
+    """Which samples of which epoch were used: one byte per sample of the epochs that are open, where any was."""
 
     def __init__(self, order: SampleOrder) -> None:
         self._size = order.dataset_size
-        self._open: dict[int, bytearray] = {}
-        self._duplicated: dict[int, int] = {}
-        self._counted: dict[int, int] = {}
+        self._open: dict[tuple[int, int], bytearray] = {}
+        self._duplicated: Counter[int] = Counter()
+        self._counted: Counter[int] = Counter()
 
     def add(self, samples: Iterable[tuple[int, int]]) -> None:
         for epoch, index in samples:
-            used = self._open.get(epoch)
+            where = epoch, index // _PIECE
+            used = self._open.get(where)
             if used is None:
-                used = self._open.setdefault(epoch, bytearray(self._size))
-            if used[index]:
-                self._duplicated[epoch] = self._duplicated.get(epoch, 0) + 1
-            used[index] = 1
+                used = self._open[where] = bytearray(_PIECE)
+            (self._duplicated if used[index % _PIECE] else self._counted)[epoch] += 1
+            used[index % _PIECE] = 1
+
+    def trust(self, first: int, stop: int) -> None:
+        """These were used, counted over all epochs; nobody looks which they are."""
+        while first < stop:
+            epoch, position = divmod(first, self._size)
+            count = min(stop - first, self._size - position)
+            self._counted[epoch] += count
+            first += count
 
     def close_before(self, epoch: int) -> None:
         """No more uses of earlier epochs will come."""
-        for done in [e for e in self._open if e < epoch]:
-            self._counted[done] = self._size - self._open.pop(done).count(0)
+        for done in [where for where in self._open if where[0] < epoch]:
+            del self._open[done]
 
     def report(self, total: int) -> tuple[EpochReport, ...]:
         """`total`: samples that should have been used, over all epochs."""
-        self.close_before(1 << 62)
         reports = []
         for epoch in range(-(-total // self._size)):
             due = min(self._size, total - epoch * self._size)
-            counted = self._counted.get(epoch, 0)
-            reports.append(EpochReport(epoch, due, counted, due - counted, self._duplicated.get(epoch, 0)))
+            counted = self._counted[epoch]
+            reports.append(EpochReport(epoch, due, counted, due - counted, self._duplicated[epoch]))
         return tuple(reports)

@@ -144,6 +144,54 @@ def test_every_command_takes_every_file_for_what_it_is(
             assert len(told) < 2000, (name, words, told[:300])
 
 
+HUGE = 10**15
+CLAIMS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "steps": ({"config": {"steps": HUGE}}, {"step": 10**9}),
+    "an earlier job's steps": ({"config": {"steps": HUGE}, "begins_after": 10**9}, {"step": 10**9 + 1}),
+    "samples": ({"config": {"steps": 2}, "dataset_size": HUGE}, {"step": 2}),
+    "lanes": ({"config": {"steps": 9, "lanes": 10**12, "micro_batch": 1}, "dataset_size": HUGE}, {"step": 2}),
+    "a batch": ({"config": {"steps": 9, "lanes": 1, "micro_batch": HUGE}, "dataset_size": HUGE}, {"step": 2}),
+    "epochs": ({"config": {"epochs": HUGE}, "dataset_size": 64}, {"step": 10**12}),
+    "workers": ({"config": {"steps": 2}}, {"kind": "generation_started", "workers": [10**9], "lanes": {"0": [HUGE]}}),
+    "times": ({"config": {"steps": 2}}, {"time_unix_ns": 1 << 62, "duration_s": 1e300, "loss": 1e308}),
+    "generations": (
+        {"config": {"steps": 2}},
+        {"generation": HUGE, "worker_id": HUGE, "incarnation": HUGE, "pid": HUGE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_job_says_of_its_size_costs_nothing(
+    tmp_path: Path,
+    name: str,
+    whole: bool,
+    little_memory: object,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of the right form, with numbers that nobody has counted up to."""
+    monkeypatch.chdir(tmp_path)
+    job, event = CLAIMS[name]
+    run_dir = good_run(tmp_path / "run")
+    (run_dir / "job.json").write_text(json.dumps({**json.loads((run_dir / "job.json").read_text()), **job}))
+    said = {"time_unix_ns": 2, "kind": "step_committed", "step": 1, "loss": 0.5, **event}
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps(said) + "\n")
+    uses = [[lane, 0, 8, "0123456789abcdef"] for lane in range(4)]
+    row = {"step": min(10**12, int(str(event.get("step", 1)))), "generation": 1, "lanes": uses}
+    (run_dir / "ledger" / "worker-0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
+    if not whole:
+        (run_dir / "final" / "digest.json").unlink()
+    for words in ("status", "ledger", "report", "top --once", "metrics --once"):
+        code, told = ask(words, run_dir, capsys)
+        assert code in (0, 1, 2) and "Traceback" not in told and told.count("\n") <= 1, (words, told)
+    begun_s = time.process_time()
+    assert run_command(["compare", str(run_dir), str(run_dir)]) in (0, 1, 2)
+    assert time.process_time() - begun_s < 20
+
+
 YAMLS = {
     "nested": "[" * 100_000,
     "aliases": "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)),

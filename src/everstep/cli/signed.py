@@ -1,0 +1,68 @@
+"""Checkpoints of others that are used only if they are signed: checked in a copy that nobody else can change.
+
+Apart because each command that takes checkpoints from elsewhere has `--require-signature`, and all mean the same by it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.checkpoint.names import manifest_name
+from everstep.checkpoint.reader import open_checkpoint
+from everstep.checkpoint.signing import check_signature
+from everstep.checkpoint.store import BlobStore, DirectoryStore
+from everstep.checkpoint.transfer import transfer
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.reader import Checkpoint
+    from everstep.checkpoint.transfer import Transferred
+
+OnBytes = Callable[[int, int], None]
+"""Told how many bytes of how many are done."""
+
+require_signature = click.option(
+    "--require-signature", "key_file", metavar="KEY", help="Take no checkpoint that is not signed with this key (PEM)."
+)
+"""KEY holds a public key, or the private one."""
+
+
+def transfer_signed(
+    source: BlobStore, target: BlobStore, step: int, key: str | None, progress: OnBytes = lambda done, total: None
+) -> Transferred:
+    """Copy a checkpoint; with a key only one that it has signed, which is known of the copy, byte by byte.
+
+    Raises: ConfigError if it is not signed so: there is no such checkpoint in the target then. BlobMissing,
+    CheckpointCorrupt, StoreError.
+    """
+    if key is None:
+        return transfer(source, target, step, progress=progress)
+    check_signature(source, step, key, with_files=False)
+    done = transfer(source, target, step, progress=progress)
+    try:
+        check_signature(target, step, key)
+    except ConfigError:
+        target.delete(manifest_name(step))
+        raise
+    return done
+
+
+@contextmanager
+def vouched(found: Checkpoint, store: BlobStore, key: str | None, folder: Path | None = None) -> Iterator[Checkpoint]:
+    """The checkpoint, or with a key a private copy of it, in this folder (that for temporary files).
+
+    Raises: as `transfer_signed`.
+    """
+    if key is None:
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix=".everstep-signed-", dir=folder) as scratch:
+        own = DirectoryStore(Path(scratch))
+        transfer_signed(store, own, found.step, key)
+        yield open_checkpoint(own, found.step)
