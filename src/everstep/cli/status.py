@@ -52,6 +52,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
+    if answer is not None:  # the coordinator hears of steps a few times a second only
+        live["step"] = max(live["step"], history.facts.step)
     live = live or _from_files(run_dir, history.facts, running, history.begins(running))
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
