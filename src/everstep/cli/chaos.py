@@ -29,6 +29,7 @@ from everstep.cli.run_dir import in_runs, read_digest
 from everstep.cli.running import ask_running
 from everstep.cli.verify import compare
 from everstep.observe.events import read_events
+from everstep.runtime import commands
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE
 from everstep.runtime.process import last_line, own_command
 
@@ -189,7 +190,8 @@ def report(directory: Path, as_json: bool) -> int:
 def print_faults(folder: Path) -> None:
     """One line per strike: what, whom, when, and what the job did about it."""
     found = account(read_events(folder / EVENTS_FILE))
-    print(f"{folder.name}: {found.state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
+    state = "running" if found.state == "not over" and commands.is_locked(folder) else found.state
+    print(f"{folder.name}: {state} at step {found.steps}{', ' + found.reason if found.reason else ''}")
     for one in found.struck:
         who = "coordinator" if one.worker_id is None else f"worker {one.worker_id}"
         took = "" if one.recovery_s is None else f", next step committed after {one.recovery_s:.2f} s"
@@ -200,7 +202,8 @@ def print_faults(folder: Path) -> None:
 
 @dataclass
 class Result:
-    """How a scenario ended. `wrong`: what is not as it should be; `again`: the command that does it again."""
+    """How a scenario ended. `wrong`: what is not as it should be; `again`: the command that does it again; `running`:
+    it has not ended, and nothing is wrong so far."""
 
     name: str
     account: FaultAccount
@@ -210,6 +213,7 @@ class Result:
     again: str = ""
     seed: int = 0
     chaos: str = ""
+    running: bool = False
 
     @property
     def passed(self) -> bool:
@@ -221,6 +225,7 @@ class Result:
             "kind": "scenario",
             "name": self.name,
             "passed": self.passed,
+            "running": self.running,
             "bitwise_equal": self.equal,
             "wrong": self.wrong,
             **self.account.to_dict(),
@@ -339,6 +344,9 @@ def judge(run_dir: Path, undisturbed: Path | None, scenario: Scenario | None) ->
             got = f"{found.state}, {found.cause}: {found.reason or 'no reason was reported'}"
             result.wrong.append(f"expected it to fail for the cause {scenario.fails}, got {got}")
         return result
+    if found.state == "not over" and commands.is_locked(run_dir):
+        result.running = True
+        return result
     if found.state != "completed":
         result.wrong.append(f"the job is {found.state}: {found.reason or 'no reason was reported'}")
         return result
@@ -385,7 +393,7 @@ def print_result(result: Result, as_json: bool = False) -> None:
         return
     found = result.account
     stated = result.passed and found.state == "failed"
-    ends = "says why" if stated else "bits equal" if result.equal else found.state
+    ends = "says why" if stated else "bits equal" if result.equal else "running" if result.running else found.state
     took = f"{found.median_s:.2f} (max {max(found.recoveries_s):.2f})" if found.recoveries_s else "-"
     counts = found.counts
     print(

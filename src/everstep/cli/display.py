@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from everstep.base.cause import Cause, Why
 from everstep.cli.terminal import LEVEL_STYLES, SilentKeys, console
@@ -23,7 +23,7 @@ from everstep.report.facts import Facts
 from everstep.report.headline import Now, headline
 from everstep.report.tail import Folder, object_of
 from everstep.report.usage import Usage
-from everstep.report.words import Event
+from everstep.report.words import Event, cause
 from everstep.report.words import sentence as words_of
 from everstep.runtime.address import METRICS_FOLDER
 from everstep.train.console import OUTPUT_FILE
@@ -37,6 +37,7 @@ _STYLES = {"leader": "bold green", "active": "", "healing": "yellow", "suspect":
 _TROUBLED = ("dead", "suspect", "healing")
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
+_LAST_TOLD = 64
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
@@ -165,6 +166,13 @@ class LiveDisplay(Display):
         return table
 
 
+class Note(NamedTuple):
+    """What agents or the job have done, and about what: kind, worker_id and incarnation."""
+
+    text: str
+    about: tuple[str, Any, Any]
+
+
 class Watcher:
     """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `facts`: what it has seen.
 
@@ -177,8 +185,9 @@ class Watcher:
         self._begin_ns = begin_ns
         self._display = display
         self._ended = threading.Event()
-        self._notes: deque[str] = deque()
-        self._due: list[str] = []
+        self._notes: deque[Note] = deque()
+        self._due: list[Note] = []
+        self._told: deque[tuple[str, Any, Any]] = deque(maxlen=_LAST_TOLD)
         self._output = Output(path.parent / OUTPUT_FILE)
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
@@ -198,7 +207,16 @@ class Watcher:
         if words is not None and not event.get("in_order"):
             delay_s = event.get("delay_s")
             delay = f" in {delay_s:.1f} s" if isinstance(delay_s, int | float) and delay_s else ""
-            self._notes.append(words.format_map({**event, "delay": delay}))
+            text = words.format_map({**event, "delay": delay})
+            life = event.get("incarnation") if event["kind"] == "worker_exited" else None
+            self._notes.append(Note(text, (event["kind"], event.get("worker_id"), life)))
+
+    def _said(self, event: Event) -> None:
+        """What the events tell of a life, the notes of its agent need not tell again."""
+        if event["kind"] == "worker_evicted":
+            self._told.append(("worker_exited", event.get("worker_id"), event.get("incarnation")))
+        elif event["kind"] == "warning" and cause(event) is Cause.CRASH_LOOP:
+            self._told.append(("slot_lost", event.get("worker_id"), None))
 
     def _stopped(self) -> bool:
         """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
@@ -214,14 +232,16 @@ class Watcher:
         """A turn late, when it is known whether the job was over by then: how its workers leave interests nobody."""
         if self.facts.exit_code is None:
             for note in self._due:
-                self._display.note(note)
+                if note.about not in self._told:
+                    self._display.note(note.text)
         self._due = [self._notes.popleft() for _ in range(len(self._notes))]
 
     def _run(self) -> None:
         try:
             for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
+                self.facts.take(event)  # those of earlier starts, too: what is counted is the job's
                 if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
-                    self.facts.take(event)
+                    self._said(event)
                     self._display.event(event, self.facts)
             self._tell_notes()
         except BrokenPipeError:
@@ -342,7 +362,6 @@ def summary(
     """
     states = {0: "completed", 130: "interrupted", 143: "interrupted"}
     times = sorted(recovery.duration_s for recovery in facts.recoveries)
-    begin_ns = facts.account.begin_ns or 0
     return {
         "kind": "summary",
         "state": states.get(exit_code, "failed"),
@@ -366,6 +385,6 @@ def summary(
         "digest": dict(digest) if digest is not None else None,
         "loss": facts.loss,
         "metrics": facts.metrics or None,
-        "wall_s": round((facts.account.end_ns - begin_ns) / 1e9, 3),
+        "wall_s": round(sum(s for use, s in facts.account.seconds().items() if use != "not running"), 3),
         "run_dir": run_dir,
     }

@@ -52,7 +52,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (commands.NoJobRunning, commands.NoAnswer, FileNotFoundError):
         live, answer = {}, None
     history = History(run_dir).load()  # after the answer, so that the sentence is not older than the numbers
-    live = live or _from_files(run_dir, history.facts, running)
+    if answer is not None:  # the coordinator hears of steps a few times a second only
+        live["step"] = max(live["step"], history.facts.step)
+    live = live or _from_files(run_dir, history.facts, running, history.begins(running))
     folder = checkpoint_dir(run_dir, job)
     step = newest_step(folder)
     newest = {"step": step, "path": f"{folder}/step-{step:010d}"} if step else None
@@ -65,11 +67,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return {**live, "task": job.task, "checkpoint": newest, "headline": headline, "incidents": incidents}
 
 
-def _from_files(run_dir: Path, facts: Facts, running: bool) -> dict[str, Any]:
+def _from_files(run_dir: Path, facts: Facts, running: bool, begins: bool) -> dict[str, Any]:
     """Of a job that no coordinator answers for: over, starting, or recovering from the coordinator's loss."""
     digest = read_digest(run_dir)
     if running:
-        state = "starting" if not facts.step else "recovering"
+        state = "starting" if begins or not facts.step else "recovering"
     elif digest is not None:
         state = "completed"
     elif facts.state in ("failed", "interrupted"):

@@ -93,7 +93,7 @@ def _numbers(facts: dict[str, Any]) -> str:
     found = [
         f"step {facts['step']}{total}",
         f"generation {facts['generation']}",
-        f"workers {facts['members']}/{facts['wanted']}",
+        *([f"workers {facts['members']}/{facts['wanted']}"] if facts["running"] else []),
     ]
     if facts["loss"] is not None:
         found.append(f"loss {facts['loss']:.4f}")

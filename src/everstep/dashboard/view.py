@@ -168,13 +168,14 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
     """By worker_id, from the events and, while it answers, from the coordinator."""
     facts, usage = feed.history.facts, feed.history.usage.workers
     live = {}
+    going = feed.running and not feed.history.begins(feed.running)
     if feed.running and feed.status is not None:
         live = {w["worker_id"]: w for w in feed.status.get("workers", ()) if isinstance(w, dict)}
     rows: dict[int, WorkerRow] = {}
     for worker_id in sorted(facts.workers.keys() | live.keys()):
         worker = facts.workers.get(worker_id) or WorkerFact(worker_id)
         now = live.get(worker_id)
-        state, life = _state(worker, now, feed.running)
+        state, life = _state(worker, now, going)
         measured = usage.get(worker_id)
         if measured is not None and (state in ("dead", "left") or measured.row.get("incarnation") != life):
             measured = None  # of a life that is over

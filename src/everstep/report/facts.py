@@ -166,6 +166,7 @@ class Facts:
     account: TimeAccount = field(default_factory=TimeAccount)
     rates: dict[int, list[float]] = field(default_factory=dict)
     last_step_ns: int = 0
+    told_ns: int = 0
     ended_ns: int | None = None
     redo_to: int = 0
     began_again_ns: int | None = None
@@ -192,6 +193,7 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             self._not_running(time_ns)
+        self.told_ns = max(self.told_ns, time_ns)
         self.account.reach(time_ns)
         self.generation = max(self.generation, _integer(event, "generation"))
         act = _ACTS.get(kind)
@@ -299,7 +301,7 @@ class Facts:
     # ---- events
 
     def _not_running(self, time_ns: int) -> None:
-        begin_ns = self.ended_ns or self.account.end_ns
+        begin_ns = self.ended_ns or self.told_ns
         self.account.paint(begin_ns, time_ns, "not running")
         self._end_spans(begin_ns)
         self.workers.clear()
@@ -317,8 +319,7 @@ class Facts:
         self.step, self.began_again_ns = max(self.step, start), time_ns
         self.last_step_ns, self._clean = 0, False
         self.pace.begin()
-        if not self.step:
-            self.nonfinite = None
+        self.nonfinite = self.nonfinite if self.step else None
 
     def _step_committed(self, event: Event, time_ns: int) -> None:
         step = int(event["step"])
@@ -488,9 +489,8 @@ class Facts:
 
     def _checkpoint(self, event: Event, time_ns: int) -> None:
         result, stall_s = checkpoint_result(event), number(event.get("stall_s"))
-        ok = result == "complete"
+        ok, duration_s = result == "complete", number(event.get("duration_s"))
         size = int(number(event.get("size_bytes") or event.get("bytes")))
-        duration_s = number(event.get("duration_s"))
         tier, step = one_line(event.get("tier"), 20) or "disk", _integer(event, "step")
         fact = CheckpointFact(tier, step, time_ns, ok, duration_s, size, stall_s, *_why(event), result == "skipped")
         self.checkpoints.append(fact)

@@ -51,7 +51,8 @@ class Now:
     """What is known beside the events. running: a job holds the directory. live: what its coordinator answers, None if
     it is silent (asked: it was asked). phases: of each worker, as last sampled. total: the last step. disk_step: of the
     newest checkpoint that can be read, None if nobody has looked. finished: the final state is there. resume: the
-    command that goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory."""
+    command that goes on. gives_up_s: how long workers are waited for. free_bytes: left on the disk of the directory.
+    taken_ns: when a job took the directory that has told nothing yet, None if there is none."""
 
     time_ns: int
     running: bool = True
@@ -64,6 +65,7 @@ class Now:
     resume: str = ""
     gives_up_s: float | None = None
     free_bytes: int | None = None
+    taken_ns: int | None = None
 
 
 def headline(facts: Facts, now: Now) -> Headline:
@@ -93,6 +95,14 @@ def _s(begin_ns: int, now: Now) -> float:
 
 
 # ---- it is over
+
+
+def _coming(facts: Facts, now: Now) -> Headline | None:
+    if now.taken_ns is None:
+        return None
+    took_s = _s(now.taken_ns, now)
+    after = f" again, after step {facts.step}" if facts.step else ""
+    return Headline("warning" if took_s > _LONG_START_S else "good", f"Starting{after}: for {span(took_s)}.")
 
 
 def _over(facts: Facts, now: Now) -> Headline | None:
@@ -331,6 +341,7 @@ def _free(now: Now) -> str:
 
 
 _CASES: tuple[Callable[[Facts, Now], Headline | None], ...] = (
+    _coming,
     _over,
     _died,
     _starting,

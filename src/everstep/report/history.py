@@ -25,7 +25,7 @@ from everstep.report.tally import Tally
 from everstep.report.usage import Usage
 from everstep.report.words import Event, as_dict, known, number, one_line
 from everstep.runtime import commands
-from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, METRICS_FOLDER
+from everstep.runtime.address import CHECKPOINTS_DIR, EVENTS_FILE, JOB_FILE, LOCK_FILE, METRICS_FOLDER
 
 PORTION_BYTES = 4 << 20
 _NOT_AGAIN = ("chaos", "resume_from", "network.address")
@@ -96,8 +96,21 @@ class History:
         """Whether a job holds the directory."""
         return commands.is_locked(self.run_dir)
 
+    def begins(self, running: bool) -> bool:
+        """Whether a job has taken the directory that has told nothing yet: all that is known is of the one before."""
+        return running and self._taken_ns() > self.facts.told_ns
+
+    def _taken_ns(self) -> int:
+        """When the directory was last taken: whoever does writes its name into the lock."""
+        try:
+            return (self.run_dir / LOCK_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def state(self, running: bool) -> str:
         """INTERFACE's state of the job, as far as files tell."""
+        if self.begins(running):
+            return "starting"
         if running or self.facts.ended_ns is not None:
             return self.facts.state
         return "completed" if self.digest else "interrupted" if self.facts.counts else "starting"
@@ -105,7 +118,7 @@ class History:
     def seconds(self, running: bool) -> dict[str, float]:
         """The account of the wall time, by cause; of a running job up to now."""
         facts, account = self.facts, self.facts.account
-        if running and facts.ended_ns is None and account.begin_ns is not None:
+        if running and facts.ended_ns is None and account.begin_ns is not None and not self.begins(running):
             account.reach(time.time_ns())
         return account.seconds(facts.under_way(account.end_ns))
 
@@ -161,6 +174,7 @@ class History:
             self.resume if over else "",
             number(as_dict(self.job.get("config")).get("quorum_wait_s")) or None,
             _free_bytes(self.run_dir),
+            self._taken_ns() if self.begins(running) else None,
         )
 
     def headline(self, running: bool, live: Mapping[str, Any] | None = None, asked: bool = False) -> Headline:

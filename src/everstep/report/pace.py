@@ -26,8 +26,10 @@ class Pace:
 
     def commit(self, time_ns: int, step: int, samples: int, clean: bool) -> None:
         """A step was committed. clean: nothing but the step itself lies between the commit before and this one."""
+        if self._recent and time_ns <= self._recent[-1][0]:  # what went back tells some steps late, with that time
+            self._recent.clear()
         if clean and self._recent:
-            self._usual.append(max(0, time_ns - self._recent[-1][0]))
+            self._usual.append(time_ns - self._recent[-1][0])
         self._recent.append((time_ns, step, samples))
 
     @property

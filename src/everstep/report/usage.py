@@ -121,7 +121,7 @@ class Usage:
         if before.time_ns >= time_ns if before is not None else len(self._rows) >= _MOST_WORKERS:
             return
         newest = Newest(time_ns, row)
-        same = before if before is not None and before.row.get("incarnation") == row.get("incarnation") else None
+        same = before if before is not None and _life(before.row) == _life(row) else None
         old: Mapping[str, Any] = same.row if same is not None else {}
         cpu_s = max(0.0, number(row.get("cpu_s")) - number(old.get("cpu_s")))
         if same is not None:
@@ -167,6 +167,11 @@ class Usage:
         self.width_s *= 2
         self.version += 1
         self.buckets = _halved(self.buckets)
+
+
+def _life(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a life has to itself: a job that is started again counts its incarnations anew."""
+    return row.get("incarnation"), row.get("pid")
 
 
 def _halved(buckets: Mapping[int, Bucket]) -> dict[int, Bucket]:

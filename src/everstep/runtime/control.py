@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.base.errors import EverstepError, ProtocolError
-from everstep.protocol.messages import AnyMessage, Heartbeat, Progress, decode, encode
+from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, decode, encode
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
 from everstep.runtime.tls import Tls
@@ -76,6 +76,7 @@ class ControlClient:
         self._seals: Seals | None = None
         self._closing = False
         self._warned = ""
+        self._ended = False
         self._seen: tuple[int, int] = (0, 0)
         self._connected = threading.Event()
         self._cut_until_s = 0.0
@@ -168,7 +169,8 @@ class ControlClient:
             try:
                 self._talk(sock, seals)
             except (OSError, EverstepError) as error:
-                log.info("control connection lost: %s", error)
+                if not self._ended:  # after the end of the job that is how it ought to be
+                    log.info("control connection lost: %s", error)
             finally:
                 self._disconnect(sock)
             if not self._closing:
@@ -237,6 +239,7 @@ class ControlClient:
                 self._deliver(decode(body))
 
     def _deliver(self, message: AnyMessage) -> None:
+        self._ended = self._ended or isinstance(message, JobEnded)
         try:
             self._on_message(message)
         except Exception:

@@ -10,8 +10,9 @@ import pytest
 from everstep.base.cause import Cause
 from everstep.chaos.scenarios import SCENARIOS, Scenario
 from everstep.cli import chaos
-from everstep.cli.chaos import Suite, judge, print_result, undisturbed_options
+from everstep.cli.chaos import Suite, judge, print_faults, print_result, undisturbed_options
 from everstep.cli.main import run_command
+from everstep.runtime.commands import run_lock
 
 
 def test_the_undisturbed_run_has_one_worker() -> None:
@@ -63,6 +64,17 @@ def test_a_failure_is_said_with_what_reproduces_it(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     for words in ("FAILED", "too few workers", "seed 11", "kill:at=3", "everstep run it --again"):
         assert words in said
+
+
+def test_a_job_that_still_runs_has_not_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").write_text('{"time_unix_ns": 1, "kind": "step_committed", "step": 3}\n')
+    with run_lock(tmp_path):
+        result = judge(tmp_path, None, None)
+        print_result(result)
+        print_faults(tmp_path)
+    said = capsys.readouterr().out
+    assert result.passed and result.running and "FAILED" not in said and f"{tmp_path.name}: running at step 3" in said
+    assert not judge(tmp_path, None, None).passed  # nobody runs it any more
 
 
 def test_a_job_that_cannot_go_on_as_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,6 +205,64 @@ def test_what_agents_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "worker 2 exited: killed by SIGKILL\n"
 
 
+def test_a_failure_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its event, if there is one."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("worker_evicted", worker_id=2, incarnation=0, **KILLED)
+    log.write("warning", worker_id=2, cause="crash_loop", reason="its slot was given up: no more restarts")
+    log.close()
+    watcher = Watcher(tmp_path / "events.jsonl", 0, PlainDisplay(1))
+    for incarnation in (0, 1):
+        told = {"kind": "worker_exited", "worker_id": 2, "incarnation": incarnation, "reason": "killed by SIGKILL"}
+        watcher.process_event(told)
+    watcher.process_event({"kind": "slot_lost", "worker_id": 2, "reason": "no more restarts"})
+    watcher.start()
+    watcher.stop()
+    assert capsys.readouterr().out.splitlines() == [
+        "worker 2 was evicted: killed by SIGKILL",
+        "warning: its slot was given up: no more restarts",
+        "worker 2 exited: killed by SIGKILL",  # the second life, which no event tells of
+    ]
+
+
+def test_what_is_counted_is_the_jobs_and_what_is_shown_is_of_this_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for one in [*JOB[:-1], event("job_started", 10, step=4, workers=2), commit(5, 11)]:
+        fields = {k: v for k, v in one.items() if k not in ("kind", "time_unix_ns")}
+        log.write(one["kind"], time_unix_ns=one["time_unix_ns"], **fields)
+    log.close()
+    watcher = Watcher(tmp_path / "events.jsonl", 11 * S, PlainDisplay(1))
+    watcher.start()
+    watcher.stop()
+    assert capsys.readouterr().out.startswith("step 5") and watcher.facts.step == 5
+    found = summary(watcher.facts, 0, "x", None)
+    assert (found["faults_survived"], found["recoveries"], found["wall_s"]) == (2, 2, 5.0)
+
+
+def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    seats = [[i, 0, "active", [i]] for i in range(40)]
+    joined = [event("worker_joined", 0.5, worker_id=i, incarnation=0, pid=i, host="h") for i in range(40)]
+    died = event("worker_evicted", 2, worker_id=37, incarnation=0, **KILLED)
+    begun = event("generation_started", 1, generation=1, seats=seats, leaders=[0])
+    many = [event("job_started", 0, workers=40), *joined, begun]
+    for width in (80, 100, 140):
+        live = LiveDisplay(Console(file=io.StringIO(), width=width, height=20), Folder(tmp_path, "*.jsonl"), 40)
+        try:
+            shown = live._render(facts_of([*many, commit(1, 1.5), died]))
+        finally:
+            live.close()
+        screen = io.StringIO()
+        Console(file=screen, width=width).print(shown)
+        said = screen.getvalue().splitlines()
+        assert len(said) <= 20 and max(map(len, said)) <= width
+        assert "worker 37 was killed" in said[0] and any(line.lstrip().startswith("37.0") for line in said)
+        assert any("and 26 more" in line for line in said)
+
+
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"

@@ -9,52 +9,12 @@ import pytest
 
 from everstep.report.facts import Facts, facts_of
 from everstep.report.headline import Headline, Now, headline
+from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained
 
-S = 1_000_000_000
-T0 = 1_800_000_000 * S
-Events = list[dict[str, Any]]
-KILLED = {"cause": "killed", "reason": "killed by SIGKILL"}
-
-
-def event(kind: str, at_s: float, **fields: Any) -> dict[str, Any]:
-    return {"time_unix_ns": T0 + round(at_s * S), "kind": kind, **fields}
-
-
-def plan(at_s: float, generation: int, stages: list[list[int]], cause: str = "started", reason: str = "x") -> Any:
-    seats = [[i, k, "active", [n]] for k, pool in enumerate(stages) for n, i in enumerate(pool)]
-    leaders = [pool[0] for pool in stages]
-    more = {"target": 4, "leader": leaders[0], "leaders": leaders, "seats": seats, "cause": cause, "reason": reason}
-    return event("generation_started", at_s, generation=generation, **more)
-
-
-def commit(step: int, at_s: float) -> dict[str, Any]:
-    return event("step_committed", at_s, step=step, loss=1.0, samples=8)
-
-
-def trained(stages: list[list[int]] | None = None) -> Events:
-    """4 workers; 10 steps of 0.3 s, the last at 5.7 s."""
-    joined = [event("worker_joined", 2, worker_id=i, incarnation=0, pid=i, host="a") for i in range(4)]
-    steps = [commit(s, 2.7 + 0.3 * s) for s in range(1, 11)]
-    return [event("job_started", 0, step=0, workers=4), *joined, plan(2.5, 1, stages or [[0, 1, 2, 3]]), *steps]
-
-
-def killed(worker_id: int, at_s: float) -> dict[str, Any]:
-    died_ns = T0 + round(at_s * S)
-    return event("worker_evicted", at_s + 0.05, worker_id=worker_id, incarnation=0, died_unix_ns=died_ns, **KILLED)
-
-
-def recovered(worker_id: int, begin_s: float, end_s: float) -> dict[str, Any]:
-    spent = {"duration_s": end_s - begin_s, "phases_s": {"redo": 0.2}}
-    return event("recovery_completed", end_s, worker_id=worker_id, step=10, **spent, **KILLED)
-
-
-TWO = [[0, 1], [2, 3]]
 LOST = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]], "killed")]
 LEADER = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3]], "killed")]
-LEADS = event("leader_changed", 5.9, worker_id=3, stage=1, **KILLED)
 SPARE = event("worker_joined", 2.6, worker_id=4, incarnation=0)
 WITH_SPARE = [SPARE, *trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3, 4]], "killed"), LEADS]
-HEALED = event("worker_healed", 6.0, worker_id=4, incarnation=0)
 SUSPECTED = event("worker_suspected", 9, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
 PARTED = {"cause": "link", "reason": "workers 0, 2, 3 cannot reach it"}
 CUT = event("worker_evicted", 6.7, worker_id=1, incarnation=0, **PARTED)
@@ -69,6 +29,7 @@ FAILED = {"cause": "disk", "tier": "disk", "step": 9, "reason": "No space left o
 DONE = event("job_completed", 7, step=10, state="completed", exit_code=0)
 GONE = {"running": False, "disk_step": 6, "resume": "everstep run digits --run-dir runs/a"}
 
+Events = list[dict[str, Any]]
 CASES: dict[str, tuple[Events, float, Mapping[str, Any], str, tuple[str, ...]]] = {
     "all is well": (trained(), 5.8, {}, "good", ("All is well: step 10, 4 of 4 workers.", "No fault so far.")),
     "worker killed, at once": ([*trained(), killed(2, 5.8)], 6, {}, "warning", ("worker 2 was killed 0.2 s ago",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -20,6 +21,7 @@ from everstep.protocol.messages import (
     AgentHello,
     AnyMessage,
     Heartbeat,
+    JobEnded,
     Pong,
     SlotLost,
     decode,
@@ -106,6 +108,27 @@ def test_hello_comes_first_and_messages_go_both_ways(clients: Callable[[ControlC
     assert _read(sock) == _important(2)
     send_frame(*sock, encode(Pong(seq=5)))
     assert arrived.get(timeout=30) == Pong(seq=5)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_after_the_end_of_the_job_nobody_misses_the_connection(
+    clients: Callable[[ControlClient], None], caplog: pytest.LogCaptureFixture, ended: bool
+) -> None:
+    server = Server()
+    arrived: queue.Queue[AnyMessage] = queue.Queue()
+    lost = threading.Event()
+    client = ControlClient(
+        ("127.0.0.1", server.port), KEY, "agent", "a", _hello, arrived.put, lambda on: None if on else lost.set()
+    )
+    clients(client)
+    with caplog.at_level(logging.INFO, "everstep.runtime.control"):
+        sock = server.accept()
+        if ended:
+            send_frame(*sock, encode(JobEnded(state="completed", reason="done", exit_code=0)))
+            arrived.get(timeout=30)
+        sock.sock.close()
+        assert lost.wait(30)
+    assert ("control connection lost" in caplog.text) != ended
 
 
 def test_what_matters_survives_an_absence_and_what_passes_does_not(

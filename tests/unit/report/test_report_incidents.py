@@ -1,0 +1,174 @@
+"""What happened, one line per incident; steps, speed, ends and the account of standstills."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.report.account import TimeAccount
+from everstep.report.facts import facts_of
+from everstep.report.history import History
+from everstep.report.pace import Pace
+from everstep.report.usage import Usage
+from everstep.runtime.commands import run_lock
+from told_events import HEALED, LEADS, T0, TWO, S, commit, event, killed, plan, recovered, trained, write_events
+
+FLIP = {"cause": "corrupt", "reason": "worker 1 deviates"}
+
+
+def lines(events: list[dict[str, Any]]) -> list[str]:
+    return [incident.line() for incident in facts_of(events).incidents.all]
+
+
+def test_killed_replaced_and_back() -> None:
+    events = [*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2), commit(11, 6.2)]
+    assert lines(events) == ["worker 2 was killed; step 11 was done again; training went on after 400 ms"]
+    events += [plan(8.7, 3, [[0, 1, 2, 3]])]
+    assert lines(events)[0].endswith("worker 2 is back; training went on after 400 ms; whole again after 2.9 s")
+
+
+def test_the_leader_of_a_stage_and_its_spare() -> None:
+    events = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3, 4]]), LEADS, HEALED, recovered(2, 5.8, 6.2)]
+    story = "worker 2 (leader of stage 1) was killed; worker 3 leads stage 1; worker 4 takes its place"
+    assert lines([*events, commit(11, 5.75), commit(12, 6.2)]) == [
+        f"{story}; step 12 was done again; training went on after 400 ms"
+    ]
+
+
+def test_several_at_once_are_one_incident() -> None:
+    events = [*trained(), killed(2, 5.8), killed(1, 5.82), plan(5.9, 2, [[0, 3]]), killed(3, 6.0)]
+    incidents = facts_of(events).incidents
+    assert (incidents.count, incidents.open is not None) == (1, True)
+    assert incidents.all[0].brief == "workers 1, 2, 3 were killed"
+    done = facts_of([*events, plan(6.1, 3, [[0]]), commit(11, 6.5)])
+    assert done.incidents.open is None and len(done.incidents.missed()) == 1
+
+
+def test_a_suspicion_that_was_wrong_and_one_that_was_right() -> None:
+    suspected = event("worker_suspected", 8, worker_id=1, incarnation=0, cause="hung", reason="no progress for 3.0 s")
+    assert lines([*trained(), suspected, commit(11, 9.0)]) == [
+        "worker 1 is suspected (no progress for 3.0 s); it went on by itself; training went on after 1.0 s"
+    ]
+    evicted = event("worker_evicted", 11, worker_id=1, incarnation=0, cause="hung", reason="no progress for 6.0 s")
+    (line,) = lines([*trained(), suspected, evicted, plan(11.1, 2, [[0, 2, 3]]), commit(11, 11.4)])
+    assert line == "worker 1 hung (no progress for 6.0 s); training went on after 3.4 s"
+
+
+def test_what_training_does_not_stand_still_for() -> None:
+    died = event("coordinator_restarted", 5.8, cause="killed", reason="continues from its journal")
+    damaged = event("fallback", 5.9, step=4, what="checkpoint", cause="corrupt", reason="a block differs")
+    told = lines([*trained(), died, damaged])
+    assert told == [
+        "the coordinator was killed; it was restarted; training went on after 0 µs",
+        "a checkpoint was damaged (a block differs); an older one is used; training went on after 0 µs",
+    ]
+
+
+def test_going_back_is_part_of_the_incident() -> None:
+    back = event("fallback", 6.0, step=7, steps_redone=3, source="copy", **FLIP)
+    evicted = event("worker_evicted", 5.8, worker_id=1, incarnation=0, **FLIP)
+    events = [*trained(), evicted, plan(5.9, 2, [[0, 2, 3]]), back, commit(11, 7.4)]
+    assert "went back to the copy of step 7: 3 steps again" in lines(events)[0]
+    facts = facts_of(events[:-1])
+    assert (facts.step, facts.redo_to) == (7, 10)
+    assert facts_of(events).redo_to == 0
+
+
+def test_who_leaves_in_order_is_no_incident() -> None:
+    drained = event("worker_evicted", 6, worker_id=1, incarnation=0, cause="drained", reason="as asked")
+    assert lines([*trained(), drained]) == []
+
+
+@pytest.mark.parametrize("last", ["checkpoint_completed", "job_failed"])
+def test_the_newest_step_is_told_by_whoever_tells_it_first(last: str) -> None:
+    """An emergency checkpoint proves a step whose own event comes with the next decision: never, if that is the end."""
+    fields = {"tier": "disk"} if last == "checkpoint_completed" else {"state": "interrupted", "exit_code": 130}
+    assert facts_of([*trained(), event(last, 6, step=11, cause="interrupted", **fields)]).step == 11
+
+
+def test_a_resumed_job_counts_from_where_it_goes_on() -> None:
+    again = [event("job_started", 100, step=8, workers=4), plan(101, 1, [[0, 1, 2, 3]])]
+    facts = facts_of([*trained(), *again])
+    assert (facts.step, facts.redo_to, facts.samples_per_s(), facts.eta_s(50)) == (8, 10, None, None)
+    assert facts.account.seconds()["not running"] == pytest.approx(100 - 5.7)
+    further = facts_of([*trained(), event("job_started", 100, step=30, workers=4)])
+    assert (further.step, further.redo_to) == (30, 0)
+
+
+def test_a_new_life_has_no_pool_until_it_is_given_one() -> None:
+    events = [*trained(TWO), killed(2, 5.8), plan(5.9, 2, [[0, 1], [3]])]
+    back = event("worker_joined", 6.5, worker_id=2, incarnation=1, pid=9, host="a")
+    assert facts_of(events).workers[2].stage == 1  # the dead one is shown where it is missed
+    assert facts_of([*events, back]).workers[2].stage is None
+
+
+def test_speed_is_that_of_now() -> None:
+    pace = Pace()
+    for second in range(1, 6):
+        pace.commit(second * S, second, 10, clean=second > 1)
+    assert (pace.usual_s, pace.samples_per_s()) == (1.0, 10.0)
+    assert pace.samples_per_s(6 * S) == 10.0
+    assert pace.samples_per_s(41 * S) == 1.0  # it falls while the next one is overdue
+    assert pace.eta_s(5, 15) == 10.0
+    pace.commit(4 * S, 6, 10, clean=False)  # told late, with another time
+    assert (pace.samples_per_s(), pace.eta_s(6, 15)) == (None, None)
+    pace.begin()
+    assert (pace.samples_per_s(), pace.usual_s) == (None, 1.0)
+
+
+def test_a_standstill_is_not_training() -> None:
+    facts = facts_of([*trained(), commit(11, 15.7), commit(12, 16.0)])
+    seconds = facts.account.seconds()
+    assert seconds["stalled"] == pytest.approx(10 - 0.3)
+    assert sum(seconds.values()) == pytest.approx(16.0)
+    (open_one,) = facts.under_way(T0 + 30 * S)
+    assert (open_one.use, open_one.end_ns - open_one.begin_ns) == ("stalled", pytest.approx(13.7 * S, rel=1e-6))
+
+
+def test_goodput_by_capacity(tmp_path: Path) -> None:
+    """One of four workers for half of the time."""
+    log = [event("job_started", 0, step=0, workers=4), plan(0, 1, [[0]]), *(commit(s, s) for s in range(1, 11))]
+    log += [plan(10, 2, [[0, 1, 2, 3]]), *(commit(s, s) for s in range(11, 21))]
+    write_events(tmp_path, log)
+    history = History(tmp_path).load()
+    assert history.goodput(False) == pytest.approx(1.0)
+    assert history.goodput_by_capacity(False) == pytest.approx((10 / 4 + 10) / 20)
+
+
+def test_capacity_survives_folding() -> None:
+    account = TimeAccount()
+    account.reach(0)
+    for i in range(30_000):
+        account.capacity(i * 10, 0.5 if i % 2 else 1.0)
+        account.paint(i * 10, i * 10 + 4, "evaluation")
+        account.reach(i * 10 + 10)
+    assert account.by_capacity_s() == pytest.approx(30_000 * 6 * 0.75 / 1e9)
+
+
+def test_lives_with_the_same_number_are_told_apart_by_their_process() -> None:
+    usage = Usage()
+    for at, pid, samples in ((1, 7, 800), (2, 7, 808), (9, 8, 8), (10, 8, 24)):
+        row = {"worker_id": 0, "incarnation": 0, "pid": pid, "samples": samples}
+        usage.take({"t": at * S, "host": "h", "workers": [row]})
+        if at == 9:
+            assert usage.workers[0].samples_per_s is None
+    assert usage.workers[0].samples_per_s == 16
+
+
+def test_a_directory_that_is_taken_again_begins_and_does_not_stand_still(tmp_path: Path) -> None:
+    write_events(tmp_path, trained(), earlier_ns=10**18)
+    job = {"task": "digits", "explicit": ["steps", "chaos"], "config": {"steps": 30, "chaos": "x"}, "argv": []}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    history = History(tmp_path).load()
+    assert "died without a word" in history.headline(False).text
+    assert f"everstep run digits --run-dir {tmp_path} --set steps=30" in history.headline(False).more
+    with run_lock(tmp_path):
+        assert history.begins(True) and history.state(True) == "starting"
+        assert history.headline(True).text.startswith("Starting again, after step 10")
+        assert sum(history.seconds(True).values()) == pytest.approx(5.7)
+    os.utime(tmp_path / "lock", ns=(1, 1))
+    assert not history.begins(True)
