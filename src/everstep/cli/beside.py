@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from everstep.base.config import Config
+from everstep.base.config_keys import NOTICES
 from everstep.base.errors import ConfigError
 from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE, write_atomically
 from everstep.runtime.process import die_with_parent, own_command
@@ -131,6 +133,12 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
                 process.wait(10)
             process.kill()
             process.communicate()
+
+
+def told(config: Config) -> tuple[str, ...]:
+    """The sinks that this job is told to, notices among them where somebody wants them."""
+    wanted = config.notify.events and (config.notify.command or config.notify.webhook)
+    return (*config.sinks, NOTICES) if wanted else config.sinks
 
 
 @contextlib.contextmanager

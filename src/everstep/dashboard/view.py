@@ -19,6 +19,7 @@ from everstep.dashboard.feed import RunFeed
 from everstep.report.account import goodput
 from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
 from everstep.report.history import History
+from everstep.report.settings import shown_settings
 from everstep.report.words import as_dict, number, one_line
 
 _LISTED = 200
@@ -237,7 +238,7 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
 
 def _config(history: History) -> dict[str, str]:
     """The settings as text, by dotted key."""
-    config = dotted(as_dict(history.job.get("config")))
+    config = dotted(shown_settings(as_dict(history.job.get("config"))))
     return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
 
 

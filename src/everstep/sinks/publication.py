@@ -17,9 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.base.config_keys import NOTICES
 from everstep.base.given import read_given
 from everstep.report.account import goodput
 from everstep.report.history import History
+from everstep.report.settings import shown_settings
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
 from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import sole_holder
@@ -215,7 +217,8 @@ class Publication:
         self._run = SinkJob(self.run_dir, self.folder, *known_as, fresh, self._told_step, memory)
         with self._failing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sink.begin(self._run, as_dict(job.get("config")))
+            config = as_dict(job.get("config"))
+            self._sink.begin(self._run, config if self.name == NOTICES else shown_settings(config))
 
     def _keep(self, everything: bool) -> None:
         """What was told has arrived, and is never told again. everything: also what samples of others may complete."""
