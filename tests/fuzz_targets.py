@@ -39,8 +39,10 @@ from everstep.order.ledger import LaneUse, LedgerRow, decode_rows, encode_row
 from everstep.protocol import messages
 from everstep.protocol.driver import records
 from everstep.protocol.step_types import Record
+from everstep.report.excerpt import around
 from everstep.report.facts import facts_of
 from everstep.report.history import History
+from everstep.report.notes import read_notes
 from everstep.report.tail import object_of
 from everstep.report.words import sentence
 from everstep.runtime import wire
@@ -295,6 +297,10 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("address", [b'{"pid":3,"host":"127.0.0.1","port":80}'], _in_file("coordinator.json", read_address)),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],
                    _in_file("published.json", lambda path: read_cursor(path.parent)), ()),
+        FuzzTarget("notes", [b'{"tags":["a","b"],"note":"as it was"}'],
+                   _in_file("notes.json", lambda path: read_notes(path.parent)), ()),
+        FuzzTarget("excerpt", [b'{"time_unix_ns":5,"kind":"warning","step":1}\n{"time_unix_ns":7,"kind":"x"}\n'],
+                   _in_file("events.jsonl", lambda path: around(path.parent, 6)), ()),
         FuzzTarget("weights", [struct.pack("<Q", len(_HEADER)) + _HEADER + bytes(8)],
                    _in_file("m.safetensors", lambda path: list(read_weights(path)))),
     ]  # fmt: skip

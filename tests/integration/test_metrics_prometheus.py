@@ -30,7 +30,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.cli.beside import ANY_PORT, metrics_beside
 from everstep.report.history import History
 from everstep.report.prometheus import Device, device_families, expose, families
-from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE
+from everstep.runtime.address import METRICS_FILE
+from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -90,7 +91,7 @@ class Server:
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-        text = text.replace("runs/mine/", f"{run_dir}/")
+        text = text.replace("runs/", f"{run_dir.parent}/")
         config = folder / "prometheus.yml"
         config.write_text(re.sub(r"(_interval): \d+s", r"\1: 200ms", text))
         shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
@@ -142,6 +143,7 @@ def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
         finally:
             server.close()
     assert not (run_dir / METRICS_FILE).exists()
+    assert json.loads((run_dir.parent / TARGETS_FILE).read_text()) == []
 
 
 def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
@@ -164,8 +166,8 @@ def test_every_metric_that_is_asked_for_exists(run_dir: Path) -> None:
 def test_promtool_finds_nothing_wrong(run_dir: Path, tmp_path: Path) -> None:
     promtool("check", "metrics", text=exposition(run_dir))
     shutil.copytree(DEPLOY / "prometheus", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / METRICS_TOKEN_FILE).touch()  # promtool looks for it
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / TARGETS_TOKEN_FILE).touch()  # promtool looks for it
     promtool("check", "config", tmp_path / "prometheus.yml")
     assert "8 rules found" in promtool("check", "rules", DEPLOY / "prometheus" / "alerts.yml")
     promtool("test", "rules", ROOT / "tests" / "integration" / "alerts_test.yml")

@@ -68,9 +68,10 @@ REASONS_OF = {  # why a checkpoint was taken, as its manifest notes it
     "everstep.cli.checkpoints",
 }
 NAMES = re.compile(r"[\w.:]+")
-CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uvicorn, yaml, click, rich, OpenTelemetry
+CALLED_BY_OTHERS = frozenset(  # by enum, ctypes, pickle, torch, io, asyncio, uvicorn, yaml, click, rich, urllib, otel
     {"_missing_", "_fields_", "find_class", "persistent_id", "persistent_load", "load_bytes", "encoding", "writable"}
     | {
+        "redirect_request",
         "connection_made",
         "data_received",
         "connection_lost",

@@ -30,7 +30,7 @@ class Kind:
     """What one key accepts.
 
     base: 'int', 'float', 'bool', 'str', 'list' (of choices; a tuple) or 'any'. low: least value, above: what it must be
-    greater than, high: greatest.
+    greater than, high: greatest. secret: what somebody gives instead may be one, so no message shows it.
     `choices` or `pattern` (with `example`) limit text. auto, none: 'auto' or nothing is accepted too. numerics: the
     result's bits depend on it.
     """
@@ -46,6 +46,7 @@ class Kind:
     auto: bool = False
     none: bool = False
     numerics: bool = False
+    secret: bool = False
 
     @staticmethod
     def of(annotation: Any, meaning: str, **limits: Any) -> Kind:
@@ -95,9 +96,10 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
         value = "on" if value else "off"  # which is what YAML makes of them
     converted = _CONVERTERS[kind.base](value)
     if converted is _MISSING or not _fits(kind, converted):
+        came = "something else" if kind.secret else shown(value)
+        source = source.partition("=")[0] if kind.secret else source
         raise ConfigError(
-            f"{name}: expected {kind.expected}, got {shown(value)} (from {source}): "
-            f"give e.g. {name}={_example(kind, default)}"
+            f"{name}: expected {kind.expected}, got {came} (from {source}): give e.g. {name}={_example(kind, default)}"
         )
     return converted
 

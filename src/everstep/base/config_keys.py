@@ -16,6 +16,12 @@ BUCKETS = ("s3", "gs")
 """Schemes of object stores' URLs."""
 TRANSPORTS = ("shm", "sockets", "gloo", "nccl")
 SINKS = ("tensorboard", "wandb", "mlflow", "otel")
+NOTICES = "notify"
+"""The sink behind `notify.*`, which is not named among the others."""
+_NOTED = (
+    *("job_started", "job_completed", "job_failed", "waiting", "worker_evicted", "worker_suspected", "worker_healed"),
+    *("leader_changed", "coordinator_restarted", "recovery_completed", "fallback", "checkpoint_failed", "warning"),
+)
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,32 @@ class SecurityConfig:
 
 
 @dataclass(frozen=True)
+class NotifyConfig:
+    """Who is told when something happens."""
+
+    events: tuple[str, ...] = key(
+        ("job_completed", "job_failed", "waiting", "fallback", "checkpoint_failed"),
+        "of which events",
+        choices=_NOTED,
+        example="[job_failed, waiting]",
+    )
+    command: str | None = key(
+        None,
+        "program and arguments, run for each of them: it finds the notice as JSON on its standard input, and in "
+        "EVERSTEP_EVENT, EVERSTEP_TEXT and EVERSTEP_RUN",
+    )
+    webhook: str | None = key(
+        None,
+        "environment variable that holds the address to which each is posted as JSON; the address itself is a secret, "
+        "and stands in no config",
+        pattern=r"[A-Za-z_][A-Za-z0-9_]*",
+        example="EVERSTEP_WEBHOOK",
+        secret=True,
+    )
+    timeout_s: float = key(10.0, "how long a command or a server may take for one", above=0, high=600)
+
+
+@dataclass(frozen=True)
 class LogsConfig:
     """How much room the workers' logs may take."""
 
@@ -245,6 +277,7 @@ class Config:
     sinks: tuple[str, ...] = key(
         (), "where else the job is told to, while it runs", choices=SINKS, example="[tensorboard]"
     )
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)

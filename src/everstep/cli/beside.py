@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from everstep.base.config import Config
+from everstep.base.config_keys import NOTICES
 from everstep.base.errors import ConfigError
 from everstep.runtime.address import METRICS_FILE, METRICS_TOKEN_FILE, write_atomically
 from everstep.runtime.process import die_with_parent, own_command
+from everstep.runtime.targets import put_target
 
 ANY_PORT = "127.0.0.1:0"
 _PUBLIC = {True: ["--public"], False: []}
@@ -80,8 +83,9 @@ def dashboard_beside(run_dir: Path, wanted: bool, public: bool = False) -> Itera
 
 @contextlib.contextmanager
 def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> Iterator[str]:
-    """Likewise the metrics, at `listen`; the run directory says where they are, as Prometheus' file_sd reads it. Yields
-    beside the address which file holds the token for scrapers, where that is ours."""
+    """Likewise the metrics, at `listen`; the run directory, and the folder in which it lies, say where they are, as
+    Prometheus' file_sd reads it. Yields beside the address which file holds the token for scrapers, where it is ours.
+    """
     if listen is None:
         yield ""
         return
@@ -92,10 +96,12 @@ def metrics_beside(run_dir: Path, listen: str | None, public: bool = False) -> I
             if address:
                 with contextlib.suppress(OSError):
                     write_atomically(path, json.dumps([_target(address, run_dir)]))
+                put_target(run_dir, _target(address, run_dir))
             yield f"{address}{kept}" if address else f"could not be started: {why}"
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+            put_target(run_dir, None)
 
 
 def _target(address: str, run_dir: Path) -> dict[str, Any]:
@@ -131,6 +137,12 @@ def _beside(argv: list[str]) -> Iterator[tuple[str, str]]:
                 process.wait(10)
             process.kill()
             process.communicate()
+
+
+def told(config: Config) -> tuple[str, ...]:
+    """The sinks that this job is told to, notices among them where somebody wants them."""
+    wanted = config.notify.events and (config.notify.command or config.notify.webhook)
+    return (*config.sinks, NOTICES) if wanted else config.sinks
 
 
 @contextlib.contextmanager

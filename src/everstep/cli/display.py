@@ -7,6 +7,7 @@ is shown can hold up the job.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import threading
@@ -274,12 +275,17 @@ def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps:
 
 
 def step_line(facts: Facts, number: int, total_steps: int | None) -> str:
-    """step 12/200  loss 1.2345  812 samples/s  eta 1m02s  generation 3."""
+    """step 12/200  loss 1.2345  lr 0.001  812 samples/s (or tokens/s, where the task counts them)  eta 1m02s ..."""
     parts = [f"step {number}" + (f"/{total_steps}" if total_steps else "")]
     rate, eta_s = facts.samples_per_s(), facts.eta_s(total_steps)
     if facts.loss is not None:
         parts.append(f"loss {facts.loss:.4f}")
-    if rate is not None:
+    learning_rate = facts.steps.columns[4][-1] if facts.steps.x else math.nan
+    if math.isfinite(learning_rate):
+        parts.append(f"lr {learning_rate:.3g}")
+    if rate is not None and facts.tokens_per_sample is not None:
+        parts.append(f"{rate * facts.tokens_per_sample:.0f} tokens/s")
+    elif rate is not None:
         parts.append(f"{rate:.0f} samples/s")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")

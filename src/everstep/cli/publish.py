@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from everstep.base.cause import Cause
-from everstep.base.config_keys import SINKS
+from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.cli.main import complain
 from everstep.observe.events import EventLog
@@ -55,7 +55,7 @@ def _sinks(names: tuple[str, ...]) -> list[str]:
     """Raises: ConfigError for a name that is none."""
     wanted = [name.strip() for said in names for name in said.split(",") if name.strip()]
     for name in wanted:
-        if name not in SINKS:
+        if name not in (*SINKS, NOTICES):
             raise ConfigError(f"--to: expected {', '.join(SINKS)}, got {name!r}: give e.g. --to {SINKS[0]}")
     if not wanted:
         raise ConfigError(f"--to: expected {', '.join(SINKS)}, got nothing: give e.g. --to {SINKS[0]}")

@@ -29,6 +29,7 @@ from everstep.cli.beside import (
     metrics_beside,
     parse_listen,
     sinks_beside,
+    told,
 )
 from everstep.cli.config_file import read_config_file
 from everstep.cli.display import Watcher, choose_display, print_summary, summary
@@ -70,6 +71,7 @@ from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
 from everstep.runtime.commands import run_lock
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.tls import check_tls
+from everstep.sinks.notices import check_notify
 from everstep.sinks.sink import check_installed as check_sinks
 
 if TYPE_CHECKING:
@@ -240,6 +242,7 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     config = effective_config(probe.defaults, request, script=invocation.is_script)
     check_metrics(config.metrics.listen, invocation.public)
     check_sinks(config.sinks)
+    check_notify(config.notify)
     _check_sign_key(config.checkpoint.sign_key)
     check_hosts(config)
     check_network(config, invocation.port or 0)
@@ -341,7 +344,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
     watcher.start()
     exit_code = 1
     try:
-        with sinks_beside(run_dir, config.sinks, display.note):
+        with sinks_beside(run_dir, told(config), display.note):
             with (
                 dashboard_beside(run_dir, invocation.dashboard, invocation.public) as page,
                 metrics_beside(run_dir, config.metrics.listen, invocation.public) as metrics,

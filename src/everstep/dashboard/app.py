@@ -47,6 +47,7 @@ from everstep.report.prometheus import device_families, expose, families
 from everstep.report.words import as_dict, number
 from everstep.runtime import commands
 from everstep.runtime.address import METRICS_TOKEN_FILE
+from everstep.runtime.targets import TARGETS_TOKEN_FILE, shared_folder
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 _TICK_S = 0.5
@@ -338,7 +339,10 @@ def serve_metrics(run_dir: Path, host: str, port: int, token: str | None, public
     Raises: ConfigError, likewise.
     """
     file = run_dir / METRICS_TOKEN_FILE
-    kept = None if public or token is not None or not is_loopback(host) else kept_token(file)
+    folder = shared_folder(run_dir)
+    like = None if folder is None else folder / TARGETS_TOKEN_FILE
+    own = not public and token is None and is_loopback(host)
+    kept = kept_token(file, None if like is None else kept_token(like)) if own else None
     secret = checked_token("localhost" if public else host, token or kept, "give --token or EVERSTEP_METRICS_TOKEN")
     feeds = Feeds([run_dir])
     path = METRICS + ("" if public else f"?{_parameter(secret)}")

@@ -76,24 +76,26 @@ def checked_token(host: str, token: str | None, how: str = "give --token or EVER
     return token
 
 
-def kept_token(path: Path) -> str | None:
+def kept_token(path: Path, like: str | None = None) -> str | None:
     """The token in this file, made and put there once, for its owner alone, so that scrapers can be given the file.
-    None if that cannot be done."""
+    like: which it is to be, if any. None if that cannot be done."""
     try:
         if path.exists() and path.stat().st_mode & 0o077:
             path.unlink()  # what others could read is no secret
+        if like is not None and path.exists() and read_given(path).decode().strip() != like:
+            path.unlink()
         if not path.exists():
-            _make_token(path)
+            _make_token(path, like or secrets.token_urlsafe(24))
         return checked_token("", read_given(path).decode().strip())
     except (OSError, ValueError, ConfigError):
         return None
 
 
-def _make_token(path: Path) -> None:
+def _make_token(path: Path, token: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(24))
+            file.write(token)
         with contextlib.suppress(FileExistsError):  # another process was quicker
             os.link(draft, path)
     finally:

@@ -21,7 +21,9 @@ from everstep.report.facts import MEMBERS, Facts, Line, WorkerFact
 from everstep.report.headline import headline
 from everstep.report.history import History
 from everstep.report.pace import RECENT_STEPS
-from everstep.report.words import as_dict, number, one_line
+from everstep.report.settings import shown_settings
+from everstep.report.usage import Newest
+from everstep.report.words import as_dict, number, one_line, whole_number
 
 _LISTED = 200
 _FIRST_LINES = 600
@@ -50,6 +52,8 @@ class WorkerRow(NamedTuple):
     cause: Cause | None
     reason: str
     since: int
+    spent: dict[str, Any] | None
+    device: dict[str, int] | None
 
 
 @dataclass
@@ -200,8 +204,25 @@ def worker_rows(feed: RunFeed) -> dict[int, WorkerRow]:
             worker.cause,
             worker.reason,
             worker.since_ns // 1_000_000,
+            _spent(measured) if feed.running else None,
+            _device(measured),
         )
     return rows
+
+
+def _spent(measured: Newest | None) -> dict[str, Any] | None:
+    """Where its time goes, rounded so that a page is told only of changes that can be seen."""
+    if measured is None or measured.spent is None:
+        return None
+    found = measured.spent
+    rounded = {k: None if v is None else float(f"{v:.3g}") for k, v in vars(found).items() if k != "bytes_per_s"}
+    return {**rounded, "bytes_per_s": {name: float(f"{value:.3g}") for name, value in found.bytes_per_s.items()}}
+
+
+def _device(measured: Newest | None) -> dict[str, int] | None:
+    row = measured.row if measured is not None else {}
+    allocated, reserved = (whole_number(row.get(f"device_{what}_bytes")) for what in ("allocated", "reserved"))
+    return {"allocated": allocated, "reserved": reserved} if reserved else None
 
 
 def _state(worker: WorkerFact, now: dict[str, Any] | None, running: bool) -> tuple[str, int]:
@@ -251,7 +272,7 @@ def _incident(facts: Facts) -> dict[str, Any] | None:
 
 def _config(history: History) -> dict[str, str]:
     """The settings as text, by dotted key."""
-    config = dotted(as_dict(history.job.get("config")))
+    config = dotted(shown_settings(as_dict(history.job.get("config"))))
     return {one_line(key, 80): one_line(str(value), 120) for key, value in list(config.items())[:_MOST_SETTINGS]}
 
 

@@ -50,9 +50,17 @@ class WorkerLog:
         self.generation, self.step, self.stage, self.role = generation, step, stage, role
 
     def line(
-        self, level: str, logger: str, message: str, source: str = "log", exception: str = "", time_ns: int = 0
+        self,
+        level: str,
+        logger: str,
+        message: str,
+        source: str = "log",
+        exception: str = "",
+        time_ns: int = 0,
+        place: tuple[str, str, int] | None = None,
     ) -> bytes:
-        """One record, newline included. time_ns: unix time; 0: now. source: log, stdout or stderr."""
+        """One record, newline included. time_ns: unix time; 0: now. source: log, stdout or stderr. place: module, file
+        and line of whoever logged it."""
         record: dict[str, Any] = {
             "time_unix_ns": time_ns or time.time_ns(),
             "level": level,
@@ -68,6 +76,8 @@ class WorkerLog:
             "host": self.host,
             "pid": self.pid,
         }
+        if place is not None:
+            record["module"], record["file"], record["line"] = place
         if exception:
             record["exception"] = exception[-MOST_CHARACTERS:]
         return _encode(record) + b"\n"
@@ -88,7 +98,13 @@ class RecordHandler(logging.Handler):
                 exception = "".join(traceback.format_exception(*record.exc_info))
             name = record.levelname.lower()
             level = name if name in LEVELS else "info"
-            line = self._context.line(level, record.name, message, exception=exception)
+            line = self._context.line(
+                level,
+                record.name,
+                message,
+                exception=exception,
+                place=(record.module, record.pathname, record.lineno),
+            )
             rest = memoryview(RECORD + line)
             while rest:
                 rest = rest[os.write(self._fd, rest) :]

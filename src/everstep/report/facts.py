@@ -149,6 +149,7 @@ class Facts:
     generation: int = 0
     wanted: int = 0
     steps_lost: int = 0
+    tokens_per_sample: float | None = None
     nonfinite: tuple[int, int] | None = None
     exit_code: int | None = None
     workers: dict[int, WorkerFact] = field(default_factory=dict)
@@ -332,6 +333,8 @@ class Facts:
         rate = event.get("lr")
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
+        tokens = number(event.get("tokens"))
+        self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, self._members))
         clean = self._clean and time_ns > self.last_step_ns > 0
         if clean:

@@ -18,6 +18,7 @@ from everstep.report.account import goodput
 from everstep.report.facts import CheckpointFact
 from everstep.report.history import History
 from everstep.report.logfiles import LogFiles
+from everstep.report.settings import shown_settings
 from everstep.report.style import PAGE_CSS
 from everstep.report.svg import escape
 from everstep.report.words import as_dict, number, one_line, size_text, time_text, whole_number
@@ -307,12 +308,12 @@ def _environment(history: History) -> str:
     rows = [[one_line(k), one_line(v)] for k, v in as_dict(job.get("versions")).items()]
     hosts = sorted({w.host for w in history.facts.workers.values() if w.host})
     rows += [["run directory", str(history.run_dir.resolve())], ["hosts", ", ".join(hosts[:20]) or "unknown"]]
-    config = escape(json.dumps(job.get("config", {}), indent=2, default=str))
+    config = escape(json.dumps(shown_settings(as_dict(job.get("config"))), indent=2, default=str))
     return f"{_table(['', ''], rows)}<details><summary>Effective config</summary><pre>{config}</pre></details>"
 
 
 def _differences(histories: Sequence[History]) -> str:
-    flat = [_flat(h.job.get("config")) for h in histories]
+    flat = [_flat(shown_settings(as_dict(h.job.get("config")))) for h in histories]
     keys = sorted({key for one in flat for key in one})
     rows = [[key, *(one.get(key, "") for one in flat)] for key in keys if len({one.get(key) for one in flat}) > 1]
     return _table(["key", *(h.name for h in histories)], rows) if rows else "<p>None.</p>"

@@ -21,7 +21,7 @@ from everstep.report.facts import WorkerFact
 from everstep.report.history import History
 from everstep.report.tally import TOTAL, Histogram
 from everstep.report.usage import Newest
-from everstep.report.words import number, one_line, whole_number
+from everstep.report.words import as_dict, number, one_line, whole_number
 from everstep.runtime.board import OPERATIONS
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -161,6 +161,26 @@ _EACH: tuple[tuple[str, str, Family, Callable[[Newest], Any]], ...] = (
     ("samples_per_second", "Samples that a worker trains per second.", GaugeMetricFamily, lambda n: n.samples_per_s),
     ("resident_memory_bytes", "Resident memory of a worker.", GaugeMetricFamily, lambda n: n.row.get("rss_bytes")),
     ("cpu_seconds", "Processor time of a worker's life.", CounterMetricFamily, lambda n: n.row.get("cpu_s")),
+    (
+        *("device_allocated_bytes", "Device memory that a worker's tensors take.", GaugeMetricFamily),
+        lambda n: n.row.get("device_allocated_bytes"),
+    ),
+    (
+        *("device_reserved_bytes", "Device memory that its allocator holds for them.", GaugeMetricFamily),
+        lambda n: n.row.get("device_reserved_bytes"),
+    ),
+    (
+        *("step_seconds", "Seconds per step, over the newest samples of a worker.", GaugeMetricFamily),
+        lambda n: n.spent and n.spent.step_s,
+    ),
+    (
+        *("communication_seconds", "Of these, in which it exchanged gradients and records.", GaugeMetricFamily),
+        lambda n: n.spent and n.spent.communication_s,
+    ),
+    (
+        *("busy_ratio", "Share of the time in which a worker loads, computes or updates.", GaugeMetricFamily),
+        lambda n: n.spent and n.spent.busy,
+    ),
 )
 
 
@@ -175,6 +195,12 @@ def _each_worker(history: History) -> Iterator[Metric]:
             if value is not None:
                 family.add_metric([str(worker.worker_id)], number(value))
         yield family
+    text = "Bytes that a worker's life has given to others, by operation."
+    sent = CounterMetricFamily("everstep_worker_communication_bytes", text, labels=["worker_id", "operation"])
+    for worker, newest in shown:
+        for operation in OPERATIONS:
+            sent.add_metric([str(worker.worker_id), operation], number(as_dict(newest.row.get("bytes")).get(operation)))
+    yield sent
 
 
 def _living(history: History) -> Iterator[tuple[WorkerFact, Newest]]:

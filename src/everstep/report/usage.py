@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.report.spent import Spent, spent_between
 from everstep.report.tally import STEP_BOUNDS_S, Histogram
 from everstep.report.words import as_dict, number, one_line, whole_number
 
@@ -51,13 +52,14 @@ class Bucket:
 @dataclass
 class Newest:
     """The newest sample of a worker, and its speed since the one before. step_row: the sample in which it came to the
-    step at which it is; None while it takes no part in steps."""
+    step at which it is; None while it takes no part in steps. spent: likewise since the one before."""
 
     time_ns: int
     row: Mapping[str, Any]
     samples_per_s: float | None = None
     cpu_share: float | None = None
     step_row: Mapping[str, Any] | None = None
+    spent: Spent | None = None
 
 
 class Usage:
@@ -129,6 +131,7 @@ class Usage:
             samples = max(0.0, number(row.get("samples")) - number(old.get("samples")))
             newest.samples_per_s = samples / passed_s
             newest.cpu_share = cpu_s / passed_s
+            newest.spent = spent_between(old, row, passed_s)
             if old.get("phase") not in _NOT_STEPPING:
                 bucket.steps += max(0.0, number(row.get("step")) - number(old.get("step")))
             if not row.get("rss_bytes"):  # it is just leaving

@@ -36,6 +36,8 @@ _SPENT_NS = 16
 """From here on a word per phase."""
 _SENT_BYTES = 32
 """And from here on one per operation."""
+_ALLOCATED, _RESERVED = 40, 41
+"""Bytes of device memory."""
 _FORWARD, _BACKWARD = PHASE_CODE["forward"], PHASE_CODE["backward"]
 _WORDS = ROW_BYTES // 8
 _monotonic_ns = time.monotonic_ns
@@ -49,6 +51,7 @@ class Pulse:
     phases begun; spent_ns: in each phase that has ended, in the order of `PHASES`;
     sent_bytes: given to others, in the order of `OPERATIONS`. ranks: processes of the worker, 0 or 1: this one alone;
     slowest: of several, the one that has stood still for the longest, whose `counter` and `beat_ns` these are.
+    allocated_bytes, reserved_bytes: of device memory, by torch's allocator; 0 on the CPU.
     """
 
     counter: int
@@ -66,6 +69,8 @@ class Pulse:
     role: str = ""
     ranks: int = 0
     slowest: int | None = None
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def compute_ns(self) -> int:
@@ -133,6 +138,10 @@ class Row:
         """So many bytes more were given to others. Raises: ValueError for an unknown operation."""
         self._words[_SENT_BYTES + OPERATIONS.index(operation)] += n_bytes
 
+    def device_memory(self, allocated_bytes: int, reserved_bytes: int) -> None:
+        """What tensors take of the device's memory, and what the allocator holds for them."""
+        self._words[_ALLOCATED], self._words[_RESERVED] = allocated_bytes, reserved_bytes
+
     def reset(self, incarnation: int, pid: int, ranks: int = 1) -> None:
         """Begin a new life: everything zero, phase 'starting'. ranks: of the worker's cell."""
         words = self._words
@@ -190,6 +199,8 @@ class Row:
             stage=w[_STAGE] - 1 if w[_STAGE] else None,
             role=ROLES[role] if 0 <= role < len(ROLES) else "",
             ranks=w[_RANKS],
+            allocated_bytes=w[_ALLOCATED],
+            reserved_bytes=w[_RESERVED],
         )
 
 
@@ -242,6 +253,8 @@ class Board:
             beat_ns=cell[slowest].beat_ns,
             sent_bytes=tuple(map(sum, zip(*(pulse.sent_bytes for pulse in cell), strict=True))),
             slowest=slowest,
+            allocated_bytes=sum(pulse.allocated_bytes for pulse in cell),
+            reserved_bytes=sum(pulse.reserved_bytes for pulse in cell),
         )
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.observe.logs import RECORD, WorkerLog
 from everstep.protocol.messages import WorkerLife
-from everstep.runtime.board import OPERATIONS, PHASES, Board
+from everstep.runtime.board import OPERATIONS, PHASES, Board, Pulse
 
 PRINTED_LEVEL = {"stdout": "info", "stderr": "warning"}
 _READ_BYTES = 1 << 16
@@ -286,6 +286,7 @@ class Sampler:
             "samples": pulse.samples,
             "passes": pulse.lanes,
             "rss_bytes": sum(rss_bytes for _, rss_bytes in (usage, *limbs)),
+            **_device_memory(pulse),
             "cpu_s": sum(cpu_s for cpu_s, _ in (usage, *limbs)),
             "seconds": {group: round(spent, 6) for group, spent in seconds.items() if spent},
             "bytes": {name: sent for name, sent in zip(OPERATIONS, pulse.sent_bytes, strict=True) if sent},
@@ -306,6 +307,12 @@ class Sampler:
             if file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n"):
                 file.dropped = 0
             file.close()
+
+
+def _device_memory(pulse: Pulse) -> dict[str, int]:
+    if not pulse.reserved_bytes:
+        return {}
+    return {"device_allocated_bytes": pulse.allocated_bytes, "device_reserved_bytes": pulse.reserved_bytes}
 
 
 def rotate(path: Path, most_files: int) -> None:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.base.config_keys import SINKS
+from everstep.base.config_keys import NOTICES, SINKS
 from everstep.protocol.roles import PEOPLE
 from everstep.runtime import address
 
@@ -23,7 +23,7 @@ _OURS = {
     address.NOTES_FILE,
     *(address.LOGS_FOLDER, address.METRICS_FOLDER, address.PROFILES_FOLDER, address.CHECKPOINTS_DIR),
     *map(address.role_file, PEOPLE),
-    *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS),
+    *("ledger", "final", "chaos", "report.html", "report-figures", *SINKS, NOTICES),
 }
 _OURS_TOO = re.compile(
     rf"previous-\d+|\.({'|'.join(map(re.escape, _OURS))})\.\d+"  # moved there by --fresh; being written

@@ -17,9 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.base.config_keys import NOTICES
 from everstep.base.given import read_given
 from everstep.report.account import goodput
 from everstep.report.history import History
+from everstep.report.settings import shown_settings
+from everstep.report.usage import Newest
 from everstep.report.words import Event, as_dict, number, one_line, sentence, whole_number
 from everstep.runtime.address import write_atomically
 from everstep.runtime.commands import sole_holder
@@ -27,6 +30,7 @@ from everstep.sinks.sink import Sink, SinkFailed, SinkJob
 
 CURSOR_FILE = "published.json"
 _LOCK_FILE = "publishing.lock"
+_MOST_WORKERS = 64
 _LATE_S = 5.0  # samples of all hosts are there after that
 
 
@@ -72,6 +76,7 @@ class Publication:
         self._last_ns = self._goodput_ns = 0
         self._carried: dict[str, float] = {}
         self._sampled_s = self._cursor.sampled_s
+        self._worker_step = self._cursor.sampled_step
 
     def advance(self, over: bool) -> bool:
         """Deliver what is new, and remember that; returns whether there was anything. over: the job has ended.
@@ -189,6 +194,21 @@ class Publication:
         at = bisect.bisect_right(steps.columns[0], time_s) - 1
         return (int(steps.x[at]), int(steps.columns[6][at])) if at >= 0 else (0, 0)
 
+    def _each_worker(self) -> None:
+        """What the first workers' newest samples say, while they are new."""
+        usage, facts = self.history.usage, self.history.facts
+        newest_ns = max((worker.time_ns for worker in usage.workers.values()), default=0)
+        step = self._at(newest_ns / 1e9)[0]
+        if facts.ended_ns is not None or step <= self._worker_step:
+            return
+        self._worker_step = step
+        values: dict[str, float] = {}
+        for worker_id, worker in sorted(usage.workers.items())[:_MOST_WORKERS]:
+            fact = facts.workers.get(worker_id)
+            if fact is not None and fact.state not in ("dead", "left"):
+                values |= {f"worker{worker_id}/{name}": value for name, value in _of_worker(worker)}
+        self._tell(step, newest_ns, values, again=False)
+
     # ---- the sink
 
     def _tell(self, step: int, time_ns: int, values: Mapping[str, float], again: bool) -> None:
@@ -215,11 +235,13 @@ class Publication:
         self._run = SinkJob(self.run_dir, self.folder, *known_as, fresh, self._told_step, memory)
         with self._failing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sink.begin(self._run, as_dict(job.get("config")))
+            config = as_dict(job.get("config"))
+            self._sink.begin(self._run, config if self.name == NOTICES else shown_settings(config))
 
     def _keep(self, everything: bool) -> None:
         """What was told has arrived, and is never told again. everything: also what samples of others may complete."""
         self._breakdown(everything)
+        self._each_worker()
         if self._run is None:
             return
         with self._failing():
@@ -239,6 +261,19 @@ class Publication:
         except Exception as error:  # whatever a library raises
             said = one_line(error, 300) or "no reason given"
             raise SinkFailed(f"the sink {self.name} failed: {type(error).__name__}: {said}") from error
+
+
+def _of_worker(worker: Newest) -> Iterator[tuple[str, float]]:
+    row, spent = worker.row, worker.spent
+    for name in ("rss_bytes", "device_allocated_bytes", "device_reserved_bytes"):
+        if row.get(name):
+            yield name, number(row.get(name))
+    if spent is not None:
+        for name in ("step_s", "communication_s", "busy"):
+            value = getattr(spent, name)
+            if value is not None:
+                yield name, value
+        yield from ((f"sent_bytes_per_s/{op}", value) for op, value in spent.bytes_per_s.items())
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from everstep.base.config_keys import NOTICES
 from everstep.base.errors import ConfigError, EverstepError
 from everstep.report.words import Event
 
@@ -22,6 +23,7 @@ _BEHIND = {
     "wandb": "everstep.sinks.wandb_run:WandbRun",
     "mlflow": "everstep.sinks.mlflow_run:MlflowRun",
     "otel": "everstep.sinks.otel_spans:OtelSpans",
+    NOTICES: "everstep.sinks.notices:Notices",
 }
 OVER = ("completed", "failed", "interrupted")
 
@@ -99,6 +101,8 @@ def check_installed(names: Sequence[str]) -> None:
 
 def _needed(name: str) -> list[str]:
     """The modules that a sink needs, as the environment configures it."""
+    if name == NOTICES:
+        return []
     if name == "mlflow":
         return ["mlflow", *(() if os.environ.get("MLFLOW_TRACKING_URI") else ("sqlalchemy", "alembic"))]
     if name != "otel":

@@ -127,6 +127,9 @@ class Lanes:
         """So many more were trained on."""
         self._samples += samples
         self._view.link.row.set(samples=self._samples)
+        if self.device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+            self._view.link.row.device_memory(allocated, reserved)
 
 
 class Passes:

@@ -7,6 +7,7 @@ step and idempotent, so every worker writes its own file and a reader takes the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -161,8 +162,15 @@ class Publisher:
             step=outcome.step,
             loss=outcome.loss,
             samples=outcome.samples,
+            **_tokens(outcome),
             **extra,
         )
+
+
+def _tokens(outcome: StepOutcome) -> dict[str, int]:
+    """How many tokens a step had, where the loss is a mean over something finer than samples."""
+    counted = math.isfinite(outcome.weight) and outcome.weight.is_integer() and outcome.weight > outcome.samples
+    return {"tokens": int(outcome.weight)} if counted else {}
 
 
 def _row(outcome: StepOutcome, generation: int) -> bytes:

@@ -266,6 +266,11 @@ def test_in_a_small_window_the_dead_keep_their_lines(tmp_path: Path) -> None:
 def test_small_words() -> None:
     assert [duration(s) for s in (0.4, 65, 3720)] == ["0s", "1m05s", "1h02m"]
     assert step_line(Facts(), 3, None) == "step 3  generation 0"
+    facts = Facts()
+    for step in (1, 2):
+        event = {"time_unix_ns": step * 10**9, "step": step, "loss": 1.0, "samples": 4, "tokens": 400, "lr": [0.00125]}
+        facts.take({"kind": "step_committed", **event})
+    assert step_line(facts, 2, None) == "step 2  loss 1.0000  lr 0.00125  400 tokens/s  generation 0"
 
 
 def test_status_of_a_job_that_is_over_lists_its_workers(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.base.config import describe, load_config, to_dict
-from everstep.base.config_keys import SINKS
+from everstep.base.config_keys import NOTICES, SINKS
 from everstep.base.errors import ConfigError
 from everstep.cli import run as run_module
 from everstep.cli.job import JobFile, write_job
@@ -28,7 +28,7 @@ def test_the_key_takes_lists_and_text() -> None:
         with pytest.raises(ConfigError, match=r"sinks: expected list of tensorboard \| wandb \| mlflow \| otel, got"):
             load_config([("--set", {"sinks": said})])
     assert ("sinks", "list of tensorboard | wandb | mlflow | otel", "none") in {row[:3] for row in describe()}
-    assert tuple(sink_module._BEHIND) == SINKS
+    assert tuple(sink_module._BEHIND) == (*SINKS, NOTICES)
 
 
 @pytest.fixture

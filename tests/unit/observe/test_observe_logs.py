@@ -59,6 +59,7 @@ def test_records_say_who_and_where() -> None:
     }
     assert after["host"] == os.uname().nodename and after["pid"] > 0
     assert abs(after["time_unix_ns"] - time.time_ns()) < 60e9 and "exception" not in after
+    assert (after["module"], after["file"]) == ("<string>", "<string>") and after["line"] > before["line"] > 0
     assert "careful" in careful["message"]
     assert "uncaught in thread side" in thread["message"] and "ZeroDivisionError" in thread["exception"]
     assert uncaught["level"] == "critical" and "ValueError: the end" in uncaught["exception"]

@@ -47,11 +47,11 @@ def growing(text: str) -> Values:
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     counted = {name for name, kind in kinds.items() if kind in ("counter", "histogram")}
     ends = ("_total", "_bucket", "_sum", "_count")
-    own_life = "everstep_worker_cpu_seconds"
+    own_life = {"everstep_worker_cpu_seconds", "everstep_worker_communication_bytes"}
     return {
         key: value
         for key, value in values_of(text).items()
-        if key[0].endswith(ends) and key[0].rpartition("_")[0] in counted - {own_life}
+        if key[0].endswith(ends) and key[0].rpartition("_")[0] in counted - own_life
     }
 
 
@@ -250,3 +250,24 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("everstep_device_utilization_ratio", "1") not in found
     assert found["everstep_device_memory_used_bytes", "1"] == 10
     assert list(device_families([])) == []
+
+
+def test_each_worker_has_its_device_memory_step_time_and_bytes() -> None:
+    history = History(Path("/nowhere"))
+    history.facts.take({"kind": "worker_joined", "time_unix_ns": 1, "worker_id": 3, "incarnation": 0, "pid": 7})
+    for at_s in (1, 2):
+        row = {
+            "worker_id": 3,
+            "incarnation": 0,
+            "step": 4 * at_s,
+            "seconds": {"forward": 0.5 * at_s, "reduce": 0.2 * at_s},
+        }
+        row |= {"bytes": {"reduce": 100 * at_s}, "device_allocated_bytes": 5, "device_reserved_bytes": 8}
+        history.usage.take({"t": at_s * 10**9, "host": "h", "workers": [row]})
+    found = values_of(text_of(history, running=True))
+    assert found["everstep_worker_device_allocated_bytes", "3"] == 5
+    assert found["everstep_worker_device_reserved_bytes", "3"] == 8
+    assert found["everstep_worker_step_seconds", "3"] == 0.25
+    assert found["everstep_worker_communication_seconds", "3"] == pytest.approx(0.05)
+    assert found["everstep_worker_busy_ratio", "3"] == 0.5
+    assert found["everstep_worker_communication_bytes_total", "reduce 3"] == 200

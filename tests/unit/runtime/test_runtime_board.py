@@ -23,6 +23,15 @@ def test_rows_are_apart() -> None:
     assert (pulse.step, pulse.phase, pulse.incarnation, pulse.pid, pulse.generation) == (0, "starting", 2, 55, 0)
 
 
+def test_device_memory_is_of_one_life() -> None:
+    board = Board.create(1)
+    assert (board.read(0).allocated_bytes, board.read(0).reserved_bytes) == (0, 0)
+    board.row(0).device_memory(5 << 30, 8 << 30)
+    assert (board.read(0).allocated_bytes, board.read(0).reserved_bytes) == (5 << 30, 8 << 30)
+    board.row(0).reset(incarnation=1, pid=1)
+    assert board.read(0).reserved_bytes == 0
+
+
 def test_every_phase_can_be_told() -> None:
     board = Board.create(1)
     for phase in PHASES:

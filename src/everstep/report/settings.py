@@ -1,0 +1,18 @@
+"""A job's settings as others may see them: pages, reports and services that a job is told to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.report.words import as_dict
+
+HIDDEN = "(not shown)"
+
+
+def shown_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested config of job.json, without what may hold a secret: the arguments of a command."""
+    rule = as_dict(config.get("notify"))
+    if not rule.get("command"):
+        return dict(config)
+    return {**config, "notify": {**rule, "command": HIDDEN}}

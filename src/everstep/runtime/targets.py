@@ -1,0 +1,83 @@
+"""Where Prometheus finds the metrics of all runs in a folder: one file of targets and one token beside the runs.
+
+Prometheus gives one token to all targets of a file, so runs that share the file share the token. Only a folder that is
+ours, and that nobody else can write to, has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from everstep.base.given import read_json
+from everstep.runtime.address import write_atomically
+from everstep.runtime.commands import is_locked
+
+TARGETS_FILE = "everstep-targets.json"
+TARGETS_TOKEN_FILE = "everstep-metrics-token"
+_LOCK_FILE = ".everstep-targets.lock"
+_MOST_TARGETS = 2000
+_PATIENCE_S = 2.0
+
+
+def shared_folder(run_dir: Path) -> Path | None:
+    """The folder whose runs share their targets; None if others could write there."""
+    folder = run_dir.resolve().parent
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return folder if found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
+
+
+def put_target(run_dir: Path, target: dict[str, Any] | None) -> None:
+    """From now on this run is found there; None: no more. Runs that nobody holds any more go, too. What cannot be
+    written is left: it only informs."""
+    folder, name = shared_folder(run_dir), run_dir.resolve().name
+    if folder is None:
+        return
+    with contextlib.suppress(OSError), _alone(folder):
+        others = [one for one in _targets(folder / TARGETS_FILE) if (said := _run_of(one)) and said != name]
+        kept = [one for one in others if is_locked(folder / _run_of(one))][:_MOST_TARGETS]
+        write_atomically(folder / TARGETS_FILE, json.dumps([*kept, *([target] if target is not None else [])]))
+
+
+def _targets(path: Path) -> list[Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _run_of(target: Any) -> str:
+    """The run's name that a target has as its label; "" if it is none of ours."""
+    labels = target.get("labels") if isinstance(target, dict) else None
+    name = labels.get("run") if isinstance(labels, dict) else None
+    good = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+    return str(name) if good else ""
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises: OSError if another process does not let go of it."""
+    fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)

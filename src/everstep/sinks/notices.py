@@ -1,0 +1,239 @@
+"""Notices: a command, or a web address, is told of chosen events (`notify.*`).
+
+A sink like the others, so in a process of its own: told in order, tried again, and never in the way of training. What
+has arrived is kept in `DIR/notify`, so that nothing is told twice when it is tried again. How much is told is bounded:
+of a storm of events, the first ones and then how many more there were. The address of a webhook is a secret: it comes
+from the environment alone, and no message, file or page shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from everstep.base.config_keys import NotifyConfig
+from everstep.base.errors import ConfigError
+from everstep.base.given import read_json
+from everstep.report.words import Event, as_dict, cause, known, one_line, whole_number
+from everstep.runtime.address import write_atomically
+from everstep.runtime.process import die_with_parent
+from everstep.sinks.sink import Sink, SinkFailed, SinkJob
+
+_DELIVERED_FILE = "delivered.json"
+_AT_ONCE = 10
+_HOURLY = 60
+_HOUR_S = 3600.0
+_STALE_S = 3600.0
+_PAUSES_S = (0.0, 0.5, 2.0)
+_REMEMBERED = 512
+_MOST_BYTES = 1 << 16
+_OURS = ("EVERSTEP_TOKEN", "EVERSTEP_DASHBOARD_TOKEN", "EVERSTEP_METRICS_TOKEN")
+_NO_FAILURES = ("busy", "regrouped")
+Notice = dict[str, Any]
+
+
+def check_notify(config: NotifyConfig) -> None:
+    """Raises: ConfigError, one line without secrets, if notices are wanted and cannot be given."""
+    if config.command is not None:
+        words = _words(config.command)
+        if shutil.which(words[0]) is None:
+            raise ConfigError(
+                f"notify.command: expected a program that can be run, found no {words[0]!r}: give its path"
+            )
+    if config.webhook is not None:
+        _address(config.webhook)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"notify.command: {str(error).lower()}: write it as in a shell") from None
+    if not words:
+        raise ConfigError(
+            "notify.command: expected a program and its arguments, got nothing: give e.g. notify.command=mail.sh"
+        )
+    return words
+
+
+def _address(variable: str) -> str:
+    """The address that an environment variable holds. Raises: ConfigError, which does not show it."""
+    url = os.environ.get(variable, "").strip()
+    if not url:
+        raise ConfigError(f"notify.webhook: expected an address in the environment variable {variable}, it is not set")
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"notify.webhook: expected https://HOST/... in {variable}, it holds something else")
+    return url
+
+
+class Notices(Sink):
+    """Tells what is chosen. sleep, clock: of tests."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.time) -> None:
+        self._sleep, self._clock = sleep, clock
+        self._ways: list[tuple[str, Callable[[Notice], str]]] = []
+        self._wanted: frozenset[str] = frozenset()
+        self._timeout_s = 20.0
+        self._waiting: list[Notice] = []
+        self._told: deque[str] = deque(maxlen=_REMEMBERED)
+        self._lately: deque[float] = deque(maxlen=_HOURLY)
+        self._left_out: Counter[str] = Counter()
+        self._file = Path()
+        self._about: Notice = {}
+
+    def begin(self, run: SinkJob, config: Mapping[str, Any]) -> None:
+        """Takes the rules, and what was told by a process before this one. Raises: ConfigError."""
+        rule = as_dict(config.get("notify"))
+        self._wanted = frozenset(map(str, rule.get("events") or ()))
+        timeout_s = rule.get("timeout_s")
+        self._timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else self._timeout_s
+        if rule.get("command"):
+            words = _words(str(rule["command"]))
+            self._ways.append(("notify.command", lambda notice: self._run(words, notice)))
+        if rule.get("webhook"):
+            url = _address(str(rule["webhook"]))
+            self._ways.append(("notify.webhook", lambda notice: self._post(url, notice)))
+        self._file = run.folder / _DELIVERED_FILE
+        with contextlib.suppress(OSError, ValueError):
+            told = as_dict(read_json(self._file, _MOST_BYTES)).get("told")
+            self._told.extend(str(one)[:200] for one in (told if isinstance(told, list) else []))
+        self._about = {
+            "run": run.name,
+            "run_dir": str(run.run_dir.resolve()),
+            "task": run.task,
+            "host": os.uname().nodename,
+        }
+
+    def event(self, step: int, text: str, event: Event) -> None:
+        kind = str(event["kind"])
+        why = str(event.get("cause"))
+        if kind not in self._wanted or (kind == "checkpoint_failed" and why in _NO_FAILURES):
+            return
+        time_ns = whole_number(event.get("time_unix_ns"))
+        if self._clock() - time_ns / 1e9 > _STALE_S:
+            return  # nobody is to be woken by what is long over
+        why_then = {"cause": cause(event), "reason": one_line(event.get("reason"))}
+        said = {"event": kind, "text": f"{self._about['run']}: {one_line(text)}", "step": step, **why_then}
+        said["worker_id"] = known(event.get("worker_id"))
+        notice = {**said, "time_unix_ns": time_ns, **self._about}
+        if _key(notice) not in self._told:
+            self._waiting.append(notice)
+
+    def flush(self) -> None:
+        while self._waiting:
+            notice = self._next()
+            if notice is None:
+                return
+            for way, deliver in self._ways:
+                key = f"{way} {_key(notice)}"
+                if key not in self._told:
+                    self._deliver(way, deliver, notice)
+                    self._told.append(key)
+                    self._remember()
+            self._told.append(_key(notice))
+            self._waiting.pop(0)
+            self._lately.append(self._clock())
+            self._remember()
+
+    def _next(self) -> Notice | None:
+        """The next to be told; of too many, one that stands for the rest."""
+        now_s = self._clock()
+        if len(self._lately) == _HOURLY and now_s - self._lately[0] < _HOUR_S:
+            self._left_out.update(notice["event"] for notice in self._waiting)
+            self._waiting.clear()
+            return None
+        if len(self._waiting) > _AT_ONCE or self._left_out:
+            rest = self._waiting[_AT_ONCE - 1 :] if len(self._waiting) > _AT_ONCE else []
+            self._left_out.update(notice["event"] for notice in rest)
+            newest = self._waiting[-1]
+            counted = ", ".join(f"{count} x {kind}" for kind, count in sorted(self._left_out.items()))
+            self._left_out.clear()
+            del self._waiting[len(self._waiting) - len(rest) :]
+            text = f"{self._about['run']}: and more, which are not told one by one: {counted}"
+            self._waiting.append({**newest, "event": "more", "text": text})
+        return self._waiting[0]
+
+    def _deliver(self, way: str, deliver: Callable[[Notice], str], notice: Notice) -> None:
+        """Raises: SinkFailed once it has been tried several times."""
+        why = ""
+        for pause_s in _PAUSES_S:
+            self._sleep(pause_s)
+            why = deliver(notice)
+            if not why:
+                return
+        raise SinkFailed(f"{way} did not take a notice: {why}")
+
+    def _remember(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, json.dumps({"told": list(self._told)}))
+
+    def _run(self, words: list[str], notice: Notice) -> str:
+        """Run the command with the notice on its standard input; "" if it went well, else why not."""
+        env = {name: value for name, value in os.environ.items() if name not in _OURS}
+        env |= {"EVERSTEP_EVENT": notice["event"], "EVERSTEP_TEXT": notice["text"], "EVERSTEP_RUN": notice["run"]}
+        parent = os.getpid()
+        try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        except (OSError, ValueError) as error:
+            return f"{words[0]!r} cannot be run: {getattr(error, 'strerror', None) or type(error).__name__}"
+        try:
+            process.communicate(json.dumps(notice).encode() + b"\n", timeout=self._timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"{words[0]!r} took longer than {self._timeout_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+            process.wait()
+        return f"{words[0]!r} ended with {process.returncode}" if process.returncode else ""
+
+    def _post(self, url: str, notice: Notice) -> str:
+        """Post the notice as JSON; `text` is what chats show. "" if it went well, else why not, without the address."""
+        headers = {"content-type": "application/json", "user-agent": "everstep"}
+        request = urllib.request.Request(url, json.dumps(notice).encode(), headers, method="POST")
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self._timeout_s) as answer:
+                answer.read(1024)
+        except urllib.error.HTTPError as error:
+            return f"the server answered {error.code}"
+        except Exception as error:  # whatever it says may hold the address
+            reason = getattr(error, "reason", error)
+            return f"the server cannot be reached: {type(reason).__name__}"
+        return ""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A notice goes where it was meant to, or nowhere."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _key(notice: Notice) -> str:
+    """By which a notice is known again."""
+    return f"{notice['time_unix_ns']} {notice['event']} {notice['worker_id']}"
