@@ -150,8 +150,10 @@ def progressed(job: JobState, worker: Worker, message: m.Progress) -> None:
     """A step is committed."""
     follow(job, message.generation)
     worker.reached(message.step)
-    job.progress.reached(message.step, message.step_ms)
-    if 0 < message.generation == job.agreement.plan.generation:
+    here = message.generation == job.agreement.plan.generation
+    if here or not job.agreement.entered:  # else it may be of a step that all have gone back from
+        job.progress.reached(message.step, message.step_ms)
+    if here and message.generation:
         job.agreement.enter(worker.key.worker_id)
         job.recovery.complete(job.progress.step, message.committed_unix_ns)
 
