@@ -19,7 +19,7 @@ from everstep.cli.ledger import audit_run
 from everstep.observe.events import parse_events, read_events
 from everstep.runtime.process import pinned_environment
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 HERE = Path(__file__).parent
 Event = dict[str, Any]
 
