@@ -6,8 +6,11 @@ same.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
+import ssl
 import struct
 import tempfile
 import time
@@ -20,6 +23,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from everstep.base.config import load_config, to_dict
+from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import EverstepError
 from everstep.base.given import parse_json
 from everstep.chaos.account import account
@@ -50,6 +54,7 @@ from everstep.runtime.address import read_address
 from everstep.runtime.handshake import TAG_BYTES, Caller, Ends, Greeter, Seals, keys_of, role_token
 from everstep.runtime.journal import format_entry
 from everstep.runtime.journal import parse as parse_journal
+from everstep.runtime.tls import Tls, shown_by
 from everstep.sinks.publication import read_cursor
 
 MOST_SECONDS = 5.0
@@ -162,6 +167,27 @@ def _greeted(data: bytes) -> bytes:
 def _answered() -> bytes:
     caller = Caller(role_token(b"t" * 32, "worker", "w"), "worker", "w", Ends("127.0.0.1:2", "127.0.0.1:1"))
     return caller.answer(Greeter(keys_of(b"t" * 32, frozenset({"worker"})), "127.0.0.1:1").greeting)
+
+
+@functools.cache
+def _tls() -> Tls:
+    shown = shown_by(TlsConfig("on"), b"t" * 32, "127.0.0.1")
+    if shown is None:
+        raise AssertionError("nothing is shown")
+    return Tls(shown)
+
+
+def _client_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+def _secured(data: bytes) -> bytes:
+    pipe = _tls().pipe()
+    return b"".join(pipe.feed(data[at : at + 99]) for at in range(0, len(data), 99))
 
 
 def _framed(body: bytes) -> bytes:
@@ -294,6 +320,7 @@ def targets() -> list[FuzzTarget]:
                    again=lambda found: json.dumps(found.to_dict()).encode()),
         FuzzTarget("digest", [b'{"version":1,"step":3,"model":"ab","state":"cd"}'],
                    _in_file("final/digest.json", lambda path: read_digest(path.parents[1]))),
+        FuzzTarget("tls", [_client_hello()], _secured),
         FuzzTarget("address", [b'{"pid":3,"host":"127.0.0.1","port":80}'], _in_file("coordinator.json", read_address)),
         FuzzTarget("published", [b'{"begun_ns":1,"lines":3,"sampled_s":1.5,"sampled_step":1,"memory":{"a":"b"}}'],
                    _in_file("published.json", lambda path: read_cursor(path.parent)), ()),

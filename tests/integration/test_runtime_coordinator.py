@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from everstep.base.config import load_config, to_dict
-from everstep.base.errors import ConfigError, EverstepError
+from everstep.base.config_keys import TlsConfig
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.observe.events import read_events
 from everstep.protocol.messages import MAX_FRAME_BYTES, Command, CommandReply, decode, encode
 from everstep.protocol.roles import COMMANDS, PEOPLE
@@ -28,16 +30,18 @@ from everstep.runtime.context import WorkerContext
 from everstep.runtime.fork_server import DEFAULT_PRELOAD
 from everstep.runtime.fork_server_client import start_fork_server
 from everstep.runtime.handshake import Seals, role_token
+from everstep.runtime.tls import Shown, Tls, shown_by
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A directory with a coordinator."""
+def run_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory with a coordinator. A parameter: its settings."""
     wire.write_token(tmp_path / "token", wire.new_token())
-    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(load_config([]))}))
+    config = load_config([("test", getattr(request, "param", {}))])
+    (tmp_path / "job.json").write_text(json.dumps({"config": to_dict(config)}))
     process = subprocess.Popen([sys.executable, "-m", "everstep.runtime.coordinator_main", str(tmp_path)])
     end = time.monotonic() + PATIENCE_S
     while not (tmp_path / "coordinator.json").exists() and time.monotonic() < end:
@@ -205,3 +209,33 @@ def test_the_fork_server_imports_torch_without_starting_threads(
     finally:
         fork_server.close(5.0)
         board.close()
+
+
+@pytest.mark.parametrize("run_dir", [{"security.tls.mode": "on"}], indirect=True)
+def test_over_tls_people_need_their_token_alone_and_all_others_a_certificate(run_dir: Path, tmp_path: Path) -> None:
+    token = wire.read_token(run_dir / "token")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "coordinator.json").write_bytes((run_dir / "coordinator.json").read_bytes())
+    wire.write_token(other / role_file("read"), role_token(token, "read"))
+    assert ask(other, "status")["state"] == "starting"
+
+    own, strange = (shown_by(TlsConfig("on"), secret, "127.0.0.1") for secret in (token, b"u" * 32))
+    assert own is not None and strange is not None
+    with wire.secured(_connect(run_dir), Tls(own)) as sock:
+        _prove(sock, run_dir, "agent")
+    with wire.secured(_connect(run_dir), Tls(Shown("", "", own.ca, True))) as sock:
+        with pytest.raises(ProtocolError, match="refused"):
+            _prove(sock, run_dir, "agent")
+    with wire.secured(_connect(run_dir), Tls(replace(strange, ca=own.ca))) as sock:
+        with pytest.raises(ProtocolError, match=r"it refused what this end shows"):
+            _prove(sock, run_dir, "agent")
+    with pytest.raises(ProtocolError, match="a certificate that counts for nothing here"):
+        wire.secured(_connect(run_dir), Tls(strange))
+    with _connect(run_dir) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert _closed(plain)
+    assert ask(run_dir, "status")["state"] == "starting"
+    reasons = [e["reason"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "warning"]
+    assert 1 <= len(reasons) <= 4 and not any("\n" in reason for reason in reasons), reasons
+    assert "expected a certificate of who claims the role 'agent', it showed none" in reasons[0]

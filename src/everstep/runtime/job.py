@@ -476,7 +476,7 @@ class JobLink:
 
     def goodbye(self, why: Why) -> None:
         """The agents of other hosts, if there are any left, need not wait for this job any more."""
-        if self._client.connected:
+        if self._client.wait_connected(GOODBYE_S / 4):
             self._client.send(Goodbye(cause=why.cause, reason=why.reason))
             self._told.wait(GOODBYE_S)
 

@@ -341,9 +341,11 @@ def test_a_spare_leaves_at_once_too(started: Started) -> None:
 
 
 def test_who_was_told_of_the_end_before_leaves_as_it_was_told(started: Started) -> None:
-    started.coordinator.hear(m.AgentHello)
+    request = started.with_worker()
     started.coordinator.say(OVER)
     started.coordinator.say(BYE)
+    started.server.workers[0].terminate()
+    started.server.exited(request)
     assert started.end() == Left(0)
 
 

@@ -18,7 +18,7 @@ from everstep.base.ports import Piece, Reduced
 from everstep.exact.image import BLOCK_BYTES, sizes_of
 from everstep.exact.state import ModelState
 from everstep.protocol.step_types import Key, Pieces, Record
-from everstep.runtime.peer import PeerConnection, PeerServer
+from everstep.runtime.peer import PeerConnection, PeerServer, peer_connect
 from everstep.train import taking
 from everstep.train.executor import Cutter, Unusable
 from everstep.train.heal import Donor, FollowedStep, Held, Offer, ReceivedOffer, StageGradient, next_item
@@ -111,7 +111,7 @@ def taker(own: Mapping[int, Held] | None = None) -> Taker:
     size = make_state().n_blocks * BLOCK_BYTES
     view = SimpleNamespace(
         cutter=Cutter(lambda generation: None),
-        link=SimpleNamespace(token=TOKEN, me="9.0"),
+        link=SimpleNamespace(call_peer=lambda address, request: peer_connect(address, TOKEN, request), me="9.0"),
         stages=SimpleNamespace(expected_bytes=size),
         tick=lambda: None,
     )
