@@ -330,4 +330,21 @@ def targets() -> list[FuzzTarget]:
                    _in_file("events.jsonl", lambda path: around(path.parent, 6)), ()),
         FuzzTarget("weights", [struct.pack("<Q", len(_HEADER)) + _HEADER + bytes(8)],
                    _in_file("m.safetensors", lambda path: list(read_weights(path)))),
+        *_conversations(),
     ]  # fmt: skip
+
+
+def _conversations() -> list[FuzzTarget]:
+    import fuzz_conversations as said
+
+    gather = records.encode(records.GatherPayload(b"abc", 5))
+    return [
+        FuzzTarget("holding", [said.holding()], records.decode_holding, again=records.encode_holding),
+        FuzzTarget("agree", [said.agree()], said.concluded, said.REFUSED),
+        FuzzTarget("gather", [gather], said.gathered),
+        FuzzTarget("offer", [said.offer()], said.offered),
+        FuzzTarget("feed", [said.fed()], lambda data: said.followed(data, _Trusting())),
+        FuzzTarget("small state", [said.small_state()], said.unpacked),
+        FuzzTarget("dashboard", said.REQUESTS, said.page_server(), ()),
+        FuzzTarget("object store", said.ANSWERS, said.store_client()),
+    ]

@@ -36,6 +36,13 @@ def test_while_a_member_joins() -> None:
         assert simulate(seed, setup=alone(220, SimFault("kill", 90, pick=1))).ok, seed
 
 
+def test_a_slot_that_was_given_up_while_the_coordinator_was_dead_is_heard_of() -> None:
+    faults = (SimFault("given_up", 150, for_ms=80, pick=1),)
+    for seed in SEEDS:
+        outcome = simulate(seed, setup=Setup(4, 0, 2, 1, "replace", SimJob(12, 6, 3), faults))
+        assert outcome.ok and outcome.reports.get("warning") == 1, outcome
+
+
 @pytest.mark.parametrize("first", ["kill", "scale"])
 def test_a_plan_that_is_lacking_in_the_journal_is_learned_from_the_workers(first: str) -> None:
     for seed in SEEDS:

@@ -69,6 +69,8 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
 
     slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
+    lost: slots that it has given up; failed: that it can do nothing more. Both may have been said to a coordinator that
+    was dead by then.
     """
 
     host: str
@@ -76,6 +78,8 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     slots: int
     room: int = 0
     process: str = ""
+    lost: list[SlotLost] = []
+    failed: HostFailed | None = None
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):

@@ -102,6 +102,8 @@ class AgentLink:
         self._rtts_ms: deque[float] = deque(maxlen=31)
         self._paces: dict[tuple[int, int], tuple[Rate, LaneTime]] = {}
         self._next_s = 0.0
+        self._lost: dict[int, SlotLost] = {}
+        self._failed: HostFailed | None = None
         key = role_token(token, AGENT)
         self.client = ControlClient(address, key, AGENT, agent_id, self._hello, self._receive, tls=tls)
 
@@ -160,6 +162,7 @@ class AgentLink:
 
     def worker_started(self, life: WorkerLife) -> None:
         """A process was started."""
+        self._lost.pop(life.worker_id, None)
         self.client.send(WorkerStarted(agent_id=self.agent_id, worker=life))
 
     def worker_exited(
@@ -181,11 +184,13 @@ class AgentLink:
 
     def slot_lost(self, worker_id: int, why: Why) -> None:
         """A slot was given up."""
-        self.client.send(SlotLost(agent_id=self.agent_id, worker_id=worker_id, **vars(why)))
+        self._lost[worker_id] = SlotLost(agent_id=self.agent_id, worker_id=worker_id, **vars(why))
+        self.client.send(self._lost[worker_id])
 
     def host_failed(self, why: Why) -> None:
         """No restart helps any further here."""
-        self.client.send(HostFailed(agent_id=self.agent_id, **vars(why)))
+        self._failed = HostFailed(agent_id=self.agent_id, **vars(why))
+        self.client.send(self._failed)
 
     def notice(self, kind: str, fields: dict[str, Any]) -> None:
         """Something for whoever watches the job."""
@@ -205,6 +210,8 @@ class AgentLink:
             slots=self._slots(),
             room=self._room,
             process=self._process,
+            lost=list(self._lost.values()),
+            failed=self._failed,
         )
 
     def _receive(self, message: AnyMessage) -> None:

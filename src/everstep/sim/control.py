@@ -159,6 +159,7 @@ class AgentProcess(Process):
         super().__init__(world, f"agent-{host}", host)
         self.control = control
         self.slots = sorted(worker_ids)
+        self.lost: dict[int, wire.SlotLost] = {}  # slots that it has given up
         self.waiting: set[int] | None = None  # slots to be started when there is a fork server again
         self.workers: dict[int, SimWorker] = {}
         self.heartbeat_ns = heartbeat_ns
@@ -172,11 +173,12 @@ class AgentProcess(Process):
 
     def _hello(self) -> list[wire.AnyMessage]:
         lives = [_life(w) for _, w in sorted(self.workers.items()) if w.alive]
-        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, slots=len(self.slots))]
+        lost = list(self.lost.values())
+        return [wire.AgentHello(agent_id=self.name, host=self.host, workers=lives, slots=len(self.slots), lost=lost)]
 
     def start(self, worker_id: int) -> None:
         """Start the slot's next life."""
-        if self.ended or worker_id not in self.slots:
+        if self.ended or worker_id not in self.slots or worker_id in self.lost:
             return
         if self.waiting is not None:
             self.waiting.add(worker_id)
@@ -187,6 +189,13 @@ class AgentProcess(Process):
         worker = self.control.new_worker(worker_id, self)
         self.workers[worker_id] = worker
         self.client.send(wire.WorkerStarted(agent_id=self.name, worker=_life(worker)))
+
+    def give_up(self, worker: SimWorker) -> None:
+        """Its slot gets no other life."""
+        slot, why = worker.me.worker_id, "it died again and again"
+        self.lost[slot] = wire.SlotLost(agent_id=self.name, worker_id=slot, cause=Cause.CRASH_LOOP, reason=why)
+        worker.die("it died once too often")
+        self.client.send(self.lost[slot])
 
     def lose_fork_server(self) -> None:
         """It dies. Its workers outlive it, but for those that it has not told of yet; until it has been replaced, no

@@ -494,6 +494,13 @@ def _senseless(injector: SimInjector, fault: SimFault, worker: SimWorker | None)
     injector.for_a_while(fault, control.start_coordinator)
 
 
+def _given_up(injector: SimInjector, fault: SimFault, target: SimWorker) -> None:
+    """An agent gives up a slot, and the coordinator dies before it has heard of it."""
+    injector.control.coordinator.die("SIGKILL")
+    injector.control.agents[target.host].give_up(target)
+    injector.for_a_while(fault, injector.control.start_coordinator)
+
+
 def _save(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     injector.control.command("checkpoint", {})
 
@@ -534,6 +541,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "signal": (0, _signal),
     "end_alone": (0, _end_alone),
     "senseless": (0, _senseless),
+    "given_up": (0, _one(_given_up)),
     "old_plan": (0, _one(_old_plan)),
     "double_plan": (0, _one(_double_plan)),
     "fork_server": (0, _fork_server),
@@ -555,5 +563,6 @@ _MORE = {
 """How often each is drawn, among these."""
 DIFFERS = ("faults", "differs")
 """A worker that builds another initial state than all others; that is no matter of time."""
-KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in ("end_alone", "senseless")), DIFFERS)
-"""What `World.seen` counts of them; two have scenarios of their own."""
+_APART = ("end_alone", "senseless", "given_up")
+KNOWN = (*(("faults", kind) for kind in _KINDS if kind not in _APART), DIFFERS)
+"""What `World.seen` counts of them; the others have scenarios of their own."""

@@ -25,10 +25,10 @@ BLOCKS = 3
 INITIAL = 2
 PLANES = (("model", 2), ("exp_avg", 2))
 
-SimBlock = tuple[int, ...]
+UnitValues = tuple[int, ...]
 """By number of the unit, of those that a stage has."""
-SimGradient = tuple[SimBlock, ...]
-Blocks = tuple[SimBlock | None, ...]
+SimGradient = tuple[UnitValues, ...]
+Blocks = tuple[UnitValues | None, ...]
 """A stage's state, by number of the block."""
 
 
@@ -161,7 +161,7 @@ def through(state: Blocks, step: int, lane: int, entering: int, coming_back: int
     return coming_back, tuple(tuple(one[block][0] for one in reversed(leaves)) for block in range(BLOCKS))
 
 
-def add(left: SimBlock, right: SimBlock) -> SimBlock:
+def add(left: UnitValues, right: UnitValues) -> UnitValues:
     """One block of two subtrees."""
     return tuple(hash((a, b, 17)) & -2 | (a | b) & 1 for a, b in zip(left, right, strict=True))
 
@@ -172,7 +172,7 @@ def update(state: Blocks, step: int, gradient: SimGradient) -> Blocks:
     return tuple(zip(*units, strict=True))
 
 
-def _updated(unit: Blocks, step: int, gradient: SimBlock) -> SimBlock:
+def _updated(unit: Blocks, step: int, gradient: UnitValues) -> UnitValues:
     bit = _bit(unit) | any(value & 1 for value in gradient)
     made = hash((unit, step, *gradient))
     return tuple(hash((made, block)) & -2 | bit for block in range(len(unit)))

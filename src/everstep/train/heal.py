@@ -8,6 +8,7 @@ names those that it wants.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from everstep.base.errors import CheckpointCorrupt, EverstepError, check
+from everstep.base.errors import CheckpointCorrupt, EverstepError, InvariantViolation, ProtocolError
 from everstep.base.extents import WHOLE, Coded, Extents
 from everstep.base.plan import Member
 from everstep.base.ports import Piece, Reduced
@@ -38,6 +39,12 @@ log = logging.getLogger(__name__)
 
 MAX_BACKLOG = 16
 _SERVE_TIMEOUT_S = 60.0
+_MOST_BYTES = 1 << 36
+_MOST_PARAMETERS = 1 << 20
+_OTHER_FORMS = (
+    *(LookupError, TypeError, ValueError, AttributeError, OverflowError, MemoryError, RecursionError),
+    *(InvariantViolation, msgspec.MsgspecError),
+)
 
 
 # ---- states by block
@@ -388,18 +395,32 @@ def receive_blocks(
 
 
 def offered(header: Mapping[str, Any], states: Mapping[int, StageState]) -> ReceivedOffer:
-    """What a donor has told, with the states that came."""
-    gathers = {
-        Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text)) for name, text in header["gathers"].items()
-    }
-    records = decode_records(bytes.fromhex(header["records"]))
-    return ReceivedOffer(Key(*header["position"]), records, gathers, states, bytes.fromhex(header["application"]))
+    """What a donor has told, with the states that came. Raises: ProtocolError if that is none of it."""
+    with _Sent("a donor's offer"):
+        gathers = {
+            Key(*map(int, name.split(","))): decode_records(bytes.fromhex(text))
+            for name, text in header["gathers"].items()
+        }
+        records, (step, seq) = decode_records(bytes.fromhex(header["records"])), header["position"]
+        return ReceivedOffer(Key(int(step), int(seq)), records, gathers, states, bytes.fromhex(header["application"]))
 
 
 def parts_in(header: Mapping[str, Any], stages: Sequence[int]) -> dict[int, Extents]:
-    """What a donor says that it has of these stages."""
-    parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
-    return {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
+    """What a donor says that it has of these stages. Raises: ProtocolError if that is none of it."""
+    with _Sent("what a donor has"):
+        parts = msgspec.convert(header.get("parts", {}), dict[str, Coded], strict=False)
+        return {k: Extents.decoded(parts[str(k)]) if str(k) in parts else WHOLE for k in stages}
+
+
+class _Sent(contextlib.AbstractContextManager[None]):
+    """Turns what reading something raises that is not of the expected form into `ProtocolError`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _OTHER_FORMS):
+            raise ProtocolError(f"expected {self._what}, got another form ({error!r:.200})") from error
 
 
 # ---- steps on the wire
@@ -416,18 +437,20 @@ class FollowedStep:
 
 
 def next_item(connection: PeerConnection, numel: Mapping[int, int]) -> FollowedStep | int:
-    """The next step of the feed, or (caught up) the number of the last one. numel: by stage, as for `feed`."""
+    """The next step of the feed, or (caught up) the number of the last one. numel: by stage, as for `feed`.
+
+    Raises: CollectiveAborted if the donor goes; ProtocolError if it sends something else.
+    """
     header = connection.recv_json()
-    if header["kind"] == "caught_up":
-        return int(header["step"])
-    records, application = (bytearray(size) for size in header["nbytes"])
-    for part in (records, application):
-        connection.recv_into(part)
-    step = int(header["step"])
-    gradients = {
-        int(k): _receive_gradient(connection, step, facts, numel[int(k)]) for k, facts in header["stages"].items()
-    }
-    return FollowedStep(step, decode_records(bytes(records)), gradients, bytes(application))
+    with _Sent("a step that a donor feeds"):
+        if header["kind"] == "caught_up":
+            return int(header["step"])
+        records, application = (connection.recv_bytes(_MOST_BYTES) for _ in range(2))
+        step = int(header["step"])
+        gradients = {
+            int(k): _receive_gradient(connection, step, facts, numel[int(k)]) for k, facts in header["stages"].items()
+        }
+        return FollowedStep(step, decode_records(bytes(records)), gradients, bytes(application))
 
 
 def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any], list[Any]]:
@@ -447,13 +470,15 @@ def _pack_gradient(gradient: StageGradient, numel: int) -> tuple[dict[str, Any],
 
 
 def _receive_gradient(connection: PeerConnection, step: int, told: dict[str, Any], numel: int) -> StageGradient:
-    check(told["numel"] == numel, f"a fed gradient has {told['numel']} elements, expected {numel}")
-    presence = bytearray(told["presence"])
-    connection.recv_into(presence)
+    if told["numel"] != numel:
+        raise ProtocolError(f"expected a fed gradient of {numel} elements, got {str(told['numel'])[:40]}")
+    presence = connection.recv_bytes(numel + _MOST_PARAMETERS)
     flat = torch.empty(numel, dtype=torch.float32)
     connection.recv_into(bytes_of(flat))
     received: dict[TiePlace, torch.Tensor | None] = {TiePlace(*row): None for row in told["absent"]}
     for name, unit, stage, size in told["tied"]:
+        if not 0 <= size <= numel:
+            raise ProtocolError(f"expected a tied gradient of at most {numel} elements, got {str(size)[:40]}")
         tied = torch.empty(size, dtype=torch.float32)
         connection.recv_into(bytes_of(tied))
         received[TiePlace(name, unit, stage)] = tied
@@ -501,8 +526,11 @@ class StateCopy:
 
 def unpack_state(state: ModelState, data: bytes) -> None:
     """Load what `pack_state` made. Raises: CheckpointCorrupt if it was altered."""
-    manifest, blocks = msgspec.msgpack.decode(data, type=tuple[str, list[bytes]])
-    state.load(json.loads(manifest), lambda i: blocks[i])
+    try:
+        manifest, blocks = msgspec.msgpack.decode(data, type=tuple[str, list[bytes]])
+        state.load(json.loads(manifest), lambda i: blocks[i])
+    except _OTHER_FORMS as error:
+        raise CheckpointCorrupt(f"expected a small state, got another form ({error!r:.200})") from error
 
 
 # ---- connections

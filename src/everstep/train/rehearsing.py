@@ -28,6 +28,7 @@ from everstep.runtime.process import close_descriptors, die_with_parent, own_com
 from everstep.train.link import LaunchedLink
 from everstep.train.reachable import of_user
 from everstep.train.rehearsal import IN_REHEARSAL, LIMIT_S, LifeLink, Rehearsal, Rehearsed, run_script
+from everstep.train.script_files import files_of
 
 PROCESS = "everstep.train.rehearsal_process"
 _REMEMBERED, _FOLDER, _VERDICT = "rehearsed.json", "rehearsal", "verdict.json"
@@ -184,10 +185,21 @@ def _gpus() -> bool:
 
 
 def script_digest(script: str, argv: Iterable[str]) -> str:
-    """Of a script and its arguments; 32 hex digits."""
+    """Of a script, of the modules that it imports from its own folder, and of its arguments; 32 hex digits."""
     found = hashlib.blake2b(read_given(script), digest_size=16)
     found.update(json.dumps(list(argv)).encode())
+    first, *others = files_of(script)
+    for path in others:
+        said = str(path.relative_to(first.parent)), hashlib.blake2b(_content(path)).hexdigest()
+        found.update(json.dumps(said).encode())
     return found.hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_given(path)
+    except (OSError, ValueError):
+        return b""  # nor can the script import it
 
 
 def is_rehearsed(run_dir: Path, digest: str, *, tried: bool = False) -> bool:

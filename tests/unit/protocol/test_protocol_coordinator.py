@@ -537,6 +537,21 @@ def test_only_the_host_that_has_a_slot_can_give_it_up():
     assert world.report("warning")["reason"] == "its slot was given up: it ends at once"
 
 
+def test_what_an_agent_has_given_up_is_heard_again_in_its_hello():
+    world = two_hosts()
+    lost = m.SlotLost(agent_id="a2", worker_id=1, reason="it ends at once", cause=Cause.EXITED)
+    hello = m.AgentHello(agent_id="a2", host="h2", workers=[], slots=1, lost=[lost])
+    world.connect("a2-again", "agent")
+    world.say("a2-again", hello)
+    assert world.report("warning")["reason"] == "its slot was given up: it ends at once"
+    told = world.kinds().count("warning")
+    world.say("a2-again", hello)
+    assert world.kinds().count("warning") == told, "it is known"
+    failed = m.HostFailed(agent_id="a2", reason="no fork server", cause=Cause.CRASH_LOOP)
+    world.say("a2-again", m.AgentHello(agent_id="a2", host="h2", workers=[], slots=1, failed=failed))
+    assert world.report("job_failed")["reason"] == "no fork server"
+
+
 def test_a_returning_agent_names_the_lives_that_are_left():
     world = running()
     drop(world, "a1")

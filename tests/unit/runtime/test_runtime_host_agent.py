@@ -263,6 +263,19 @@ def test_slots_without_workers_are_told_once_they_have_all_left(started: Started
     started.coordinator.notice("workers_left")
 
 
+def test_a_slot_that_was_given_up_is_told_again_to_who_comes_next(started: Started) -> None:
+    started.coordinator.hear(m.AgentHello)
+    started.coordinator.say(started.facts(on_failure="shrink"))
+    started.coordinator.say(m.SetSlots(worker_ids=[1], first=[0]))
+    request = started.server.start()
+    life = started.coordinator.hear(m.WorkerStarted).worker
+    started.coordinator.say(m.KillWorker(worker_id=1, incarnation=life.incarnation, reason="test"))
+    started.server.exited(request)
+    lost = started.coordinator.hear(m.SlotLost)
+    started.coordinator.hang_up()
+    assert started.coordinator.hear(m.AgentHello).lost == [lost]
+
+
 def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     started.coordinator.hear(m.AgentHello)
     monkeypatch.setattr("everstep.runtime.host_agent.SERVER_HOPELESS", 1)
@@ -271,6 +284,8 @@ def test_what_no_restart_can_help_ends_the_job(started: Started, monkeypatch: py
     started.server._sock.shutdown(socket.SHUT_RDWR)
     started.server.process.kill()
     failed = started.coordinator.hear(m.HostFailed)
+    started.coordinator.hang_up()
+    assert started.coordinator.hear(m.AgentHello).failed == failed, "it may have been said to a dead one"
     assert failed.cause == Cause.CRASH_LOOP and "the fork server cannot start" in failed.reason
 
 

@@ -49,6 +49,10 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
         if worker.agent_id == agent.agent_id:
             evict(job, worker, why, kill=False)
     job.slots.not_run(agent.agent_id, {key.worker_id for key in agent.lives})
+    for lost in hello.lost:
+        slot_lost(job, agent, lost)
+    if hello.failed is not None:
+        host_failed(job, agent, hello.failed)
 
 
 def _saw_life(job: JobState, agent: Agent, life: m.WorkerLife) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from everstep.base.cause import Cause
-from everstep.base.errors import ProtocolError, check
+from everstep.base.errors import InvariantViolation, ProtocolError, check
 from everstep.base.extents import Coded, Extents
 from everstep.placement.tree import fold, total_sumsq
 from everstep.protocol.driver.policy import END, Due
@@ -129,9 +129,15 @@ def encode(said: AgreePayload | GatherPayload | Record | Mapping[int, Record]) -
 
 
 def conclude(step: int, n_lanes: int, records: Mapping[int, Record]) -> StepOutcome:
-    """Fold the records of one agree, in lane and block order."""
-    payloads = {worker_id: _agree.decode(records[worker_id].payload) for worker_id in sorted(records)}
-    stages = 1 + max(section.stage for payload in payloads.values() for section in payload.sections)
+    """Fold the records of one agree, in lane and block order.
+
+    Raises: ProtocolError, InvariantViolation if they are not those of a step.
+    """
+    payloads = {worker_id: _decoded(_agree, records[worker_id].payload) for worker_id in sorted(records)}
+    named = [section.stage for payload in payloads.values() for section in payload.sections]
+    stages = 1 + max(named, default=-1)
+    if set(named) != set(range(min(stages, len(named)))):
+        raise ProtocolError(f"expected sections of all stages in the records of step {step}, got those of {named[:8]}")
     sections: list[dict[int, StageSection]] = [{} for _ in range(stages)]
     for worker_id, payload in payloads.items():
         for section in payload.sections:
@@ -210,14 +216,14 @@ def _sumsq(stages: Sequence[Mapping[int, StageSection]]) -> float:
 
 def committed_unix_ns(records: Mapping[int, Record], is_agree: bool) -> int:
     """When the first worker committed the step before this decision; 0 if nobody said."""
-    decoder = _agree if is_agree else _gather
-    times = [decoder.decode(records[w].payload).committed_unix_ns for w in sorted(records)]
+    payloads = [records[w].payload for w in sorted(records)]
+    times = [(_decoded(_agree, p) if is_agree else _decoded(_gather, p)).committed_unix_ns for p in payloads]
     return min((t for t in times if t), default=0)
 
 
 def gathered(records: Mapping[int, Record]) -> dict[int, bytes]:
     """The data of a gather by worker id."""
-    return {w: _gather.decode(records[w].payload).data for w in sorted(records)}
+    return {w: _decoded(_gather, records[w].payload).data for w in sorted(records)}
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
@@ -278,10 +284,13 @@ def encode_holding(holding: Holding) -> bytes:
 
 
 def decode_holding(data: bytes) -> Holding:
-    """What `encode_holding` made."""
+    """What `encode_holding` made. Raises: ProtocolError if that is none."""
     held = _decoded(_held, data)
-    parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
-    kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+    try:
+        parts = {k: Extents.decoded(coded) for k, coded in held.parts.items()}
+        kept_parts = {(k, at): Extents.decoded(coded) for k, at, coded in held.kept_parts}
+    except (InvariantViolation, ValueError) as error:
+        raise ProtocolError(f"expected what another member holds: {str(error)[:200]!a}") from None
     alike = {name: getattr(held, name) for name in _ALIKE}
     return Holding(position=Key(held.step, held.seq), parts=parts, kept_parts=kept_parts, **alike)
 
