@@ -13,6 +13,7 @@ from everstep.report.words import Event, as_dict, cause, known, number, one_line
 
 _MOST = 1000
 _MOST_NAMED = 6
+_SHRUGGED_STEPS = 3
 _DID = {
     Cause.KILLED: "was killed",
     Cause.CRASHED: "crashed",
@@ -26,6 +27,7 @@ _DID = {
     Cause.CORRUPT: "held a damaged state",
     Cause.NONDETERMINISTIC: "computed other bits than the others",
     Cause.PREEMPTED: "was taken away by the scheduler",
+    Cause.INJECTED: "was struck by a fault on purpose",
 }
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
@@ -109,7 +111,8 @@ class Incident:
 
     def line(self) -> str:
         """All of it in one line."""
-        went = [] if self.end_ns is None else [f"training went on after {self._after(self.end_ns)}"]
+        stood = self.end_ns is not None and self.end_ns > self.begin_ns
+        went = [f"training went on after {self._after(self.end_ns or 0)}"] if stood else []
         whole = self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns
         went += [f"whole again after {self._after(self.whole_ns or 0)}"] if whole else []
         return "; ".join([self.what, *self.done, *went])
@@ -127,6 +130,7 @@ class Incidents:
     count: int = 0
     _homes: dict[int, str] = field(default_factory=dict)
     _redone: Incident | None = None
+    _shrugged: dict[str, tuple[int, int, Hit]] = field(default_factory=dict)
 
     @property
     def newest(self) -> Incident | None:
@@ -146,7 +150,7 @@ class Incidents:
     @property
     def waits(self) -> bool:
         """Whether the next commit says something about an incident."""
-        return self.open is not None or self._redone is not None
+        return self.open is not None or self._redone is not None or bool(self._shrugged)
 
     def committed(self, time_ns: int, step: int) -> None:
         """This step was committed at that time; it may be told when a later one has begun."""
@@ -154,6 +158,10 @@ class Incidents:
         if redone is not None and time_ns > (redone.planned_ns or 0):
             redone.did(f"step {step} was done again")
             self._redone = None
+        for who, (struck_ns, at, hit) in list(self._shrugged.items()):
+            if step > at + _SHRUGGED_STEPS:  # it cost nothing
+                del self._shrugged[who]
+                self._alone(hit, struck_ns, at, "training did not stand still")
         if incident is not None and incident.suspect and time_ns > incident.begin_ns:
             incident.did("it went on by itself")
             self._went_on(time_ns)
@@ -165,6 +173,7 @@ class Incidents:
         for incident in self.missed():
             incident.whole_ns = incident.end_ns
         self.open = self._redone = None
+        self._shrugged.clear()
 
     # ---- events
 
@@ -187,8 +196,16 @@ class Incidents:
         incident = self._strike(hit, time_ns, step)
         incident.suspect = incident.suspect or fresh
 
+    def _injected(self, event: Event, time_ns: int, step: int) -> None:
+        """Told on its own only if nothing else comes of it."""
+        worker_id = known(event.get("worker_id"))
+        who = "coordinator" if worker_id is None else f"worker {worker_id}"
+        if len(self._shrugged) < _MOST_NAMED:
+            self._shrugged[who] = (time_ns, step, Hit(who, Cause.INJECTED, _reason(event)))
+
     def _strike(self, hit: Hit, begin_ns: int, step: int) -> Incident:
         incident = self.open
+        self._shrugged.pop(hit.who, None)
         if incident is None:
             self.count += 1
             incident = self.open = Incident(self.count, begin_ns, step + 1, hit.cause)
@@ -315,6 +332,7 @@ def _listed(ids: frozenset[int]) -> str:
 _ACTS = {
     "worker_evicted": Incidents._evicted,
     "worker_suspected": Incidents._suspected,
+    "fault_injected": Incidents._injected,
     "generation_started": Incidents._plan,
     "leader_changed": Incidents._leader,
     "worker_healed": Incidents._healed,

@@ -63,8 +63,18 @@ def test_what_training_does_not_stand_still_for() -> None:
     damaged = event("fallback", 5.9, step=4, what="checkpoint", cause="corrupt", reason="a block differs")
     told = lines([*trained(), died, damaged])
     assert told == [
-        "the coordinator was killed; it was restarted; training went on after 0 µs",
-        "a checkpoint was damaged (a block differs); an older one is used; training went on after 0 µs",
+        "the coordinator was killed; it was restarted",
+        "a checkpoint was damaged (a block differs); an older one is used",
+    ]
+
+
+def test_a_fault_that_was_injected_is_told_once() -> None:
+    struck = event("fault_injected", 5.8, worker_id=2, cause="injected", reason="chaos fault 'x' strikes")
+    died = [*trained(), struck, killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2)]
+    after = [commit(step, 6 + step / 10) for step in range(11, 16)]
+    assert [line.partition(";")[0] for line in lines([*died, *after])] == ["worker 2 was killed"]
+    assert lines([*trained(), struck, *after]) == [
+        "worker 2 was struck by a fault on purpose (chaos fault 'x' strikes); training did not stand still"
     ]
 
 
