@@ -348,7 +348,7 @@ class Facts:
         if self.incidents.waits:
             self.incidents.committed(time_ns, step)
         unsettled = self.state != "running" or self._suspected or self.started_ns is not None
-        if (unsettled or self._fault_ns is not None) and time_ns > (self._fault_ns or 0) and self.ended_ns is None:
+        if (unsettled or self._fault_ns is not None) and self.incidents.open is None and self.ended_ns is None:
             self._go_on(time_ns)
 
     def _go_on(self, time_ns: int) -> None:

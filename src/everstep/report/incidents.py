@@ -14,6 +14,7 @@ from everstep.report.words import Event, as_dict, cause, known, number, one_line
 _MOST = 1000
 _MOST_NAMED = 6
 _SHRUGGED_STEPS = 3
+_LATE_STEPS = 2
 _DID = {
     Cause.KILLED: "was killed",
     Cause.CRASHED: "crashed",
@@ -162,10 +163,12 @@ class Incidents:
             if step > at + _SHRUGGED_STEPS:  # it cost nothing
                 del self._shrugged[who]
                 self._alone(hit, struck_ns, at, "training did not stand still")
-        if incident is not None and incident.suspect and time_ns > incident.begin_ns:
-            incident.did("it went on by itself")
-            self._went_on(time_ns)
-        elif incident is not None and incident.planned_ns is not None and time_ns > incident.planned_ns:
+        if incident is None:
+            return
+        since_ns = incident.begin_ns if incident.suspect else incident.planned_ns
+        if (since_ns is not None and time_ns > since_ns) or step > incident.step + _LATE_STEPS:  # clocks may differ
+            if incident.suspect:
+                incident.did("it went on by itself")
             self._went_on(time_ns)
 
     def begins(self) -> None:
@@ -183,7 +186,11 @@ class Incidents:
             return
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
         home = self._homes.get(worker_id, "") if worker_id is not None else ""
-        incident = self._strike(Hit(f"worker {worker_id}", why, _reason(event), home), min(died_ns, time_ns), step)
+        hit = Hit(f"worker {worker_id}", why, _reason(event), home)
+        if self._homes and worker_id not in self._homes and hit.who not in (self.open.struck if self.open else ()):
+            self._alone(hit, min(died_ns, time_ns), step, "it took no part")
+            return
+        incident = self._strike(hit, min(died_ns, time_ns), step)
         incident.suspect, incident.planned_ns, incident.cause = False, None, why
         if worker_id is not None:
             incident.lost |= {worker_id}

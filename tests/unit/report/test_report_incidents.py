@@ -88,6 +88,24 @@ def test_going_back_is_part_of_the_incident() -> None:
     assert facts_of(events).redo_to == 0
 
 
+def test_a_spare_that_dies_stops_nobody() -> None:
+    spare = event("worker_joined", 2.6, worker_id=4, incarnation=0)
+    facts = facts_of([*trained(), spare, killed(4, 5.8)])
+    assert facts.incidents.open is None
+    assert [one.line() for one in facts.incidents.all] == ["worker 4 was killed; it took no part"]
+    facts.take(commit(11, 6.0))
+    assert (facts.state, facts.workers[4].state) == ("running", "dead")
+
+
+def test_clocks_that_differ_keep_no_incident_open() -> None:
+    """Steps are told with the time of the host that committed them."""
+    for slow_s in (0, 3600):
+        facts = facts_of([*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])])
+        for step in range(11, 17):
+            facts.take(commit(step, 6 + step / 10 - slow_s))
+        assert (facts.state, facts.incidents.open, facts.step) == ("running", None, 16)
+
+
 def test_who_leaves_in_order_is_no_incident() -> None:
     drained = event("worker_evicted", 6, worker_id=1, incarnation=0, cause="drained", reason="as asked")
     assert lines([*trained(), drained]) == []
