@@ -5,10 +5,12 @@ Apart from the log of events, which has ten lines for what a person wants to rea
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
+from everstep.report.seats import seats_of
 from everstep.report.words import Event, as_dict, cause, known, number, one_line, time_text, whole_number
 
 _MOST = 1000
@@ -146,7 +148,8 @@ class Incidents:
         """Take in the next event, which is no commit. step: the newest one by then."""
         act = _ACTS.get(event["kind"])
         if act is not None:
-            act(self, event, time_ns, step)
+            with contextlib.suppress(TypeError, ValueError):  # it makes no sense; the facts count that
+                act(self, event, time_ns, step)
 
     @property
     def waits(self) -> bool:
@@ -247,21 +250,16 @@ class Incidents:
     def _remember(self, event: Event) -> None:
         leaders = event.get("leaders")
         leading = leaders if isinstance(leaders, list) else [event.get("leader")]
-        seats, stages = event.get("seats"), len(leading)
         homes: dict[int, str] = {}
-        for seat in seats if isinstance(seats, list) else []:
-            if isinstance(seat, list) and len(seat) >= 2 and isinstance(seat[0], int):
-                where = f"stage {seat[1]}" if stages > 1 else ""
-                leads = "leader" if seat[0] in leading else ""
-                homes[seat[0]] = " of ".join(part for part in (leads, where) if part)
-        if not homes:
-            homes = {int(i): "leader" if int(i) in leading else "" for i in as_dict(event.get("lanes")) if i.isdigit()}
+        for worker_id, held in seats_of(event).items():
+            where = "stage " + ", ".join(str(stage) for stage, _, _ in held) if len(leading) > 1 else ""
+            homes[worker_id] = " of ".join(part for part in ("leader" * (worker_id in leading), where) if part)
         self._homes = homes
 
     def _leader(self, event: Event, time_ns: int, step: int) -> None:
         if self.open is not None:
-            stage = event.get("stage")
-            self.open.did(f"worker {event.get('worker_id')} leads{f' stage {stage}' if stage else ''}")
+            stage = known(event.get("stage"))
+            self.open.did(f"worker {known(event.get('worker_id'))} leads{f' stage {stage}' if stage else ''}")
 
     def _healed(self, event: Event, time_ns: int, step: int) -> None:
         worker_id = known(event.get("worker_id"))
@@ -295,7 +293,7 @@ class Incidents:
 
     def _given_up(self, event: Event, time_ns: int, step: int) -> None:
         if cause(event) is Cause.CRASH_LOOP and self.newest is not None:
-            self.newest.did(f"the slot of worker {event.get('worker_id')} was given up")
+            self.newest.did(f"the slot of worker {known(event.get('worker_id'))} was given up")
 
     def _recovered(self, event: Event, time_ns: int, step: int) -> None:
         incident = self.open
