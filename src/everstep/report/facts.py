@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.base.cause import Cause, Why
+from everstep.base.cause import Cause
 from everstep.report.account import Stretch, TimeAccount
 from everstep.report.incidents import Incidents
 from everstep.report.pace import Pace
 from everstep.report.recovery import RecoveryFact, recovery_of
+from everstep.report.seats import seats_of
 from everstep.report.series import POINTS, Series
 from everstep.report.words import (
     Event,
-    as_dict,
     cause,
     checkpoint_result,
     known,
@@ -171,7 +171,7 @@ class Facts:
     ended_ns: int | None = None
     redo_to: int = 0
     began_again_ns: int | None = None
-    stopping: Why | None = None
+    stopping: Trouble | None = None
     full: Trouble | None = None
     pace: Pace = field(default_factory=Pace)
     incidents: Incidents = field(default_factory=Incidents)
@@ -351,7 +351,7 @@ class Facts:
         if self.incidents.waits:
             self.incidents.committed(time_ns, step)
         unsettled = self.state != "running" or self._suspected or self.started_ns is not None
-        if (unsettled or self._fault_ns is not None) and time_ns > (self._fault_ns or 0) and self.ended_ns is None:
+        if (unsettled or self._fault_ns is not None) and self.incidents.open is None and self.ended_ns is None:
             self._go_on(time_ns)
 
     def _go_on(self, time_ns: int) -> None:
@@ -373,7 +373,7 @@ class Facts:
             self.waiting_ns = None
 
     def _generation_started(self, event: Event, time_ns: int) -> None:
-        seats = _seats(event)
+        seats = seats_of(event)
         before, self._seated = self._seated, frozenset(seats)
         leaders = event.get("leaders")
         if not isinstance(leaders, list):
@@ -396,7 +396,7 @@ class Facts:
         self.wanted = _integer(event, "target") or self.wanted
         self.account.capacity(time_ns, len(seats) / self.wanted if self.wanted else 1.0)
         if cause(event) in (Cause.INTERRUPTED, Cause.PREEMPTED):
-            self.stopping = Why(*_why(event))
+            self._stops(event, time_ns)
         self._clean = False
         self._end_of_waiting(time_ns)
         if self.state == "waiting":
@@ -506,6 +506,11 @@ class Facts:
         if ok and stall_s:
             self.account.paint(time_ns - round(stall_s * 1e9), time_ns, "checkpoints")
 
+    def _stops(self, event: Event, time_ns: int) -> None:
+        """The job is being ended: since it was asked for, with the newest word for it."""
+        if event["kind"] == "generation_started" or event.get("command") == "stop":
+            self.stopping = Trouble(self.stopping.time_ns if self.stopping else time_ns, one_line(event.get("reason")))
+
     def _warning(self, event: Event, time_ns: int) -> None:
         if cause(event) is Cause.DISK:
             self.full = Trouble(time_ns, one_line(event.get("reason")))
@@ -573,6 +578,7 @@ _ACTS = {
     "checkpoint_failed": Facts._checkpoint,
     "checkpoint_skipped": Facts._checkpoint,
     "warning": Facts._warning,
+    "commanded": Facts._stops,
     "job_completed": Facts._ended,
     "job_failed": Facts._ended,
 }
@@ -588,16 +594,3 @@ def _float(value: Any) -> float | None:
 
 def _integer(event: Event, name: str) -> int:
     return whole_number(event.get(name))
-
-
-def _seats(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
-    """worker_id -> (stage, role, lanes) of its seats; events of older jobs know one stage only."""
-    found: dict[int, list[tuple[int, str, list[int]]]] = {}
-    seats = event.get("seats")
-    if isinstance(seats, list):
-        for worker_id, stage, role, lanes in seats:
-            found.setdefault(int(worker_id), []).append((int(stage), str(role), [int(x) for x in lanes]))
-        return found
-    for text, taken in as_dict(event.get("lanes")).items():
-        found.setdefault(int(text), []).append((0, "", [int(x) for x in taken]))
-    return found

@@ -164,8 +164,8 @@ def _starting(facts: Facts, now: Now) -> Headline | None:
 def _stopping(facts: Facts, now: Now) -> Headline | None:
     if facts.stopping is None:
         return None
-    since = facts.generations[-1].time_ns if facts.generations else now.time_ns
-    return Headline("warning", f"Stopping for {span(_s(since, now))}: {facts.stopping.reason}.", _stands(facts, now))
+    text = f"Stopping for {span(_s(facts.stopping.time_ns, now))}: {facts.stopping.reason}."
+    return Headline("warning", text, _stands(facts, now))
 
 
 def _finishing(facts: Facts, now: Now) -> Headline | None:

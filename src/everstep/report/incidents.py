@@ -5,14 +5,18 @@ Apart from the log of events, which has ten lines for what a person wants to rea
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
 from everstep.base.cause import Cause
+from everstep.report.seats import seats_of
 from everstep.report.words import Event, as_dict, cause, known, number, one_line, time_text, whole_number
 
 _MOST = 1000
 _MOST_NAMED = 6
+_SHRUGGED_STEPS = 3
+_LATE_STEPS = 2
 _DID = {
     Cause.KILLED: "was killed",
     Cause.CRASHED: "crashed",
@@ -26,6 +30,7 @@ _DID = {
     Cause.CORRUPT: "held a damaged state",
     Cause.NONDETERMINISTIC: "computed other bits than the others",
     Cause.PREEMPTED: "was taken away by the scheduler",
+    Cause.INJECTED: "was struck by a fault on purpose",
 }
 _THINGS = {
     "checkpoint": "a checkpoint was damaged",
@@ -109,7 +114,8 @@ class Incident:
 
     def line(self) -> str:
         """All of it in one line."""
-        went = [] if self.end_ns is None else [f"training went on after {self._after(self.end_ns)}"]
+        stood = self.end_ns is not None and self.end_ns > self.begin_ns
+        went = [f"training went on after {self._after(self.end_ns or 0)}"] if stood else []
         whole = self.whole_ns is not None and self.end_ns is not None and self.whole_ns > self.end_ns
         went += [f"whole again after {self._after(self.whole_ns or 0)}"] if whole else []
         return "; ".join([self.what, *self.done, *went])
@@ -127,6 +133,7 @@ class Incidents:
     count: int = 0
     _homes: dict[int, str] = field(default_factory=dict)
     _redone: Incident | None = None
+    _shrugged: dict[str, tuple[int, int, Hit]] = field(default_factory=dict)
 
     @property
     def newest(self) -> Incident | None:
@@ -141,12 +148,13 @@ class Incidents:
         """Take in the next event, which is no commit. step: the newest one by then."""
         act = _ACTS.get(event["kind"])
         if act is not None:
-            act(self, event, time_ns, step)
+            with contextlib.suppress(TypeError, ValueError):  # it makes no sense; the facts count that
+                act(self, event, time_ns, step)
 
     @property
     def waits(self) -> bool:
         """Whether the next commit says something about an incident."""
-        return self.open is not None or self._redone is not None
+        return self.open is not None or self._redone is not None or bool(self._shrugged)
 
     def committed(self, time_ns: int, step: int) -> None:
         """This step was committed at that time; it may be told when a later one has begun."""
@@ -154,10 +162,16 @@ class Incidents:
         if redone is not None and time_ns > (redone.planned_ns or 0):
             redone.did(f"step {step} was done again")
             self._redone = None
-        if incident is not None and incident.suspect and time_ns > incident.begin_ns:
-            incident.did("it went on by itself")
-            self._went_on(time_ns)
-        elif incident is not None and incident.planned_ns is not None and time_ns > incident.planned_ns:
+        for who, (struck_ns, at, hit) in list(self._shrugged.items()):
+            if step > at + _SHRUGGED_STEPS:  # it cost nothing
+                del self._shrugged[who]
+                self._alone(hit, struck_ns, at, "training did not stand still")
+        if incident is None:
+            return
+        since_ns = incident.begin_ns if incident.suspect else incident.planned_ns
+        if (since_ns is not None and time_ns > since_ns) or step > incident.step + _LATE_STEPS:  # clocks may differ
+            if incident.suspect:
+                incident.did("it went on by itself")
             self._went_on(time_ns)
 
     def begins(self) -> None:
@@ -165,6 +179,7 @@ class Incidents:
         for incident in self.missed():
             incident.whole_ns = incident.end_ns
         self.open = self._redone = None
+        self._shrugged.clear()
 
     # ---- events
 
@@ -174,7 +189,11 @@ class Incidents:
             return
         died_ns = whole_number(event.get("died_unix_ns")) or time_ns
         home = self._homes.get(worker_id, "") if worker_id is not None else ""
-        incident = self._strike(Hit(f"worker {worker_id}", why, _reason(event), home), min(died_ns, time_ns), step)
+        hit = Hit(f"worker {worker_id}", why, _reason(event), home)
+        if self._homes and worker_id not in self._homes and hit.who not in (self.open.struck if self.open else ()):
+            self._alone(hit, min(died_ns, time_ns), step, "it took no part")
+            return
+        incident = self._strike(hit, min(died_ns, time_ns), step)
         incident.suspect, incident.planned_ns, incident.cause = False, None, why
         if worker_id is not None:
             incident.lost |= {worker_id}
@@ -187,8 +206,16 @@ class Incidents:
         incident = self._strike(hit, time_ns, step)
         incident.suspect = incident.suspect or fresh
 
+    def _injected(self, event: Event, time_ns: int, step: int) -> None:
+        """Told on its own only if nothing else comes of it."""
+        worker_id = known(event.get("worker_id"))
+        who = "coordinator" if worker_id is None else f"worker {worker_id}"
+        if len(self._shrugged) < _MOST_NAMED:
+            self._shrugged[who] = (time_ns, step, Hit(who, Cause.INJECTED, _reason(event)))
+
     def _strike(self, hit: Hit, begin_ns: int, step: int) -> Incident:
         incident = self.open
+        self._shrugged.pop(hit.who, None)
         if incident is None:
             self.count += 1
             incident = self.open = Incident(self.count, begin_ns, step + 1, hit.cause)
@@ -223,21 +250,16 @@ class Incidents:
     def _remember(self, event: Event) -> None:
         leaders = event.get("leaders")
         leading = leaders if isinstance(leaders, list) else [event.get("leader")]
-        seats, stages = event.get("seats"), len(leading)
         homes: dict[int, str] = {}
-        for seat in seats if isinstance(seats, list) else []:
-            if isinstance(seat, list) and len(seat) >= 2 and isinstance(seat[0], int):
-                where = f"stage {seat[1]}" if stages > 1 else ""
-                leads = "leader" if seat[0] in leading else ""
-                homes[seat[0]] = " of ".join(part for part in (leads, where) if part)
-        if not homes:
-            homes = {int(i): "leader" if int(i) in leading else "" for i in as_dict(event.get("lanes")) if i.isdigit()}
+        for worker_id, held in seats_of(event).items():
+            where = "stage " + ", ".join(str(stage) for stage, _, _ in held) if len(leading) > 1 else ""
+            homes[worker_id] = " of ".join(part for part in ("leader" * (worker_id in leading), where) if part)
         self._homes = homes
 
     def _leader(self, event: Event, time_ns: int, step: int) -> None:
         if self.open is not None:
-            stage = event.get("stage")
-            self.open.did(f"worker {event.get('worker_id')} leads{f' stage {stage}' if stage else ''}")
+            stage = known(event.get("stage"))
+            self.open.did(f"worker {known(event.get('worker_id'))} leads{f' stage {stage}' if stage else ''}")
 
     def _healed(self, event: Event, time_ns: int, step: int) -> None:
         worker_id = known(event.get("worker_id"))
@@ -271,7 +293,7 @@ class Incidents:
 
     def _given_up(self, event: Event, time_ns: int, step: int) -> None:
         if cause(event) is Cause.CRASH_LOOP and self.newest is not None:
-            self.newest.did(f"the slot of worker {event.get('worker_id')} was given up")
+            self.newest.did(f"the slot of worker {known(event.get('worker_id'))} was given up")
 
     def _recovered(self, event: Event, time_ns: int, step: int) -> None:
         incident = self.open
@@ -315,6 +337,7 @@ def _listed(ids: frozenset[int]) -> str:
 _ACTS = {
     "worker_evicted": Incidents._evicted,
     "worker_suspected": Incidents._suspected,
+    "fault_injected": Incidents._injected,
     "generation_started": Incidents._plan,
     "leader_changed": Incidents._leader,
     "worker_healed": Incidents._healed,

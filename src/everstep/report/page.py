@@ -46,12 +46,14 @@ def report_page(history: History, proof: Proof, running: bool = False) -> str:
     seconds = history.seconds(running)
     drawn = figures.figures(history)
     state = history.state(running)
-    tone = {"completed": "good", "running": "good", "failed": "bad"}.get(state, "warn")
+    said = history.headline(running)
+    tone = {"good": "good", "bad": "bad"}.get(said.level, "warn")
     body = [
         f"<h1>{escape(history.name)}</h1>",
         f'<p><span class="state {tone}">{escape(state)}</span> <span class="soft">'
-        f"{escape(_headline(history, facts.reason))}</span></p>",
-        _tiles(history, seconds),
+        f"{escape(_headline(history))}</span></p>",
+        f"<p>{escape(said.whole())}</p>",
+        _tiles(history, seconds, running),
         _section("What happened", *_story(history), *_said(history)),
         _section(
             "Loss", _panel(drawn["loss"]), *(_panel(drawn[name]) for name in drawn if name.startswith("evaluation"))
@@ -148,14 +150,14 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     return _panel(f"<table>{head}<tbody>{lines}</tbody></table>")
 
 
-def _headline(history: History, reason: str) -> str:
+def _headline(history: History) -> str:
     task = one_line(history.job.get("task"))
     begin = history.facts.began_ns
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin / 1e9)) if begin else "never started"
-    return ", ".join(part for part in (task, f"started {when}", reason) if part)
+    return ", ".join(part for part in (task, f"started {when}") if part)
 
 
-def _tiles(history: History, seconds: dict[str, float]) -> str:
+def _tiles(history: History, seconds: dict[str, float], running: bool) -> str:
     facts = history.facts
     durations = sorted(r.duration_s for r in facts.recoveries)
     total = history.total_steps
@@ -165,6 +167,7 @@ def _tiles(history: History, seconds: dict[str, float]) -> str:
         ("samples per second", _rate(history)),
         ("wall time", time_text(sum(seconds.values()))),
         ("goodput", _percent(goodput(seconds))),
+        ("goodput by capacity", _percent(history.goodput_by_capacity(running))),
         ("faults survived", str(max(facts.counts.get("fault_injected", 0), facts.counts.get("worker_evicted", 0)))),
         ("median recovery", time_text(durations[len(durations) // 2]) if durations else "none needed"),
         ("steps lost", str(facts.steps_lost)),
@@ -178,6 +181,13 @@ def _tiles(history: History, seconds: dict[str, float]) -> str:
 
 
 def _story(history: History) -> list[str]:
+    """One line per incident; checkpoints and all the rest are folded away below."""
+    incidents = [[_at(history, one.begin_ns), one.level, one.line()] for one in history.facts.incidents.all]
+    shown = _table(["time", "level", "what"], incidents[-_MOST_ROWS:], (0,)) if incidents else "<p>No fault.</p>"
+    return [shown, f"<details><summary>Event by event</summary>{''.join(_events(history))}</details>"]
+
+
+def _events(history: History) -> list[str]:
     lines = history.facts.log
     rows = [[_at(history, line.time_ns), line.level, line.text] for line in lines]
     worth = [row for row, line in zip(rows, lines, strict=True) if line.kind != "worker_joined"][-_MOST_ROWS:]
@@ -258,7 +268,7 @@ def _checkpoints(history: History) -> str:
             _at(history, c.time_ns),
             c.tier,
             str(c.step),
-            "complete" if c.ok else f"failed ({c.cause}): {c.reason}",
+            "complete" if c.ok else f"{'skipped' if c.skipped else 'failed'} ({c.cause}): {c.reason}",
             size_text(c.size_bytes) if c.size_bytes else "",
             time_text(c.duration_s) if c.duration_s else "",
             time_text(c.stall_s) if c.stall_s else "",
@@ -274,7 +284,7 @@ def _tier(name: str, found: Sequence[CheckpointFact]) -> list[str]:
     return [
         name,
         str(len(good)),
-        str(len(found) - len(good)),
+        str(sum(not c.ok and not c.skipped for c in found)),
         f"step {good[-1].step}" if good else "none",
         size_text(good[-1].size_bytes) if good else "",
         time_text(sum(c.stall_s for c in good)),

@@ -54,7 +54,7 @@ def families(history: History, running: bool, status: Mapping[str, Any] | None, 
     To be consumed under the lock of whoever reads files into `history`.
     """
     yield from _progress(history, running, now_ns)
-    yield from _workers(history, status)
+    yield from _workers(history, running, status)
     yield from _recoveries(history)
     yield from _checkpoints(history)
     yield from _spent(history)
@@ -104,8 +104,10 @@ def _progress(history: History, running: bool, now_ns: int) -> Iterator[Metric]:
     yield _counter("unreadable_lines", "Lines of the job's files that could not be read.", history.foreign)
 
 
-def _workers(history: History, status: Mapping[str, Any] | None) -> Iterator[Metric]:
+def _workers(history: History, running: bool, status: Mapping[str, Any] | None) -> Iterator[Metric]:
     states = [worker.state for worker in history.facts.workers.values()]
+    if not running:  # who lived when the job ended, with or without a word, lives no more
+        states = [state if state == "dead" else "left" for state in states]
     counts = {state: states.count(state) for state in STATES}
     yield _by_label(GaugeMetricFamily, "workers", "Workers by state.", "state", counts)
     wanted = whole_number((status or {}).get("target")) or history.facts.wanted

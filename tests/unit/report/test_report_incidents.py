@@ -63,8 +63,18 @@ def test_what_training_does_not_stand_still_for() -> None:
     damaged = event("fallback", 5.9, step=4, what="checkpoint", cause="corrupt", reason="a block differs")
     told = lines([*trained(), died, damaged])
     assert told == [
-        "the coordinator was killed; it was restarted; training went on after 0 µs",
-        "a checkpoint was damaged (a block differs); an older one is used; training went on after 0 µs",
+        "the coordinator was killed; it was restarted",
+        "a checkpoint was damaged (a block differs); an older one is used",
+    ]
+
+
+def test_a_fault_that_was_injected_is_told_once() -> None:
+    struck = event("fault_injected", 5.8, worker_id=2, cause="injected", reason="chaos fault 'x' strikes")
+    died = [*trained(), struck, killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]]), recovered(2, 5.8, 6.2)]
+    after = [commit(step, 6 + step / 10) for step in range(11, 16)]
+    assert [line.partition(";")[0] for line in lines([*died, *after])] == ["worker 2 was killed"]
+    assert lines([*trained(), struck, *after]) == [
+        "worker 2 was struck by a fault on purpose (chaos fault 'x' strikes); training did not stand still"
     ]
 
 
@@ -76,6 +86,24 @@ def test_going_back_is_part_of_the_incident() -> None:
     facts = facts_of(events[:-1])
     assert (facts.step, facts.redo_to) == (7, 10)
     assert facts_of(events).redo_to == 0
+
+
+def test_a_spare_that_dies_stops_nobody() -> None:
+    spare = event("worker_joined", 2.6, worker_id=4, incarnation=0)
+    facts = facts_of([*trained(), spare, killed(4, 5.8)])
+    assert facts.incidents.open is None
+    assert [one.line() for one in facts.incidents.all] == ["worker 4 was killed; it took no part"]
+    facts.take(commit(11, 6.0))
+    assert (facts.state, facts.workers[4].state) == ("running", "dead")
+
+
+def test_clocks_that_differ_keep_no_incident_open() -> None:
+    """Steps are told with the time of the host that committed them."""
+    for slow_s in (0, 3600):
+        facts = facts_of([*trained(), killed(2, 5.8), plan(5.9, 2, [[0, 1, 3]])])
+        for step in range(11, 17):
+            facts.take(commit(step, 6 + step / 10 - slow_s))
+        assert (facts.state, facts.incidents.open, facts.step) == ("running", None, 16)
 
 
 def test_who_leaves_in_order_is_no_incident() -> None:

@@ -122,8 +122,11 @@ def test_of_too_many_workers_only_sums(tmp_path: Path) -> None:
     (tmp_path / "metrics" / "a.jsonl").write_bytes(
         recorded.sample(2, "a", *(recorded.row(i, 0, 4) for i in range(count)))
     )
-    found = values_of(text_of(History(tmp_path).load()))
+    history = History(tmp_path).load()
+    found = values_of(text_of(history, running=True))
     assert found["everstep_workers", "active"] == count - 1
+    over = values_of(text_of(history))
+    assert over["everstep_workers", "active"] == over["everstep_workers", "leader"] == 0  # nothing runs
     assert found["everstep_resident_memory_bytes", ""] == 1000 * count * (count + 1) / 2
     assert not any(name.startswith("everstep_worker_") for name, _ in found)
 
