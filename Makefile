@@ -81,7 +81,13 @@ $(VENV)/.prometheus: tests/install_prometheus.sh $(STAMP)
 	tests/install_prometheus.sh $(CURDIR)/$(VENV)/prometheus
 	touch $@
 
-integration: $(VENV)/.prometheus
+# Grafana's schema package for the test of its dashboard, where npm can get it; else it is skipped.
+$(VENV)/.grafana: tests/install_grafana_schema.sh $(STAMP)
+	tests/install_grafana_schema.sh $(CURDIR)/$(VENV)/grafana
+	touch $@
+
+integration: $(VENV)/.prometheus $(VENV)/.grafana
+e2e: $(VENV)/.prometheus
 
 # Real processes wait for each other and for clocks most of the time: two files at a time.
 integration e2e: $(STAMP)

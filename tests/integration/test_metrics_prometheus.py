@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
-import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +15,7 @@ import pytest
 import yaml
 
 import recorded_run as recorded
+from prometheus_server import DEPLOY, LIMIT_S, PROMTOOL, ROOT, PrometheusServer, needs_prometheus
 
 pytest.importorskip("prometheus_client", reason="the extra [dashboard] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [dashboard] is not installed")
@@ -33,21 +28,7 @@ from everstep.report.prometheus import Device, device_families, expose, families
 from everstep.runtime.address import METRICS_FILE
 from everstep.runtime.targets import TARGETS_FILE, TARGETS_TOKEN_FILE
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-LIMIT_S = 120.0
 RATE_INTERVAL = "1m"
-
-
-def _find(name: str) -> str | None:
-    unpacked = Path(sys.prefix) / "prometheus" / name
-    return str(unpacked) if unpacked.exists() else shutil.which(name)
-
-
-PROMETHEUS, PROMTOOL = _find("prometheus"), _find("promtool")
-needs_prometheus = pytest.mark.skipif(
-    PROMETHEUS is None or PROMTOOL is None, reason="Prometheus is not there: see tests/install_prometheus.sh"
-)
 
 
 def promtool(*argv: str | Path, text: str = "") -> str:
@@ -86,58 +67,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded.make_run(tmp_path_factory.mktemp("runs") / "recorded")
 
 
-class Server:
-    """A Prometheus server on a port of the kernel's, with the example config, quicker."""
-
-    def __init__(self, folder: Path, run_dir: Path) -> None:
-        text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-        text = text.replace("runs/", f"{run_dir.parent}/")
-        config = folder / "prometheus.yml"
-        config.write_text(re.sub(r"(_interval): \d+s", r"\1: 200ms", text))
-        shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.log = folder / "log"
-        options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [str(PROMETHEUS), *options, f"--web.listen-address={self.address}"], stdout=log, stderr=log, cwd=folder
-            )
-
-    def ask(self, path: str, **parameters: str) -> Any:
-        """What its API answers to; None while it does not listen yet."""
-        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
-                return json.load(answer)["data"]
-        except urllib.error.HTTPError as error:
-            if error.code == 503:
-                return None
-            raise AssertionError(f"{url}: {error.read().decode()}") from None
-        except OSError:
-            return None
-
-    def wait_for(self, path: str, wanted: Any, **parameters: str) -> Any:
-        """The first answer that satisfies."""
-        deadline = time.monotonic() + LIMIT_S
-        while (found := self.ask(path, **parameters)) is None or not wanted(found):
-            assert self.process.poll() is None and time.monotonic() < deadline, (found, self.log.read_text()[-3000:])
-            time.sleep(0.05)
-        return found
-
-    def close(self) -> None:
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
-def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
+def server(tmp_path: Path, run_dir: Path) -> Iterator[PrometheusServer]:
     with metrics_beside(run_dir, ANY_PORT) as address:
         assert re.match(r"http://127\.0\.0\.1:\d+/metrics\?token=\S{32} \(credentials_file.*: ", address), address
-        server = Server(tmp_path, run_dir)
+        server = PrometheusServer(tmp_path, run_dir.parent)
         try:
             yield server
         finally:
@@ -174,7 +108,7 @@ def test_promtool_finds_nothing_wrong(run_dir: Path, tmp_path: Path) -> None:
 
 
 @needs_prometheus
-def test_a_real_server_scrapes_a_run(server: Server) -> None:
+def test_a_real_server_scrapes_a_run(server: PrometheusServer) -> None:
     def value(query: str) -> float:
         found = server.wait_for("query", lambda data: data["result"], query=query)["result"]
         assert len(found) == 1, found
