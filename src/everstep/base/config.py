@@ -37,7 +37,7 @@ class _Leaf:
 def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     hints = get_type_hints(group)
     for item in dataclasses.fields(group):
-        here = (*path, item.name)
+        here = (*path, item.name.rstrip("_"))  # a key may be called as a word of the language is
         if item.metadata:
             yield _Leaf(here, Kind.of(hints[item.name], **item.metadata), item.default)
         elif isinstance(item.default_factory, type) and dataclasses.is_dataclass(item.default_factory):
@@ -145,7 +145,7 @@ def _nearest(name: str) -> str:
 def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     made: dict[str, Any] = {}
     for item in dataclasses.fields(group):
-        name = ".".join((*path, item.name))
+        name = ".".join((*path, item.name.rstrip("_")))
         if item.metadata:
             if name in values:
                 made[item.name] = values[name]
@@ -161,7 +161,7 @@ def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested, JSON-able; `load_config([(name, to_dict(config))])` gives an equal config."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
 
 
 def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

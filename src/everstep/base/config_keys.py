@@ -53,6 +53,20 @@ class EarlyStopConfig:
 
 
 @dataclass(frozen=True)
+class HostsConfig:
+    """Several hosts in one job."""
+
+    return_: str = key(
+        "rebalance",
+        "whether workers move, without a stop, to a host that has come (back) for 30 s and has fewer than others",
+        choices=("rebalance", "stay"),
+    )
+    mixed: bool = key(
+        False, "admit hosts of other instruction sets: the bits may then depend on where lanes are computed"
+    )
+
+
+@dataclass(frozen=True)
 class BackoffConfig:
     """How long to wait before a dead worker is restarted."""
 
@@ -208,6 +222,7 @@ class Config:
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
 

@@ -6,7 +6,7 @@ does not fit the schema raises `ProtocolError`. The runtime proves knowledge of 
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
@@ -16,6 +16,7 @@ from everstep.base.plan import Member, Plan
 
 VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
+_Short = Annotated[str, msgspec.Meta(max_length=100)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -69,6 +70,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
 
     slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
+    about: of the host, for people: its address and versions.
     """
 
     host: str
@@ -76,6 +78,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     slots: int
     room: int = 0
     process: str = ""
+    about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):
@@ -350,6 +353,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
 
     config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
     the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
+    versions: what has to be alike on all hosts.
     """
 
     task: str
@@ -359,6 +363,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     coordinator_file: str
     job_pid: int
     machine: str
+    versions: dict[str, str] = {}
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ from everstep.runtime.process import (
     readable,
     taking_signals,
 )
+from everstep.runtime.versions import differences, task_digest, versions
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
@@ -91,7 +92,15 @@ class HostAgent:
         self._idle = True  # until it is told of slots
         self._left: Left | None = None
         self._link = AgentLink(
-            joining.where(), token, joining.host, joining.room, board, self._lives, self._slots, self._inbox.put
+            joining.where(),
+            token,
+            joining.host,
+            joining.room,
+            board,
+            self._lives,
+            self._slots,
+            self._inbox.put,
+            joining.own or joining.host,
         )
 
     def run(self) -> Left:
@@ -175,6 +184,12 @@ class HostAgent:
             except ProcessLookupError:
                 self._leave(Left(3, "the job's process is gone"))
                 return
+        mixed = load_config([("the job", facts.config)]).hosts.mixed
+        here = {**versions(), "task file": task_digest(facts.task)}
+        differing = differences(here, facts.versions, mixed=mixed)
+        if differing:
+            self._leave(Left(2, f"this host would not compute the same bits: {'; '.join(differing)}"))
+            return
         run_dir = self._joining.run_dir or facts.run_dir
         if not os.path.isdir(run_dir):
             self._leave(Left(2, f"the job's directory {run_dir} is not here: say with --run-dir where it is"))
