@@ -185,7 +185,7 @@ def main() -> int:
     bits = True
     with tempfile.TemporaryDirectory() as folder:
         for what in arguments.only.split(","):
-            steps = 6000 if what == "returned" else 1500
+            steps = 2500 if what == "returned" else 1500
             single = Path(folder) / f"single-{steps}"
             if not single.exists():
                 command = [*EVERSTEP, "run", TASK, "--workers", "1", "--steps", str(steps), "--run-dir", str(single)]

@@ -278,5 +278,8 @@ class Config:
         "is learnt, but schedules and placements can be timed without the hardware",
         low=0,
     )
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the workers on every host, `env.NAME`; set before the task is loaded, after torch is."""
+
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own options, `task.NAME`: anything."""
