@@ -11,7 +11,7 @@ EVERSTEP := $(BIN)/python -P -m everstep
 # A job is many processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo check test fast split sim integration chaos e2e extended torment fuzz mutants bench clean
+.PHONY: help setup demo check test fast split sim integration chaos e2e hosts extended torment fuzz mutants bench clean
 
 help:
 	@echo "make demo    kill workers while they train, and compare the bits with an undisturbed run"
@@ -60,7 +60,7 @@ KILLS = 200
 UPLOAD_KILLS = tests/integration/test_object_kills.py
 test: KILLS = 20
 test: UPLOAD_KILLS =
-test: check split sim integration chaos e2e
+test: check split sim integration chaos e2e hosts
 
 # Ceph RGW for the tests of object stores, where it can be had; else they use moto.
 $(VENV)/.object-server: tests/install_object_server.sh $(STAMP)
@@ -92,6 +92,10 @@ e2e: $(VENV)/.prometheus
 # Real processes wait for each other and for clocks most of the time: two files at a time.
 integration e2e: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile tests/$@
+
+# Three hosts that are network namespaces; skipped with the reason where there can be none.
+hosts: $(STAMP)
+	$(PYTEST) -n 0 tests/hosts
 
 chaos: $(STAMP)
 	EVERSTEP_TEST_KILLS=$(KILLS) $(PYTEST) -n $(JOBS) --dist loadfile tests/$@ $(UPLOAD_KILLS)

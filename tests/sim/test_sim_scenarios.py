@@ -48,6 +48,33 @@ SCENARIOS = {
     "the coordinator is cut off from everybody": Setup(
         3, 1, 1, 1, "replace", SimJob(12, 6, 3), (SimFault("cut_control", 150, for_ms=3500),)
     ),
+    # Asymmetric partitions: what a host, or the coordinator, says arrives, and it hears nothing.
+    "a host hears no other one": Setup(
+        6, 0, 3, 1, "replace", SimJob(12, 6, 3), (SimFault("one_way", 150, pick=2, for_ms=4000),)
+    ),
+    "nobody hears a host": Setup(
+        6, 0, 3, 1, "replace", SimJob(12, 6, 3), (SimFault("one_way", 150, pick=3, for_ms=4000),)
+    ),
+    "a host hears no coordinator": Setup(
+        6, 0, 3, 1, "replace", SimJob(12, 6, 3), (SimFault("one_way", 150, pick=0, for_ms=4000),)
+    ),
+    "the coordinator hears no host": Setup(
+        6, 0, 3, 1, "replace", SimJob(12, 6, 3), (SimFault("one_way", 150, pick=1, for_ms=4000),)
+    ),
+    # Hosts that come, go and return, while slots move to those that have fewer.
+    "hosts come and go": Setup(
+        6,
+        0,
+        3,
+        1,
+        "replace",
+        SimJob(40, 6, 3),
+        (
+            SimFault("scale", 50, pick=5),
+            SimFault("host", 300, pick=1, for_ms=1500),
+            SimFault("host", 4000, pick=2, for_ms=900),
+        ),
+    ),
     # Given up one after the other because a plan waited for them, though their agent said that they live.
     "nobody hears of the plan": Setup(
         2,

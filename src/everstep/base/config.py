@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from everstep.base.config_fields import Kind, convert, free, shown
+from everstep.base.config_fields import Kind, convert, free, shown, variable
 from everstep.base.config_keys import Config as Config
 from everstep.base.errors import ConfigError
 from everstep.base.pipeline.table import check_possible
@@ -37,17 +37,20 @@ class _Leaf:
 def _walk(group: type[Any], path: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     hints = get_type_hints(group)
     for item in dataclasses.fields(group):
-        here = (*path, item.name)
+        here = (*path, item.name.rstrip("_"))  # a key may be called as a word of the language is
         if item.metadata:
             yield _Leaf(here, Kind.of(hints[item.name], **item.metadata), item.default)
         elif isinstance(item.default_factory, type) and dataclasses.is_dataclass(item.default_factory):
             yield from _walk(item.default_factory, here)
 
 
+FREE = ("env", "task")
+"""Groups whose keys are not ours to name."""
+
 _LEAVES: dict[str, _Leaf] = {leaf.name: leaf for leaf in _walk(Config)}
 _GROUPS: frozenset[str] = frozenset(
     ".".join(leaf.path[:depth]) for leaf in _LEAVES.values() for depth in range(1, len(leaf.path))
-) | {"task"}
+) | set(FREE)
 
 
 def describe() -> list[tuple[str, str, str, str]]:
@@ -57,6 +60,7 @@ def describe() -> list[tuple[str, str, str, str]]:
         default = "none" if leaf.default in (None, ()) else str(leaf.default)
         default = default.lower() if leaf.kind.base == "bool" else default
         rows.append((leaf.name, leaf.kind.type_name, default, leaf.kind.meaning))
+    rows.append(("env.*", "text", "", "environment variables of the workers on every host, like env.NCCL_IB_DISABLE=1"))
     return [*rows, ("task.*", "anything", "", "options of the task itself")]
 
 
@@ -88,8 +92,16 @@ def read_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     for source, layer in layers:
         for name, value in _flatten(source, layer):
             leaf = _LEAVES.get(name)
-            values[name] = free(value) if leaf is None else convert(source, name, leaf.kind, value, leaf.default)
+            if leaf is not None:
+                values[name] = convert(source, name, leaf.kind, value, leaf.default)
+            else:
+                values[name] = variable(source, name, value) if name.startswith("env.") else free(value)
     return values
+
+
+def _is_free(name: str) -> bool:
+    group, _, rest = name.partition(".")
+    return group in FREE and bool(rest)
 
 
 def known_of(source: str, layer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -115,7 +127,7 @@ def _flatten(
         name = f"{prefix}{part}"
         if name in _GROUPS and isinstance(value, Mapping):
             yield from _flatten(source, value, f"{name}.", unknown)
-        elif name in _LEAVES or (name.startswith("task.") and name != "task."):
+        elif name in _LEAVES or _is_free(name):
             yield name, value
         elif unknown is not None:
             unknown[name] = value
@@ -145,12 +157,12 @@ def _nearest(name: str) -> str:
 def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     made: dict[str, Any] = {}
     for item in dataclasses.fields(group):
-        name = ".".join((*path, item.name))
+        name = ".".join((*path, item.name.rstrip("_")))
         if item.metadata:
             if name in values:
                 made[item.name] = values[name]
-        elif name == "task":
-            made["task"] = {n.removeprefix("task."): v for n, v in values.items() if n.startswith("task.")}
+        elif name in FREE:
+            made[name] = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{name}.")}
         else:
             made[item.name] = _build(item.default_factory, values, (*path, item.name))  # type: ignore[arg-type]
     return group(**made)
@@ -161,7 +173,7 @@ def _build(group: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested, JSON-able; `load_config([(name, to_dict(config))])` gives an equal config."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config, dict_factory=lambda items: {name.rstrip("_"): value for name, value in items})
 
 
 def dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

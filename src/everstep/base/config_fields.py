@@ -104,6 +104,16 @@ def convert(source: str, name: str, kind: Kind, value: Any, default: Any) -> Any
     return converted
 
 
+def variable(source: str, name: str, value: Any) -> str:
+    """The value of an environment variable, `env.NAME`. Raises: ConfigError if it, or the name, cannot be one."""
+    text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", name) or name == "env.EVERSTEP_TOKEN":
+        raise ConfigError(f"{name}: expected the name of an environment variable after 'env.' (from {source})")
+    if text is None or "\0" in text:
+        raise ConfigError(f"{name}: expected text or a number, got {shown(value)} (from {source}): give e.g. {name}=1")
+    return text
+
+
 def shown(value: Any) -> str:
     """A value in an error message: one line, not too long."""
     try:

@@ -59,6 +59,20 @@ class EarlyStopConfig:
 
 
 @dataclass(frozen=True)
+class HostsConfig:
+    """Several hosts in one job."""
+
+    return_: str = key(
+        "rebalance",
+        "whether workers move, without a stop, to a host that has come (back) for 30 s and has fewer than others",
+        choices=("rebalance", "stay"),
+    )
+    mixed: bool = key(
+        False, "admit hosts of other instruction sets: the bits may then depend on where lanes are computed"
+    )
+
+
+@dataclass(frozen=True)
 class BackoffConfig:
     """How long to wait before a dead worker is restarted."""
 
@@ -267,6 +281,7 @@ class Config:
     )
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     backoff: BackoffConfig = field(default_factory=BackoffConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     transport: str = key("auto", "how workers exchange gradients", choices=("auto", *TRANSPORTS))
@@ -324,5 +339,8 @@ class Config:
         "is learnt, but schedules and placements can be timed without the hardware",
         low=0,
     )
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the workers on every host, `env.NAME`; set before the task is loaded, after torch is."""
+
     task: Mapping[str, Any] = field(default_factory=dict)
     """The task's own options, `task.NAME`: anything."""

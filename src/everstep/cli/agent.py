@@ -53,11 +53,27 @@ def command(
 
     The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
     """
-    from everstep.runtime.host_agent import take_part
-
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
+    if own is not None:
+        check_own(own)
     security = _security(settings)
+    return take_part_in(address, slots, security, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
+
+
+def take_part_in(
+    address: str,
+    slots: int | None,
+    security: SecurityConfig,
+    *,
+    token_file: Path | None = None,
+    run_dir: Path | None = None,
+    host_name: str | None = None,
+    own: str | None = None,
+) -> int:
+    """Be an agent of the job that listens at "host:port". Returns the exit code."""
+    from everstep.runtime.host_agent import take_part
+
     if token_file is None and security.token_file is not None:
         token_file = Path(security.token_file)
     joining = Joining(
@@ -79,6 +95,36 @@ def command(
     if left.words:
         complain(left.words)
     return left.exit_code
+
+
+def check_own(address: str) -> None:
+    """Raises: ConfigError if nothing can listen at this address here."""
+    with socket.socket() as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(
+                f"--address: expected one of this host's addresses, got {address!r} ({why}): give one of 'ip -4 addr'"
+            ) from None
+
+
+def place(rank: int | None, size: int | None, address: str | None, port: int | None, listen: str | None) -> str:
+    """Where hosts meet that are started one by one, each with its rank. Returns "address:port".
+
+    Raises: ConfigError naming what is missing, or does not fit.
+    """
+    given = {"--rank": rank, "--world-size": size, "--master-addr": address, "--master-port": port}
+    missing = [name for name, value in given.items() if value is None]
+    if missing or rank is None or size is None:
+        raise ConfigError(f"expected {', '.join(given)} together, got none for {', '.join(missing)}")
+    if listen is not None:
+        raise ConfigError("--listen: expected it without --rank, where host 0 listens at --master-addr")
+    if rank >= size:
+        raise ConfigError(f"--rank: expected 0 to {size - 1} (--world-size {size}), got {rank}")
+    if size > 1 and str(address).startswith("127."):
+        raise ConfigError(f"--master-addr: expected an address that {size} hosts can reach, got {address} (loopback)")
+    return f"{address}:{port}"
 
 
 def given_token() -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shlex
 import time
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from everstep.base.cause import Cause, Why
-from everstep.base.config import Config, parse_set, read_layers
+from everstep.base.config import Config, load_config, parse_set, read_layers
 from everstep.base.errors import ConfigError
+from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
-from everstep.cli.agent import given_token, token_in
+from everstep.cli.agent import given_token, place, take_part_in, token_in
 from everstep.cli.beside import (
     ANY_PORT,
     PUBLIC_HELP,
@@ -139,6 +141,10 @@ class _Run(click.Command):
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
+@click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
+@click.option("--world-size", type=click.IntRange(1), help="Of --rank: how many hosts take part.")
+@click.option("--master-addr", metavar="IP", help="Of --rank: address of host 0, where the others join.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Of --rank: its port.")
 @click.option("--no-local-workers", is_flag=True, help="Of --listen: leave all workers to agents that join.")
 @click.option("--dry-run", is_flag=True, help="Print who would do what, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The lines of events.jsonl, and last a summary object.")
@@ -163,6 +169,10 @@ def command(
     key_file: str | None,
     listen: str | None,
     slots: int | None,
+    rank: int | None,
+    world_size: int | None,
+    master_addr: str | None,
+    master_port: int | None,
     no_local_workers: bool,
     dry_run: bool,
     as_json: bool,
@@ -179,10 +189,17 @@ def command(
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
+    foreign = foreign_launcher(os.environ)
+    if foreign is not None and rank is None:
+        raise ConfigError(foreign.refusal())
     options["metrics.listen"] = metrics
-    options["network.address"], port = _listen(listen, no_local_workers)
+    if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
+        listen = place(rank, world_size, master_addr, master_port, listen)
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
     layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
+    if rank and listen is not None:
+        return take_part_in(listen, slots, load_config(layers).security)
+    options["network.address"], port = _listen(listen, no_local_workers)
     layers.append(("options", {key: value for key, value in options.items() if value is not None}))
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
@@ -270,6 +287,8 @@ def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
         job = dataclasses.replace(job, begins_after=start.step)
     write_job(run_dir, job)
     opening = _opening(run_dir, found, start, aside, invocation.is_script)
+    if config.hosts.mixed:
+        opening.insert(0, "hosts.mixed: other instruction sets are admitted, so the result is not exact any more")
     opening += [text for text in (warning, open_still) if text]
     return _launch(invocation, job, opening, start.step)
 

@@ -35,9 +35,17 @@ def scale(run_dir: Path, workers: int) -> int:
 
 @click.command()
 @click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.argument("worker_id", type=int)
-def drain(run_dir: Path, worker_id: int) -> int:
-    """Let WORKER_ID of the job that runs in DIR leave in order, for good."""
+@click.argument("worker_id", type=int, required=False)
+@click.option("--host", help="All workers of this host; others start where hosts have room.")
+def drain(run_dir: Path, worker_id: int | None, host: str | None) -> int:
+    """Let WORKER_ID, or all workers of a host, of the job that runs in DIR leave in order, for good."""
+    if (worker_id is None) == (host is None):
+        raise ConfigError("expected the number of a worker, or --host NAME, got " + ("both" if host else "neither"))
+    if host is not None:
+        result = ask_running(run_dir, "drain", {"host": host})
+        left = ", ".join(map(str, result.get("left", []))) or "none"
+        print(f"{run_dir}: host {host} hands over: worker {left}; {result.get('moved', 0)} start elsewhere")
+        return 0
     result = ask_running(run_dir, "drain", {"worker_id": worker_id})
     print(f"{run_dir}: worker {worker_id} is leaving, {result.get('workers', '?')} stay")
     return 0

@@ -5,6 +5,7 @@ Here and not in `train`, because faults and the naming of tasks are above it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from everstep.base.config import Config
@@ -30,6 +31,7 @@ def main(context: WorkerContext) -> int:
     from everstep.train.worker import run_worker
 
     config = context.load_config()
+    os.environ.update(config.env)
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
     is_script = context.task.endswith(".py")

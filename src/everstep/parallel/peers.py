@@ -25,6 +25,7 @@ from everstep.parallel.fence import Fence
 from everstep.protocol.messages import MAX_FRAME_BYTES
 from everstep.runtime.handshake import GREETING_BYTES, PEER, PROOF_BYTES, TAG_BYTES, Caller, Seals, peer_keys
 from everstep.runtime.porch import Complaints, Porch
+from everstep.runtime.silence import LINK_SILENT_S, notice_silence
 from everstep.runtime.tls import Tls, TlsSocket, said
 from everstep.runtime.wire import ends
 
@@ -99,7 +100,7 @@ class PeerSockets:
             callers = {self._name(w): w for w in doors if w > self._me}
             self._meet(porch, calls, callers)
         for sock in self._sockets.values():
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            notice_silence(sock, LINK_SILENT_S)
 
     def lines(self) -> dict[int, tuple[socket.socket, Seals]]:
         """The connections by worker id, for somebody else who moves bytes over them; `retire` closes them."""
@@ -175,7 +176,8 @@ class PeerSockets:
             seals = call.go_on()
         except (OSError, ProtocolError) as error:
             why = ProtocolError(said(error)) if isinstance(error, ssl.SSLError) else error
-            if not call.again(time.monotonic()):
+            # Who has not answered for so long will not now.
+            if isinstance(error, TimeoutError) or not call.again(time.monotonic()):
                 self._lost(call.worker_id, why)
             return False
         if seals is None:
@@ -246,6 +248,7 @@ class _Call:
             family = socket.AF_INET6 if ":" in self._door.host else socket.AF_INET
             self._sock = socket.socket(family, socket.SOCK_STREAM)
             self._sock.setblocking(False)
+            notice_silence(self._sock, LINK_SILENT_S)
             self._sock.connect_ex((self._door.host, self._door.port))
         return self._sock is not None
 

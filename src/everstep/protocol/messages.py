@@ -6,7 +6,7 @@ does not fit the schema raises `ProtocolError`. The runtime proves knowledge of 
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
@@ -16,6 +16,7 @@ from everstep.base.plan import Member, Plan
 
 VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
+_Short = Annotated[str, msgspec.Meta(max_length=100)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -71,6 +72,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
     lost: slots that it has given up; failed: that it can do nothing more. Both may have been said to a coordinator that
     was dead by then.
+    about: of the host, for people: its address and versions.
     """
 
     host: str
@@ -80,6 +82,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     process: str = ""
     lost: list[SlotLost] = []
     failed: HostFailed | None = None
+    about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):
@@ -356,6 +359,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
 
     config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
     the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
+    versions: what has to be alike on all hosts.
     """
 
     task: str
@@ -365,6 +369,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     coordinator_file: str
     job_pid: int
     machine: str
+    versions: dict[str, str] = {}
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
 
 COMMANDS = {
     "status": READ,
+    "hosts": READ,
     "scale": OPERATE,
     "drain": OPERATE,
     "checkpoint": OPERATE,
@@ -31,7 +32,7 @@ COMMANDS = {
     "profile": OPERATE,
     "chaos": INJECT,
 }
-"""The role that a command needs. Everybody who may say a command at all may ask for the status."""
+"""The role that a command needs. Whoever may say a command at all may ask for what `READ` allows."""
 
 _JOBS_OWN = frozenset({"stop", "checkpoint"})
 
@@ -69,7 +70,7 @@ def refusal(role: str, who: str | None, message: m.AnyMessage) -> str:
 def command_refusal(role: str, name: str) -> str:
     """Why this role may not ask for this command, in one line for people; "" if it may."""
     needed = COMMANDS.get(name, OPERATE)
-    if role == needed or name == "status" or (role == JOB and name in _JOBS_OWN):
+    if needed in (role, READ) or (role == JOB and name in _JOBS_OWN):
         return ""
     return f"expected the token for {needed!r} with the command {name!r}, got that for {role!r}"
 

@@ -29,6 +29,7 @@ from everstep.runtime.board import Board
 from everstep.runtime.control import ControlClient
 from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls
+from everstep.runtime.versions import versions
 
 FIRST_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.2
@@ -72,8 +73,9 @@ class AgentLink:
     """Speaks for the workers of one host.
 
     address, tls: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
-    room: for how many workers, 0 if that does not matter. lives: called (from any thread) for the processes that run
-    now; slots: likewise, how many are kept filled. on_message: called in the connection's thread for what the
+    room: for how many workers, 0 if that does not matter. own: the host's address. lives: called (from any thread) for
+    the processes that run now; slots: likewise, how many are kept filled. on_message: called in the connection's thread
+    for what the
     coordinator says.
     """
 
@@ -88,8 +90,10 @@ class AgentLink:
         slots: Callable[[], int],
         on_message: Callable[[AnyMessage], None],
         tls: Tls | None = None,
+        own: str = "",
     ) -> None:
         self.agent_id = agent_id
+        self._about = {**versions(), "address": own}
         self._room = room
         self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._board = board
@@ -212,6 +216,7 @@ class AgentLink:
             process=self._process,
             lost=list(self._lost.values()),
             failed=self._failed,
+            about=self._about,
         )
 
     def _receive(self, message: AnyMessage) -> None:

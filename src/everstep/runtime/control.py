@@ -21,6 +21,7 @@ from everstep.base.errors import EverstepError, ProtocolError
 from everstep.protocol.messages import AnyMessage, Heartbeat, JobEnded, Progress, decode, encode
 from everstep.runtime.address import read_address
 from everstep.runtime.handshake import Seals
+from everstep.runtime.silence import CONTROL_SILENT_S, notice_silence
 from everstep.runtime.tls import Tls
 from everstep.runtime.wire import HANDSHAKE_TIMEOUT_S, FrameReader, frame, handshake_client, sealed, secured
 
@@ -194,7 +195,7 @@ class ControlClient:
             raise ProtocolError("connected to itself: nobody listens there")
         sock = secured(sock, self._tls)
         try:
-            keep_alive(sock)
+            notice_silence(sock, CONTROL_SILENT_S)
             seals = handshake_client(sock, self._key, self._role, self._name)
             sock.sendall(sealed(seals, frame(encode(self._hello()), deflate=True)))
             sock.setblocking(False)
@@ -325,13 +326,3 @@ class ControlClient:
             self._warned = text
             level = logging.WARNING if isinstance(error, EverstepError) else logging.INFO
             log.log(level, "no control connection yet: %s", error)
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """No delay for small messages, and notice within about 20 s that the other host has vanished."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)

@@ -65,11 +65,13 @@ from everstep.runtime.journal import Journal
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
 from everstep.runtime.tls import Tls, TlsPipe, shown_by
+from everstep.runtime.versions import task_digest, versions
 
 MAX_STRANGERS = 2048
 MAX_ASKED_BYTES = 64 << 10
 MOST_UNREAD = 4096
 MAX_UNSENT_BYTES = 256 << 20
+RETURN_NS = 30_000_000_000
 _LATE_S = 0.25
 Sends = list[tuple[str, AnyMessage]]
 
@@ -439,7 +441,10 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         wish=pool_wish(config),
         save_ns=int(config.checkpoint.grace_s * 1e9) if config.checkpoint.enabled else 0,
         slots=config.workers + config.spares,
-        hosts=HostRules(reconnect_ns=int(beat.reconnect_s * 1e9)),
+        hosts=HostRules(
+            reconnect_ns=int(beat.reconnect_s * 1e9),
+            return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+        ),
     )
 
 
@@ -458,6 +463,7 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         coordinator_file=str((run_dir / COORDINATOR_FILE).resolve()),
         job_pid=job_pid,
         machine=machine(),
+        versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
     )
 
 

@@ -53,6 +53,7 @@ from everstep.runtime.process import (
     taking_signals,
 )
 from everstep.runtime.tls import Shown, Tls, shown_by
+from everstep.runtime.versions import differences, task_digest, versions
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
@@ -129,7 +130,7 @@ class HostAgent:
         self._left: Left | None = None
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
-            *(self._lives, self._slots, self._inbox.put, Tls.of(shown)),
+            *(self._lives, self._slots, self._inbox.put, Tls.of(shown), joining.own or joining.host),
         )
 
     def run(self) -> Left:
@@ -216,6 +217,12 @@ class HostAgent:
             except ProcessLookupError:
                 self._leave(Left(3, "the job's process is gone"))
                 return
+        mixed = load_config([("the job", facts.config)]).hosts.mixed
+        here = {**versions(), "task file": task_digest(facts.task)}
+        differing = differences(here, facts.versions, mixed=mixed)
+        if differing:
+            self._leave(Left(2, f"this host would not compute the same bits: {'; '.join(differing)}"))
+            return
         run_dir = self._joining.run_dir or facts.run_dir
         if not os.path.isdir(run_dir):
             self._leave(Left(2, f"the job's directory {run_dir} is not here: say with --run-dir where it is"))

@@ -444,6 +444,15 @@ def _isolate(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -
             injector.cut(fault, host, other)
 
 
+def _one_way(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
+    """What one host sends does not arrive at one of the others, or at the coordinator; or the other way round."""
+    host = injector.host(fault, worker)
+    others = [CONTROL_HOST, *(h for h in injector.control.hosts if h != host)]
+    a, b = (host, others[fault.pick // 2 % len(others)])[:: 1 if fault.pick % 2 else -1]
+    injector.world.cut_one_way(a, b)
+    injector.for_a_while(fault, injector.world.mend_one_way, a, b)
+
+
 def _drop_control(injector: SimInjector, fault: SimFault, worker: SimWorker | None) -> None:
     """Break control connections, of one process or of all."""
     control = [c for c in injector.world.connections if c.ends[1].name == "coordinator"]
@@ -519,6 +528,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
     "cut_workers": (2, _cut_workers),
     "cut_control": (2, _cut_control),
     "isolate": (1, _isolate),
+    "one_way": (0, _one_way),
     "link": (2, _one(_link)),
     "bad_link": (1, _one(_bad_link)),
     "host": (1, _host),
@@ -551,6 +561,7 @@ _KINDS: dict[str, tuple[int, Strikes]] = {
 }
 """How often each is drawn, among the others, and what it does. What is never drawn so has a schedule of its own."""
 _MORE = {
+    "one_way": 3,
     "save": 3,
     "disk_full": 2,
     "fork_server": 2,

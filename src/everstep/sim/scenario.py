@@ -248,7 +248,7 @@ class Simulation:
             heartbeat_ceiling_ns=1500 * MS,
             heartbeat_interval_ns=HEARTBEAT_NS,
             quorum_wait_ns=3600 * SECOND,
-            hosts=HostRules(grace_ns=1 * SECOND),
+            hosts=HostRules(grace_ns=1 * SECOND, return_ns=2 * SECOND),
             save_ns=setup.save_ms * MS,
             wish=PoolWish(
                 homes=even_homes(workers, stages),

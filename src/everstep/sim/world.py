@@ -33,6 +33,7 @@ class World:
         self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
         self._count = 0
         self._cuts: dict[tuple[str, str], int] = {}
+        self._one_way: set[tuple[str, str]] = set()
         self._bad: dict[tuple[str, str], int] = {}
         self.connections: list[SimConnection] = []
         self.seen: Counter[tuple[str, str]] = Counter()  # how often what happened, by group and name
@@ -93,8 +94,25 @@ class World:
             for connection in list(self.connections):
                 connection.flush()
 
+    def cut_one_way(self, a: str, b: str) -> None:
+        """What one host sends to another does not arrive until `mend_one_way`."""
+        self.log("network", "cut one way", a, b)
+        self._one_way.add((a, b))
+
+    def mend_one_way(self, a: str, b: str) -> None:
+        if (a, b) in self._one_way:
+            self.log("network", "mended one way", a, b)
+            self._one_way.discard((a, b))
+            for connection in list(self.connections):
+                connection.flush()
+
+    def passes(self, a: str, b: str) -> bool:
+        """Whether what one host sends to another arrives."""
+        return a == b or not (_pair(a, b) in self._cuts or (a, b) in self._one_way)
+
     def reachable(self, a: str, b: str) -> bool:
-        return a == b or _pair(a, b) not in self._cuts
+        """Whether packets pass both ways: without that there is no connection."""
+        return self.passes(a, b) and self.passes(b, a)
 
     def spoil(self, a: str, b: str) -> None:
         """Break every connection between two processes (by name), and each new one, until `unspoil`."""
@@ -115,6 +133,8 @@ class World:
     def mend_all(self) -> None:
         """The faults stop."""
         self._bad.clear()
+        for a, b in sorted(self._one_way):
+            self.mend_one_way(a, b)
         for a, b in list(self._cuts):
             self._cuts[(a, b)] = 1
             self.mend(a, b)
@@ -223,6 +243,9 @@ class SimConnection:
         if self.open and self._held[to] and self._held[to][0] is message:
             self.fail()
 
+    def _passes(self, to: int) -> bool:
+        return self.world.passes(self.ends[1 - to].host, self.ends[to].host)
+
     @property
     def _reachable(self) -> bool:
         return self.world.reachable(self.ends[0].host, self.ends[1].host)
@@ -234,8 +257,8 @@ class SimConnection:
 
     def flush(self) -> None:
         """The hosts may reach each other again."""
-        if self.open and self._reachable:
-            for to in (0, 1):
+        for to in (0, 1):
+            if self.open and self._passes(to):
                 held = self._held[to][:]
                 self._held[to].clear()
                 for message in held:
@@ -244,7 +267,7 @@ class SimConnection:
     def _deliver(self, to: int, message: Any) -> None:
         if not self.open:
             return
-        if self._reachable:
+        if self._passes(to):
             self.ends[to].wake(self._received, (to, message))
         else:
             self._hold(to, message)

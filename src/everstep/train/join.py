@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data import default_collate
 from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
+from everstep.base.foreign import foreign_launcher
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
@@ -113,7 +115,8 @@ def join(
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
     job seeds every worker alike before it runs the script.
 
-    Raises: ConfigError for what cannot work, in one line.
+    Raises: ConfigError for what cannot work, in one line; SystemExit (2) after such a line in a process that torchrun,
+    srun, mpirun or the like has started as one of several.
     """
     global _called, _run
     if _called and _launched is not None:
@@ -146,6 +149,10 @@ def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
             _alone(given) if isinstance(_launched, LifeLink) and not _launched.launched else _merge(_launched, given)
         )
         return _launched
+    foreign = foreign_launcher(os.environ)
+    if foreign is not None:  # whatever the script does with exceptions: it must not train
+        print(f"everstep.join: error: {foreign.refusal()}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
     link = LoneLink(_alone(given), run_dir)
     if run_dir is not None:
         write_privately()

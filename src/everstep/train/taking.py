@@ -326,6 +326,20 @@ class Taker:
 
     # ---- following
 
+    def knock(self, members: Iterable[Member]) -> None:
+        """Look whether a member of each other host can be reached: who cannot reach all would keep all from going on.
+
+        Raises: CollectiveAborted naming one that cannot be.
+        """
+        own = self._view.link.host
+        for member in {m.host: m for m in members if m.host != own}.values():
+            try:
+                self._view.link.call_peer(member.address, {"kind": "knock"}).close()
+            except (EverstepError, OSError) as error:
+                text = f"host {member.host} cannot be reached from here ({own}), which all members have to be: {error}"
+                raise CollectiveAborted(text) from None
+            self._view.tick()
+
     def ask(self, generation: int, donors: Sequence[Member], stages: Sequence[int]) -> FollowedDonor:
         """Ask the first one that can be reached to be followed, and others for blocks, where that is worth it.
 

@@ -226,6 +226,7 @@ class Transfers:
         stages = [stage for _, wanted in operation.groups for stage in wanted]
         view.stages.want(stages)
         view.stages.keep(stages)
+        self._taker.knock(donor for donors, _ in operation.groups for donor in donors)
         for donors, wanted in operation.groups:
             self._feeds.append(self._taker.ask(operation.generation, donors, wanted))
         try:

@@ -32,6 +32,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--join", "127.0.0.1:5", "--token-file", "{dir}/bad"], "expected the job's token, at least 32 hex digits"),
         (["--join", "127.0.0.1:5", "--run-dir", "{dir}"], "found no job.json"),
         (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
+        (["--join", "127.0.0.1:5", "--address", "192.0.2.7"], "--address: expected one of this host's addresses"),
         ([], "--join"),
     ],
 )
@@ -111,3 +112,51 @@ def test_where_nothing_can_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match=r"--listen: cannot listen at 127\.0\.0\.1:"):
             check_network(load_config([]), taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--rank", "1"], "expected --rank, --world-size, --master-addr, --master-port together, got none for"),
+        (["--rank", "2", "--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5"], "expected 0 to 1"),
+        (["--rank", "1", "--world-size", "2", "--master-addr", "127.0.0.1", "--master-port", "5"], "2 hosts can reach"),
+        (
+            ["--rank", "0", "--world-size", "1", "--master-addr", "127.0.0.1", "--master-port", "5", "--listen", "a:1"],
+            "expected it without --rank",
+        ),
+        (["--rank", "1", "--world-size", "2", "--master-addr", "10.0.0.1", "--master-port", "5"], "the job's token"),
+    ],
+)
+def test_hosts_that_are_started_with_a_rank(
+    argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("EVERSTEP_TOKEN", raising=False)
+    code, words = said(capsys, "run", "resnet18-digits", *argv)
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+def test_a_job_that_another_launcher_has_started_several_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, words = said(capsys, "run", "resnet18-digits")
+    assert code == 2 and "started by torchrun as process 0 of 2" in words and words.count("\n") == 1
+
+
+def test_free_ports(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_command(["ports", "--start", str(port), "--end", str(port)]) == 1
+        captured = capsys.readouterr()
+        assert not captured.out and f"0 of 1 ports from {port} to {port} are free" in captured.err
+    assert run_command(["ports", "--count", "3"]) == 0
+    found = [int(text) for text in capsys.readouterr().out.strip().split(",")]
+    assert len(set(found)) == 3 and found == sorted(found) and found[0] >= 29500
+    assert run_command(["ports", "--start", "9", "--end", "5"]) == 2
+
+
+def test_which_worker_or_host_is_to_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["3", "--host", "b"]):
+        code, words = said(capsys, "drain", str(tmp_path), *argv)
+        assert code == 2 and "expected the number of a worker, or --host NAME" in words

@@ -5,6 +5,8 @@ from __future__ import annotations
 from coordinator_harness import MS, S, World, drop, running
 
 from everstep.base.cause import Cause
+from everstep.base.pool_wish import PoolWish
+from everstep.protocol import messages as m
 from everstep.protocol.coordinator.types import HostRules, Tick
 
 
@@ -145,3 +147,158 @@ def test_the_coordinator_s_own_absence_is_not_held_against_a_host_that_has_lost_
     assert world.plan.generation == 1
     world.wait(1100 * MS)
     assert world.plan.worker_ids == (0, 1)
+
+
+# ---- hosts that do not reach each other
+
+
+def three_hosts(**config: object) -> World:
+    """Two workers on each of three hosts, 0 and 1 on the first."""
+    world = World(workers=6, **config)
+    for k in range(3):
+        world.agent(2 * k, 2 * k + 1, name=f"a{k + 1}", host=f"h{k + 1}")
+    for i in range(6):
+        world.hello(i, host=f"h{i // 2 + 1}")
+    for i in range(6):
+        world.entered(i, 1, 1)
+    world.clear()
+    return world
+
+
+def break_link(world: World, generation: int, *accusations: tuple[int, int]) -> None:
+    for accuser, accused in accusations:
+        world.fault(accuser, generation, accused)
+    world.wait(200 * MS)
+
+
+def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_for_a_while() -> None:
+    world = three_hosts()
+    break_link(world, 1, (4, 2), (5, 2))
+    assert world.plan.generation == 2 and len(world.plan.members) == 6, "links may fail once"
+    for i in range(6):
+        world.entered(i, 2, 2)
+    break_link(world, 2, (4, 2), (5, 2), (2, 4))
+    assert world.plan.worker_ids == (0, 1, 4, 5), "host h2, of which nobody reaches 4 and 5"
+    for i in (0, 1, 4, 5):
+        world.entered(i, world.plan.generation, 2)
+    for i in (2, 3):
+        world.started(i, 1, agent="a2")
+        world.hello(i, 1, host="h2")
+    assert world.last(m.Heal, "w2.1") is None
+    world.exited(5, agent="a3")  # and nobody takes it in at once instead
+    assert world.plan.worker_ids == (0, 1, 4)
+    world.entered(0, world.plan.generation, 3)
+    world.wait(21 * S)
+    assert world.last(m.Heal, "w2.1") is not None and world.last(m.Heal, "w3.1") is not None
+
+
+def test_of_two_workers_on_hosts_that_do_reach_each_other_one_leaves() -> None:
+    world = three_hosts()
+    for generation in (1, 2):
+        for i in range(6):
+            world.entered(i, generation, generation)
+        break_link(world, generation, (4, 2), (2, 4))
+    assert world.plan.worker_ids == (0, 1, 2, 3, 5)
+
+
+def test_the_first_members_host_stays() -> None:
+    world = three_hosts()
+    for generation in (1, 2):
+        for i in range(6):
+            world.entered(i, generation, generation)
+        break_link(world, generation, (0, 2), (1, 2), (2, 0), (3, 0))
+    assert world.plan.worker_ids == (0, 1, 4, 5)
+
+
+# ---- slots that come to a host
+
+
+def shared_out(*rooms: int, workers: int = 4, return_ns: int | None = 30 * S) -> World:
+    """A job whose slots have been shared out among hosts with so much room; those without any come later."""
+    wish = PoolWish(homes=(tuple(range(workers)),))
+    world = World(workers=workers, slots=workers, hosts=HostRules(return_ns=return_ns), wish=wish)
+    for k, room in enumerate(rooms):
+        arrive(world, f"h{k + 1}", room)
+    for name in [f"h{k + 1}" for k in range(len(rooms))]:
+        for i in world.last(m.SetSlots, name).worker_ids:
+            world.started(i, 0, agent=name)
+            world.hello(i, host=name)
+    for i in range(workers):
+        world.entered(i, 1, 1)
+    return world
+
+
+def arrive(world: World, name: str, room: int = 0, process: str = "p") -> None:
+    world.connect(name, "agent")
+    world.say(name, m.AgentHello(agent_id=name, host=name, workers=[], slots=0, room=room, process=process))
+
+
+def begin(world: World, name: str) -> list[int]:
+    """The agent starts what it was told and does not run; they say hello."""
+    told = world.last(m.SetSlots, name)
+    fresh = [i for i in told.worker_ids if i not in world.coordinator.job.membership.workers]
+    for i in fresh:
+        world.started(i, told.first[told.worker_ids.index(i)], agent=name)
+        world.hello(i, told.first[told.worker_ids.index(i)], host=name)
+    return fresh
+
+
+def test_slots_move_to_a_host_that_comes_and_nobody_stops_for_it() -> None:
+    world = shared_out(0)
+    arrive(world, "h2")
+    world.wait(29 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == []
+    world.wait(2 * S)
+    assert begin(world, "h2") == [4, 5]
+    assert world.plan.generation == 1 and world.prepared is None, "those that are to leave wait for their successors"
+    world.wait(10 * S)
+    assert world.plan.generation == 1 and world.prepared is None
+    for i in (4, 5):
+        world.healed(i)
+    world.wait(S)
+    assert world.prepared.worker_ids == (0, 1, 4, 5) and world.plan.generation == 1
+    for i in (0, 1, 4, 5):
+        world.entered(i, 2, 5)
+    for i in (2, 3):
+        world.exited(i, agent="h1", in_order=True)
+    world.wait(60 * S)
+    assert world.last(m.SetSlots, "h1").worker_ids == [0, 1] and world.last(m.SetSlots, "h2").worker_ids == [4, 5]
+    assert world.plan.generation == 2
+
+
+def test_slots_stay_where_hosts_have_as_many_or_no_room_or_are_not_to_get_any() -> None:
+    for world in (shared_out(3, 1), shared_out(0, return_ns=None)):
+        arrive(world, "h9", 0 if world.config.hosts.return_ns is None else 1)
+        told = len(world.messages(m.SetSlots))
+        world.wait(60 * S)
+        later = world.messages(m.SetSlots)[told:]
+        assert all(set(x.worker_ids) <= {0, 1, 2, 3, 4} for x in later)
+        assert world.plan.generation == 1 or world.config.hosts.return_ns is not None
+
+
+def test_a_host_is_drained_and_its_workers_begin_elsewhere() -> None:
+    world = shared_out(2, 2, 4)
+    world = shared_out(2, 2)
+    arrive(world, "h3", 1)
+    assert world.command("drain", host="h9").error.startswith("no host 'h9': the hosts are h1, h2, h3")
+    reply = world.command("drain", host="h2")
+    assert reply.ok and reply.result == {"workers": 3, "moved": 1, "left": [2, 3]}
+    assert world.prepared.worker_ids == (0, 1), "at a step boundary, by a plan that all hold before"
+    for i in (0, 1):
+        world.entered(i, 2, 5)
+    for i in (2, 3):
+        world.exited(i, agent="h2", in_order=True)
+    assert begin(world, "h3") == [4]
+    world.healed(4)
+    world.wait(S)
+    assert world.prepared.worker_ids == (0, 1, 4)
+    world.wait(60 * S)
+    assert world.last(m.SetSlots, "h2").worker_ids == []
+    states = {h["name"]: h["state"] for h in world.command("hosts").result["hosts"]}
+    assert states["h2"] == "gone" and states["h1"] == "live"
+
+
+def test_a_host_that_is_needed_is_not_drained() -> None:
+    world = shared_out(0)
+    reply = world.command("drain", host="h1")
+    assert not reply.ok and "0 workers would be left of 1 that the job needs at least" in reply.error

@@ -7,12 +7,13 @@ from itertools import count, islice
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator import hosts
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import listed
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Worker
 from everstep.protocol.messages import Command, CommandReply, InjectFault, JobHello
-from everstep.protocol.roles import command_refusal
+from everstep.protocol.roles import COMMANDS, READ, command_refusal
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -32,7 +33,7 @@ def command(job: JobState, connection: str, message: Command) -> None:
     role = job.desk.connections[connection].role
     refused = command_refusal(role, name)
     result: dict[str, Any]
-    if name != "status":
+    if COMMANDS.get(name) != READ:
         _tell_who_asked(job, role, name[:_MOST_NAME], refused)
     if refused:
         error, result = refused, {}
@@ -114,6 +115,8 @@ def _keep(job: JobState, members: list[int], wanted: int) -> list[int]:
 
 
 def _drain(job: JobState, args: _Args) -> _Reply:
+    if "host" in args:
+        return hosts.drain(job, str(args["host"])[:_MOST_NAME])
     worker_id, slots, plan = args.get("worker_id"), job.slots, job.agreement.newest
     ids = slots.ids()
     if not isinstance(worker_id, int) or worker_id not in ids:
@@ -209,6 +212,7 @@ def _worker_status(job: JobState, worker: Worker) -> dict[str, Any]:
 
 _ACTS: dict[str, Callable[[JobState, _Args], _Reply]] = {
     "status": lambda job, args: ("", status(job)),
+    "hosts": lambda job, args: ("", {"hosts": hosts.listed_hosts(job)}),
     "scale": _scale,
     "drain": _drain,
     "chaos": _chaos,

@@ -17,7 +17,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import commands, joins, liveness, permits, plans, types, workers
+from everstep.protocol.coordinator import commands, hosts, joins, liveness, permits, plans, types, workers
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
@@ -67,6 +67,7 @@ ALARMS: dict[Alarm, Callable[[JobState, Any], None]] = {
     Alarm.JOINS: lambda job, about: job.desk.change(),
     Alarm.LINKS: workers.links_due,
     Alarm.QUORUM: plans.quorum_due,
+    Alarm.SPREAD: hosts.spread_due,
     Alarm.SPEEDS: joins.speeds_due,
     Alarm.START: lambda job, about: job.desk.change(),
 }

@@ -39,6 +39,7 @@ class Alarm(IntEnum):
     JOINS = auto()  # joiners have been waited for long enough, or one may try again
     LINKS = auto()  # all who have lost a peer had the time to say so
     QUORUM = auto()  # workers may have been waited for in vain
+    SPREAD = auto()  # hosts may have slots that others have had too few of for long enough
     SPEEDS = auto()  # time to look at the workers' speeds
     START = auto()  # all workers had the time to come; begin with those that are there
 

@@ -142,6 +142,10 @@ def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]
     plan, survivors = job.agreement.plan, job.agreement.survivors()
     may_leave = len(survivors) + len(joining) - job.slots.least
     going = leaving[-may_leave:] if may_leave > 0 else []
+    # Who only moves to another host leaves when its successor comes.
+    moving = [w for w in going if job.slots.unwanted_for(w.key.worker_id) is Cause.REBALANCED]
+    too_early = moving[max(0, len(survivors) + len(joining) - job.slots.target) :]
+    going = [w for w in going if w not in too_early]
     if plan.stages == 1:
         return going
     staying = [w.key.worker_id for w in survivors if w not in going]

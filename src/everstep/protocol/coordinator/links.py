@@ -3,7 +3,8 @@
 A dead worker makes its neighbours accuse it too, usually before its agent has said that it is dead. So accusations of
 one generation are collected for a moment: if a death explains them, they are void; if not, the links themselves are at
 fault. A first fault of a link regroups with the same members; a repeated one costs a smallest set of workers that
-covers the faulty links.
+covers the faulty links. Where several links between two hosts fail it is the hosts that do not reach each other: one of
+them leaves as a whole, and stays outside for a while.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from everstep.protocol.messages import PeerFault
 WINDOW_NS = 100 * MILLISECOND_NS
 REPEAT_GENERATIONS = 10
 REPEAT_NS = 60 * SECOND_NS
+APART_NS = 20 * SECOND_NS
+"""Whoever wants to heal after that looks itself whether it reaches all others."""
 _EXACT_COVER_WORKERS = 14
 
 Link = tuple[int, int]
@@ -35,6 +38,7 @@ class Links:
         self._accusations: dict[WorkerKey, set[int]] = {}
         self._reasons: list[str] = []
         self._faults: dict[Link, tuple[int, int]] = {}  # generation and time of the newest
+        self._apart: dict[tuple[str, str], int] = {}  # hosts that did not reach each other, until when that counts
 
     def peer_fault(self, worker: Worker, message: PeerFault) -> None:
         """A member of the current plan could not transfer. An older generation's complaint is void."""
@@ -88,7 +92,8 @@ class Links:
         if repeated:
             text = f"its links failed again ({listed_links(repeated)}) though both ends live: {said}"
             workers = self._membership.workers
-            return [(workers[i], Why(Cause.LINK, text)) for i in self._to_leave(repeated, votes)]
+            leaving = self._hosts_to_leave(repeated, votes) or self._to_leave(repeated, votes)
+            return [(workers[i], Why(Cause.LINK, text)) for i in leaving]
         self._break_off(f"transfers failed between live workers ({listed_links(sorted(links))}): {said}")
         return []
 
@@ -106,6 +111,32 @@ class Links:
         if set(chosen) >= {w.key.worker_id for w in self._agreement.survivors()}:
             return smallest_cover(repeated, votes)
         return chosen
+
+    def _hosts_to_leave(self, repeated: list[Link], votes: Mapping[int, int]) -> tuple[int, ...]:
+        """All members of a smallest set of hosts, if each fault is one of several between two hosts; else none."""
+        hosts = {w.key.worker_id: w.host for w in self._agreement.survivors()}
+        pairs = Counter((min(hosts[a], hosts[b]), max(hosts[a], hosts[b])) for a, b in repeated)
+        between = [pair for pair in sorted(pairs) if pair[0] != pair[1]]
+        until_ns = self._desk.now + APART_NS
+        if between:
+            self._apart |= dict.fromkeys(between, until_ns)
+            self._desk.alarms.set(Alarm.JOINS, until_ns)
+        if len(between) < len(pairs) or min(pairs.values()) < 2:
+            return ()
+        order = {host: n for n, host in enumerate(dict.fromkeys(hosts.values()))}  # that of the first member goes last
+        accused = Counter[int]()
+        for worker_id, n in votes.items():
+            accused[order[hosts[worker_id]]] += n if order[hosts[worker_id]] else 0
+        chosen = smallest_cover([(order[a], order[b]) for a, b in between], accused)
+        leaving = tuple(i for i, host in sorted(hosts.items()) if order[host] in chosen)
+        return leaving if len(leaving) < len(hosts) else ()
+
+    def kept_out(self, host: str) -> bool:
+        """Whether workers of this host did not reach those of a member's host just now: they would keep all from going
+        on."""
+        self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._desk.now}
+        others = {a if b == host else b for a, b in self._apart if host in (a, b)}
+        return bool(others) and any(w.host in others for w in self._agreement.survivors())
 
     def forget_old(self) -> None:
         """Drop faults that no longer count."""

@@ -11,6 +11,7 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.plan import WorkerKey
 from everstep.protocol import messages as m
+from everstep.protocol.coordinator import hosts
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent, Worker
@@ -36,6 +37,7 @@ def agent_hello(job: JobState, connection: str, hello: m.AgentHello) -> None:
     anew = bool(agent.process) and agent.process != hello.process
     job.agents.greet(agent, connection, hello)
     job.desk.introduce(connection, agent_id=hello.agent_id)
+    hosts.came(job, agent)
     if job.progress.tell_end(connection):
         return
     before = agent.relist()

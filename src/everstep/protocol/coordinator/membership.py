@@ -236,7 +236,8 @@ class Agent:
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
     hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
     that does not matter. process: which one it is, so that a new one is told apart. left_ns: when its connection ended,
-    None while it has one or before its first. sent_slots: those that it
+    None while it has one or before its first. about: of its host, as it has said. draining: it is to have no slots any
+    more. sent_slots: those that it
     knows to keep filled, None: it was not told.
     """
 
@@ -250,6 +251,8 @@ class Agent:
     room: int = 0
     process: str = ""
     left_ns: int | None = None
+    about: dict[str, str] = field(default_factory=dict)
+    draining: bool = False
     sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
@@ -258,7 +261,8 @@ class Agent:
         """The agent has connected (again) and said hello."""
         self.connection, self.left_ns = connection, None
         self.host, self.slots = hello.host, hello.slots
-        self.room, self.process = hello.room, hello.process
+        self.draining = self.draining and hello.process == self.process
+        self.room, self.process, self.about = hello.room, hello.process, hello.about
         self.sent_slots = None
         self._killed_ns.clear()
         self.detector.resume(now_ns)
@@ -272,6 +276,15 @@ class Agent:
     def leave(self, now_ns: int) -> None:
         """The agent's connection has ended."""
         self.connection, self.left_ns = None, now_ns
+
+    def drain(self) -> None:
+        """It is to have no slots any more."""
+        self.draining = True
+
+    @property
+    def rtt_ms(self) -> float:
+        """The median of its last round trips, 0 if none is known."""
+        return round(median(self._rtts_ms), 3) if self._rtts_ms else 0.0
 
     def away_ns(self, now_ns: int) -> int | None:
         """For how long it has been without a connection; None if it has one, or never had."""
@@ -525,7 +538,7 @@ class Slots:
         """Slots that are no known agent's go to the agent that has the fewest, if it has room."""
         counts = Counter(owner for i in wanted if (owner := self._owners.get(i)) is not None)
         for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
-            free = [a for a in agents if not a.room or counts[a.agent_id] < a.room]
+            free = [a for a in agents if not a.draining and (not a.room or counts[a.agent_id] < a.room)]
             if not free:
                 break
             self._owners[worker_id] = min((counts[a.agent_id], a.agent_id) for a in free)[1]

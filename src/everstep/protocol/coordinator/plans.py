@@ -28,6 +28,7 @@ SMALL_STATE_BYTES = 32 << 20
 def candidates(job: JobState) -> list[Worker]:
     """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
     ready = [w for w in job.membership.workers.values() if w.ready and not job.agreement.plan.has(w.key)]
+    ready = [w for w in ready if not job.links.kept_out(w.host)]
     return sorted((w for w in ready if job.slots.wanted(w.key.worker_id)), key=lambda w: (w.wants_spare, w.key))
 
 

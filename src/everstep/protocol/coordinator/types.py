@@ -14,11 +14,12 @@ class HostRules:
     """How patient the coordinator is with hosts. Times in nanoseconds.
 
     grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
-    has lost all its connections.
+    has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
     """
 
     grace_ns: int = 2_000_000_000
     reconnect_ns: int = 1_000_000_000
+    return_ns: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""`everstep hosts | ports`: which hosts a job has, and which ports are free on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.job import read_job
+from everstep.cli.main import complain
+from everstep.cli.running import ask_running
+from everstep.report.words import aligned
+
+
+@click.command()
+@click.argument("run_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def hosts(run_dir: Path, as_json: bool) -> int:
+    """Which hosts take part in the job that runs in DIR, and how each of them is."""
+    read_job(run_dir)
+    found = ask_running(run_dir, "hosts", {})
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    rows = [["host", "address", "state", "slots", "workers", "rtt"]]
+    for host in found.get("hosts", []):
+        workers = ", ".join(str(i) for i in host["workers"]) or "none"
+        room = "any" if host["slots"] is None else str(host["slots"])
+        rows.append([host["name"], host["address"] or "-", host["state"], room, workers, f"{host['rtt_ms']:.1f} ms"])
+    for line in aligned(rows):
+        print(line)
+    return 0
+
+
+@click.command()
+@click.option("--start", type=click.IntRange(1, 65535), default=29500, show_default=True, help="The first one.")
+@click.option("--end", type=click.IntRange(1, 65535), default=65535, show_default=True, help="The last one.")
+@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="How many.")
+def ports(start: int, end: int, count: int) -> int:
+    """Print free ports of this host, separated by commas; exit code 1 if there are too few."""
+    if start > end:
+        raise ConfigError(f"--start: expected at most --end ({end}), got {start}")
+    found = free_ports(start, end, count)
+    if len(found) < count:
+        complain(f"{len(found)} of {count} ports from {start} to {end} are free: give a larger range")
+        return 1
+    print(",".join(map(str, found)))
+    return 0
+
+
+def free_ports(start: int, end: int, count: int) -> list[int]:
+    """Up to so many ports on which something could listen now, at any address of this host, ascending."""
+    found: list[int] = []
+    for port in range(start, end + 1):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("", port))
+            found.append(port)
+    return found

@@ -1,0 +1,134 @@
+"""Which hosts there are, and how slots come to another one while training goes on. Pure.
+
+A slot moves by leaving one host and beginning anew, under another number, on another: the new worker heals first, and
+the members switch to it and away from the old one in one prepared change. So a host that comes (back) is used without a
+stop, and one that is to leave hands over at a step boundary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count, islice
+from typing import Any
+
+from everstep.base.cause import Cause, Why
+from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
+from everstep.protocol.coordinator.job import JobState
+from everstep.protocol.coordinator.membership import Agent
+
+
+def came(job: JobState, agent: Agent) -> None:
+    """An agent is there: if it stays, others may have too many slots for that."""
+    delay_ns = job.desk.config.hosts.return_ns
+    if delay_ns is not None:
+        job.desk.alarms.set(Alarm.SPREAD, job.desk.now + delay_ns)
+
+
+def spread_due(job: JobState, about: Any) -> None:
+    """Move slots to hosts that have too few, if nothing else is under way; else look again."""
+    agreement, slots = job.agreement, job.slots
+    if job.progress.ended is not None or job.saving.ending is not None or not slots.shared_out:
+        return
+    if job.desk.config.stages > 1:  # in which pool a worker is wanted goes by its number
+        return
+    busy = agreement.broken or agreement.prepared is not None or job.healing.joins or job.membership.in_grace
+    busy = busy or any(agent.sent_slots is None for agent in _usable(job))
+    if busy or not agreement.running or len(agreement.survivors()) < slots.target:
+        job.desk.alarms.set(Alarm.SPREAD, job.desk.now + SECOND_NS)
+        return
+    moves, ids = _uneven(job), slots.ids()
+    if not moves:
+        return
+    text = f"workers move to a host that has room for them: {len(moves)} begin there, and as many end elsewhere"
+    slots.want(slots.target, ids - set(moves) | set(_fresh(job, len(moves))), Why(Cause.REBALANCED, text))
+
+
+def _uneven(job: JobState) -> list[int]:
+    """The slots that would have to leave their hosts for all hosts to have as many, as far as they have room."""
+    leaders = {job.agreement.plan.leader(k) for k in range(job.agreement.plan.stages)}
+    agents = _usable(job)
+    own = {a.agent_id: [i for i in _slots_of(job, a) if i not in leaders] for a in agents}
+    counts = Counter({a.agent_id: len(_slots_of(job, a)) for a in agents})
+    moves: list[int] = []
+    while True:
+        most = max((a for a in agents if own[a.agent_id]), key=lambda a: (counts[a.agent_id], a.agent_id), default=None)
+        free = [a for a in agents if not a.room or counts[a.agent_id] < a.room]
+        least = min(free, key=lambda a: (counts[a.agent_id], a.agent_id), default=None)
+        if most is None or least is None or counts[most.agent_id] - counts[least.agent_id] < 2:
+            return moves
+        moves.append(own[most.agent_id].pop())
+        counts[most.agent_id] -= 1
+        counts[least.agent_id] += 1
+
+
+def _usable(job: JobState) -> list[Agent]:
+    known = job.agents.known.items()
+    return [agent for _, agent in sorted(known) if agent.connection is not None and not agent.draining]
+
+
+def _slots_of(job: JobState, agent: Agent) -> list[int]:
+    """The slots that it was told to keep filled and that are wanted, ascending."""
+    return sorted(set(agent.sent_slots or ()) & (job.slots.ids() - set(job.slots.lost)))
+
+
+def _fresh(job: JobState, size: int) -> list[int]:
+    """Numbers of slots that nobody has, or has had under an agent that may still run it."""
+    used = job.slots.ids() | set(job.slots.lost) | set(job.membership.workers)
+    return list(islice((i for i in count() if i not in used), size))
+
+
+# ---- what people ask
+
+
+def drain(job: JobState, name: str) -> tuple[str, dict[str, Any]]:
+    """The workers of a host leave at a step boundary, and others start where there is room. Returns an error, "" if
+    there is none, and the result."""
+    agent, slots = job.agents.known.get(name), job.slots
+    if agent is None or agent.connection is None:
+        there = ", ".join(a.agent_id for a in _usable(job)) or "none"
+        return f"no host {name!r}: the hosts are {there}", {}
+    if not slots.shared_out:
+        return f"cannot drain host {name}: its agent has slots of its own", {}
+    leaving, others = _slots_of(job, agent), [a for a in _usable(job) if a is not agent]
+    unlimited = any(not a.room for a in others)
+    room = len(leaving) if unlimited else sum(max(0, a.room - len(_slots_of(job, a))) for a in others)
+    moving = min(len(leaving), room)
+    ids = (slots.ids() - set(leaving)) | set(_fresh(job, moving))
+    target = min(slots.target, len(ids - set(slots.lost)))
+    least = max(slots.least, job.desk.config.stages if job.agreement.plan.stages > 1 else 1)
+    if target < least:
+        return f"cannot drain host {name}: {target} workers would be left of {least} that the job needs at least", {}
+    agent.drain()
+    slots.want(target, ids, Why(Cause.DRAINED, f"host {name} drained by request"))
+    return "", {"workers": target, "moved": moving, "left": leaving}
+
+
+def listed_hosts(job: JobState) -> list[dict[str, Any]]:
+    """What `everstep hosts --json` prints."""
+    return [_said(job, agent) for _, agent in sorted(job.agents.known.items())]
+
+
+def _said(job: JobState, agent: Agent) -> dict[str, Any]:
+    return {
+        "name": agent.agent_id,
+        "address": agent.about.get("address", ""),
+        "state": _state(job, agent),
+        "slots": agent.room or None,
+        "workers": sorted(key.worker_id for key in agent.lives),
+        "rtt_ms": agent.rtt_ms,
+        "unheard_s": round(agent.detector.silence_ns(job.desk.now) / 1e9, 3),
+        "versions": {name: text for name, text in sorted(agent.about.items()) if name != "address"},
+    }
+
+
+def _state(job: JobState, agent: Agent) -> str:
+    """joining, live, suspected, silent, draining or gone."""
+    workers: Sequence[bool] = [w.ready for w in job.membership.living(sorted(agent.lives))]
+    if agent.connection is None:
+        return "silent"
+    if agent.detector.suspicion(job.desk.now).suspect:
+        return "suspected"
+    if agent.draining:
+        return "draining" if agent.lives else "gone"
+    return "live" if any(workers) or not _slots_of(job, agent) else "joining"

@@ -1,0 +1,31 @@
+"""When a connection counts as broken because nothing is heard of the other host any more: no end, no reset, no packet.
+
+Apart because only the kernel can tell a peer that computes from one that is cut off: it answers for a process that is
+busy, or stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+
+CONTROL_SILENT_S = 20.0
+LINK_SILENT_S = 5.0
+"""Between members. Nothing of a step goes on meanwhile; a packet that is lost has been sent again several times."""
+
+_PROBES = 3
+
+
+def notice_silence(sock: socket.socket, silent_s: float) -> None:
+    """From now on this TCP connection ends with ETIMEDOUT when the other host has answered nothing for so long, whether
+    anything is under way or not; also when the peer takes nothing for so long of what is under way. Small messages are
+    sent at once. Call before connecting, and a connection that does not come about ends as early."""
+    every_s = max(1, int(silent_s / (2 * _PROBES)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silent_s) - _PROBES * every_s))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
+    # The first answer is waited for 1, 2, 4, ... seconds.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, max(1, int(math.log2(silent_s + 1)) - 1))

@@ -1,0 +1,139 @@
+"""Hosts as network namespaces on one bridge, each with processes, a host name and a /dev/shm of its own.
+
+Needs root and Linux. The bridge is in a namespace too, so that nothing here can be reached from this machine's own
+interfaces, nor the other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BOGUS = "02:00:00:00:00:ff"
+_INSIDE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "hosts as network namespaces need root"
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "hosts as network namespaces need ip and unshare"
+    name = f"evt{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespace can be made here: {made.stderr.strip()}"
+    inside = subprocess.run(["ip", "netns", "exec", name, *_apart("t"), "true"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return f"no process can have namespaces of its own: {inside.stderr.strip()}" if inside.returncode else ""
+
+
+def _apart(name: str) -> list[str]:
+    """What starts a command whose end is that of all that it has started."""
+    return ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _INSIDE, name]
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+class Host:
+    """One of `Net`'s. Of what it runs all is ended at once by `kill`."""
+
+    def __init__(self, net: Net, number: int) -> None:
+        self.number = number
+        self.name = f"host{number}"
+        self.address = f"10.77.0.{number}"
+        self.namespace = f"{net.name}h{number}"
+        self._net = net
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command, as if the host had just booted for it."""
+        words = ["ip", "netns", "exec", self.namespace, *_apart(self.name), *command]
+        with open(log, "ab") as out:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host, which sees all processes."""
+        words = ["ip", "netns", "exec", self.namespace, *command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes; the kernel still ends their connections."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+        subprocess.run(
+            f"ip netns pids {self.namespace} | xargs -r kill -9", shell=True, stdout=subprocess.DEVNULL, check=False
+        )
+
+    def crash(self) -> None:
+        """What a power cut looks like to others: nothing is heard of it any more, not even the end of a connection."""
+        self.cut()
+        self.kill()
+
+    def cut(self) -> None:
+        """Its link is down: no packet passes."""
+        _ip("-n", self._net.switch, "link", "set", f"v{self.number}", "down")
+
+    def heal(self) -> None:
+        """Its link is up again."""
+        _ip("-n", self._net.switch, "link", "set", f"v{self.number}", "up")
+
+    def drop_to(self, other: Host) -> None:
+        """What it sends to the other vanishes; the other way it goes on."""
+        neighbour = ("neigh", "replace", other.address, "lladdr", BOGUS, "nud", "permanent", "dev", "eth0")
+        _ip("-n", self.namespace, *neighbour)
+
+    def undrop_to(self, other: Host) -> None:
+        """What it sends to the other arrives again."""
+        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+
+
+class Net:
+    """Hosts 10.77.0.1, .2, ... on one bridge; all is removed in the end."""
+
+    def __init__(self, hosts: int, name: str = "") -> None:
+        self.name = name or f"ev{os.getpid()}"
+        self.switch = f"{self.name}sw"
+        self.hosts = [Host(self, number) for number in range(1, hosts + 1)]
+        _ip("netns", "add", self.switch)
+        _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self.switch, "link", "set", "br0", "up")
+        for host in self.hosts:
+            end = f"v{host.number}"
+            _ip("netns", "add", host.namespace)
+            pair = ("link", "add", end, "netns", self.switch, "type", "veth", "peer", "name", "eth0")
+            _ip(*pair, "netns", host.namespace)
+            _ip("-n", self.switch, "link", "set", end, "master", "br0", "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+
+    def close(self) -> None:
+        """End everything, and remove it. A second time does nothing."""
+        hosts, self.hosts = self.hosts, []
+        for host in hosts:
+            host.kill()
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+        subprocess.run(["ip", "netns", "del", self.switch], capture_output=True)

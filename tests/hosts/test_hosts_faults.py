@@ -1,0 +1,115 @@
+"""A job on three hosts of two workers each, under every fault that a host or a link between hosts can have.
+
+Most of them only where time is (EVERSTEP_TEST_HOSTS=all).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hosts_harness import STEPS, HostJobs, gap_s, now_ns
+
+from job_harness import Event, Job
+
+longer = pytest.mark.skipif(os.environ.get("EVERSTEP_TEST_HOSTS") != "all", reason="runs in make extended")
+EVICTED: list[Event] = [{"kind": "worker_evicted", "count": 2}]
+BACK: list[Event] = [
+    {"kind": "worker_joined", "count": 8},
+    {"kind": "generation_started", "workers": list(range(6)), "count": 2},
+]
+MANY = 400
+
+
+def running(on_hosts: HostJobs, until: list[Event], steps: int = STEPS) -> Job:
+    """Six members on three hosts have computed some steps; the agents came in another order than their numbers."""
+    job = on_hosts.head(until=until, steps=steps)
+    on_hosts.agent(3)
+    on_hosts.agent(2)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 6)
+    job.wait_for("step_committed", lambda e: e["step"] >= 5)
+    where = [e["host"] for e in job.of_kind("worker_joined")]
+    assert sorted(where) == ["10.77.0.1"] * 2 + ["host2"] * 2 + ["host3"] * 2
+    return job
+
+
+def evicted(job: Job) -> dict[str, set[str]]:
+    """Causes of evictions by host."""
+    where = {(e["worker_id"], e["incarnation"]): e["host"] for e in job.of_kind("worker_joined")}
+    found: dict[str, set[str]] = {}
+    for event in job.of_kind("worker_evicted"):
+        found.setdefault(where[event["worker_id"], event["incarnation"]], set()).add(event["cause"])
+    return found
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("crash", marks=longer), pytest.param("cut", marks=longer)])
+def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
+    job = running(on_hosts, EVICTED)
+    host = on_hosts.net.hosts[2]
+    struck_ns = now_ns()
+    getattr(host, how)()
+    plan = job.wait_for("generation_started", lambda e: e["time_unix_ns"] > struck_ns)
+    assert len(plan["workers"]) == 4, "the first generation after it is without the dead"
+    on_hosts.check(job)
+    assert evicted(job) == {host.name: {"host_lost"}}
+    least_s = 1.0 if how == "kill" else 2.0
+    noticed_s = (plan["time_unix_ns"] - struck_ns) / 1e9
+    assert least_s - 0.5 < noticed_s < least_s + 5.0, f"{noticed_s:.2f} s\n{job.account()}"
+    assert gap_s(job, struck_ns) < least_s + 10.0
+
+
+@longer
+@pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
+def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> None:
+    """Each of them is heard by the head. One of them has to stay outside until it reaches the other again."""
+    job = running(on_hosts, BACK, MANY)
+    _, second, third = on_hosts.net.hosts
+    third.drop_to(second)
+    if both:
+        second.drop_to(third)
+    gone = job.wait_for("worker_evicted")
+    job.wait_for("step_committed", lambda e: e["time_unix_ns"] > gone["time_unix_ns"])
+    third.undrop_to(second)
+    if both:
+        second.undrop_to(third)
+    again = job.wait_for(
+        "generation_started", lambda e: e["time_unix_ns"] > gone["time_unix_ns"] and len(e["workers"]) == 6
+    )
+    on_hosts.check(job)
+    assert all("link" in causes for causes in evicted(job).values()), evicted(job)
+    assert again["generation"] <= 8
+
+
+@longer
+def test_what_the_head_sends_to_a_host_is_lost(on_hosts: HostJobs) -> None:
+    job = running(on_hosts, EVICTED)
+    head, _, third = on_hosts.net.hosts
+    head.drop_to(third)
+    job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    on_hosts.check(job)
+    assert set(evicted(job)) == {"host3"}
+
+
+@longer
+def test_a_host_that_was_cut_off_is_back(on_hosts: HostJobs) -> None:
+    job = running(on_hosts, BACK, MANY)
+    host = on_hosts.net.hosts[2]
+    host.cut()
+    gone = job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    host.heal()
+    job.wait_for("generation_started", lambda e: e["generation"] > gone["generation"] and len(e["workers"]) == 6)
+    on_hosts.check(job)
+    lives = sorted((e["worker_id"], e["incarnation"]) for e in job.of_kind("worker_joined") if e["host"] == "host3")
+    assert [incarnation for _, incarnation in lives] == [0, 1, 0, 1], "no life was wasted"
+
+
+@longer
+def test_a_host_that_died_is_started_again(on_hosts: HostJobs) -> None:
+    job = running(on_hosts, BACK, MANY)
+    on_hosts.net.hosts[2].kill()
+    gone = job.wait_for("generation_started", lambda e: len(e["workers"]) == 4)
+    on_hosts.agent(3)
+    job.wait_for("generation_started", lambda e: e["generation"] > gone["generation"] and len(e["workers"]) == 6)
+    on_hosts.check(job)
+    lives = sorted((e["worker_id"], e["incarnation"]) for e in job.of_kind("worker_joined") if e["host"] == "host3")
+    assert [incarnation for _, incarnation in lives] == [0, 1, 0, 1], "no life was wasted"
