@@ -65,7 +65,10 @@ class End:
     def recv_json(self) -> Any:
         return self._came.get(timeout=GENEROUS_S)
 
-    recv_bytes = recv_json
+    def recv_bytes(self, max_bytes: int = 1 << 30) -> Any:
+        found = self.recv_json()
+        assert len(found) <= max_bytes
+        return found
 
     def recv_into(self, target: Any) -> None:
         memoryview(target).cast("B")[:] = self.recv_bytes()
