@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def worker_detail(run_dir: Path, worker_id: int) -> dict[str, Any]:
     raised = next((line for line in reversed(lines) if line.more), None)
     return {
         "ok": True,
-        "log": [row(as_line(line)) for line in lines[-_LAST_LINES:]],
+        "log": [row(as_line(replace(line, more=""))) for line in lines[-_LAST_LINES:]],
         "traceback": "" if raised is None else raised.whole()[-_MOST_TRACEBACK:],
         "traceback_ms": 0 if raised is None else raised.time_ns // 1_000_000,
         "traces": _traces((run_dir / PROFILES_FOLDER).glob(f"*/worker-{worker_id}.json.gz")),

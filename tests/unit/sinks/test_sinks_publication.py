@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from everstep.base.config_keys import SINKS
 from everstep.base.errors import ConfigError
 from everstep.sinks import sink as sink_module
 from everstep.sinks.publication import Publication, follow, sole_publisher
-from everstep.sinks.sink import SinkFailed, check_installed
+from everstep.sinks.sink import Sink, SinkFailed, check_installed
 
 
 def test_what_a_run_with_a_kill_is_worth(tmp_path: Path) -> None:
@@ -175,3 +176,28 @@ def test_a_missing_library_is_named_with_what_to_install(tmp_path: Path, monkeyp
     monkeypatch.setattr(sink_module, "check_installed", lambda names: None)
     with pytest.raises(SinkFailed, match="cannot be used: ModuleNotFoundError"):
         sink_module.make_sink("otel")
+
+
+def test_each_worker_is_told_of_while_the_job_runs(tmp_path: Path) -> None:
+    lines = [event("job_started", 0, step=0, workers=1), generation(1, 1, {0: [0]}, "there")]
+    lines += [step(n, 1 + n, 1) for n in range(1, 7)]
+    rows = [
+        {"worker_id": 0, "incarnation": 0, "step": n, "rss_bytes": 5, "bytes": {"reduce": 100 * n}, "seconds": {}}
+        for n in range(1, 7)
+    ]
+    measured = [json.dumps({"t": at(1 + n), "host": "h", "workers": [row]}) for n, row in enumerate(rows, 1)]
+    run_dir = run_dir_of(tmp_path / "mine", lines, ("\n".join(measured) + "\n").encode())
+    told: dict[str, float] = {}
+
+    class Listening(Sink):
+        def scalars(self, step: int, time_ns: int, values: Mapping[str, float]) -> None:
+            told.update(values)
+
+    Publication(run_dir, "x", Listening()).advance(over=False)
+    assert {name: told[name] for name in told if name.startswith("worker0/")} == {
+        "worker0/rss_bytes": 5,
+        "worker0/step_s": 1.0,
+        "worker0/communication_s": 0.0,
+        "worker0/busy": 0.0,
+        "worker0/sent_bytes_per_s/reduce": 100.0,
+    }

@@ -118,7 +118,7 @@ export class Chart {
 
   draw(u) {
     const { ctx, bbox } = u;
-    const scale = bbox.width / u.over.clientWidth || 1;
+    const scale = devicePixelRatio;
     const seen = this.marks.filter((mark) => mark.x >= u.scales.x.min && mark.x <= u.scales.x.max);
     this.pixels = clustered(seen.map((mark) => ({ ...mark, px: u.valToPos(mark.x, "x") })));
     ctx.save();

@@ -96,7 +96,7 @@ function draw(run, changed) {
   panels.head(run, at);
   if (changed.workers) workers.update(run.rows);
   if (changed.workers || changed.recoveries) drawer.update(run, at);
-  if (changed.lives || changed.marks || changed.head) timeline.draw(run, at);
+  if (changed.lives || changed.marks) timeline.draw(run, at);
   if (changed.curves || changed.marks || changed.usage || changed.efficiency) training.update(run);
   if (changed.generations || changed.head) panels.generations(run, at);
   if (changed.recoveries) panels.recoveries(run);

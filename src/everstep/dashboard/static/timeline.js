@@ -32,7 +32,11 @@ export class Timeline {
     this.root.addEventListener("keydown", (event) => this.key(event));
     for (const button of document.querySelectorAll("[data-last]")) button.addEventListener("click", () => this.look(null, Number(button.dataset.last) || null));
     crosshair.followers.add(this);
-    new ResizeObserver(() => this.run && this.draw(this.run, this.nowMs)).observe(this.root);
+    this.width = 1; // kept, since to ask for it would have the whole page laid out at each update
+    new ResizeObserver(([entry]) => {
+      this.width = Math.max(1, entry.contentRect.width);
+      if (this.run) this.draw(this.run, this.nowMs);
+    }).observe(this.lines);
   }
 
   clear() {
@@ -60,7 +64,9 @@ export class Timeline {
     const ids = [...new Set(lives.spans.map(([id]) => id))].sort((a, b) => a - b);
     const signature = ids.join();
     if (signature !== this.signature) this.make(ids, signature);
-    for (const [id, row] of this.rows) this.paint(row, id, lives.spans.filter(([of]) => of === id), end);
+    const own = new Map(ids.map((id) => [id, []]));
+    for (const span of lives.spans) own.get(span[0]).push(span);
+    for (const [id, row] of this.rows) this.paint(row, id, own.get(id), end);
     this.mark(run);
     this.ticks();
     this.note.hidden = !lives.hidden;
@@ -99,7 +105,7 @@ export class Timeline {
   }
 
   mark(run) {
-    const [from, to] = this.span, width = this.lines.clientWidth || 1;
+    const [from, to] = this.span, width = this.width;
     const placed = wanted(run).filter((mark) => mark.ms >= from && mark.ms <= to).map((mark) => ({ ...mark, px: ((mark.ms - from) / (to - from)) * width }));
     this.clusters = clustered(placed);
     this.lines.replaceChildren(
@@ -112,7 +118,7 @@ export class Timeline {
   }
 
   ticks() {
-    const [from, to] = this.span, width = this.lines.clientWidth || 1;
+    const [from, to] = this.span, width = this.width;
     const seconds = (to - from) / 1000;
     const unit = UNITS_S.find((u) => (width * u) / seconds >= 84) ?? UNITS_S.at(-1);
     const shift = unit >= 3600 ? 60000 * new Date(from).getTimezoneOffset() : 0;
@@ -161,7 +167,7 @@ export class Timeline {
   /** In words: who was what at that moment, and what happened near it. */
   say(ms, id) {
     const span = this.run?.lives.spans.find(([of, , , begin, until]) => of === id && begin <= ms && (until ?? Infinity) >= ms);
-    const whole = this.span[1] - this.span[0], width = this.lines.clientWidth || 1;
+    const whole = this.span[1] - this.span[0], width = this.width;
     const near = this.clusters?.find((cluster) => Math.abs(cluster.px - ((ms - this.span[0]) / whole) * width) < 7);
     const words = [precise(ms, whole)];
     if (span) words.push(`worker ${id}, life ${span[1]}: ${span[2]} ${span[4] ? `for ${duration((span[4] - span[3]) / 1000)}` : `since ${clock(span[3])}`}`);
