@@ -202,7 +202,8 @@ def _frames(data: bytes) -> list[bytes]:
 def _shown_events(data: bytes) -> list[dict[str, Any]]:
     lines = Lines()
     found = list(parse_events(b"".join(lines.whole(data[at : at + 50]) for at in range(0, len(data), 50))))
-    facts_of(found)
+    for incident in facts_of(found).incidents.all:
+        incident.line()
     account(found).to_dict()
     for event in found:
         sentence(event)
@@ -213,6 +214,8 @@ def _history(run_dir: Path) -> str:
     history = History(run_dir)
     history.load()
     history.seconds(False)
+    history.headline(False)
+    history.headline(True, {})
     return history.state(False)
 
 
