@@ -18,6 +18,7 @@ BACK: list[Event] = [
     {"kind": "worker_joined", "count": 8},
     {"kind": "generation_started", "workers": list(range(6)), "count": 2},
 ]
+AGAIN: list[Event] = [{"kind": "generation_started", "workers": list(range(6)), "count": 3}]
 MANY = 400
 
 
@@ -62,7 +63,7 @@ def test_a_host_is_lost(on_hosts: HostJobs, how: str) -> None:
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
 def test_two_hosts_do_not_reach_each_other(on_hosts: HostJobs, both: bool) -> None:
     """Each of them is heard by the head. One of them has to stay outside until it reaches the other again."""
-    job = running(on_hosts, BACK, MANY)
+    job = running(on_hosts, AGAIN, MANY)
     _, second, third = on_hosts.net.hosts
     third.drop_to(second)
     if both:

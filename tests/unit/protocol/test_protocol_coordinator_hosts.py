@@ -266,6 +266,17 @@ def test_slots_move_to_a_host_that_comes_and_nobody_stops_for_it() -> None:
     assert world.plan.generation == 2
 
 
+def test_a_slot_that_is_wanted_again_is_nobody_s_before() -> None:
+    world = shared_out(0)
+    assert world.command("drain", worker_id=3).ok
+    for i in range(3):
+        world.entered(i, 2, 5)
+    world.exited(3, agent="h1", in_order=True)
+    arrive(world, "h2")
+    assert world.command("scale", workers=4).ok
+    assert world.last(m.SetSlots, "h2").worker_ids == [3]
+
+
 def test_slots_stay_where_hosts_have_as_many_or_no_room_or_are_not_to_get_any() -> None:
     for world in (shared_out(3, 1), shared_out(0, return_ns=None)):
         arrive(world, "h9", 0 if world.config.hosts.return_ns is None else 1)

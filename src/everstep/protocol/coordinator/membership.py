@@ -470,6 +470,8 @@ class Slots:
         """Change how many members, and which slots, are wanted."""
         running = {key.worker_id for agent in self._agents.known.values() for key in agent.believed}
         running |= {i for i, worker in self._membership.workers.items() if worker.connection is not None}
+        for worker_id in ids - self.ids() - running:  # whoever had such a slot before has no claim to it
+            self._owners.pop(worker_id, None)
         self._retiring = (self._retiring | (self.ids() & running)) - ids
         self.take_wish(target, ids, why.cause)
         self._desk.persist("target", target=target, slots=sorted(ids), cause=why.cause, reason=why.reason)
