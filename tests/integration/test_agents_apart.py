@@ -20,7 +20,8 @@ from everstep.runtime.address import read_address
 from everstep.runtime.commands import ask
 from job_harness import LIMIT_S, Job, Jobs
 
-NUMERICS = {"steps": 30}
+NUMERICS = {"steps": 150}
+"""More than there is time for while faults are struck; what is left then takes no time."""
 SETTINGS = {"hang_limit_s": 2, "heartbeat.interval_s": 0.2, "checkpoint.disk.every_steps": 3}
 UNTIL = [{"kind": "fault_injected"}]
 APART = ("--listen", "127.0.0.1:0", "--no-local-workers")
