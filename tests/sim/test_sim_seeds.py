@@ -102,10 +102,11 @@ def test_nobody_begins_with_another_initial_state():
         assert any("another state" in problem for problem in problems), problems
 
 
-@pytest.mark.parametrize("seed", [1191, 1893])
-def test_a_stage_that_was_lost_is_built_anew_as_it_was(seed):
+def test_a_stage_that_was_lost_is_built_anew_as_it_was():
     """It was by a worker whose initial state differed, and was compared with nothing."""
-    assert simulate(seed, split=True).ok and set_up_split(seed).differs is not None
+    drawn = [seed for seed in range(400) if set_up_split(seed).differs is not None][:12]
+    outcomes = [simulate(seed, split=True) for seed in drawn]
+    assert drawn and all(outcome.ok for outcome in outcomes), [str(o) for o in outcomes if not o.ok]
 
 
 def test_a_full_disk_costs_the_checkpoint_alone():

@@ -192,6 +192,28 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_leaves_and_stays_outside_
     assert world.last(m.Heal, "w2.1") is not None and world.last(m.Heal, "w3.1") is not None
 
 
+def test_who_is_kept_out_is_looked_at_again_though_another_pair_of_hosts_was_sooner() -> None:
+    world = three_hosts()
+    for generation in (1, 2):
+        for i in range(6):
+            world.entered(i, generation, generation)
+        break_link(world, generation, (4, 2), (5, 2), (2, 4))
+    world.wait(5 * S)
+    for generation in (world.plan.generation, world.plan.generation + 1):
+        for i in world.plan.worker_ids:
+            world.entered(i, generation, generation)
+        break_link(world, generation, (4, 0), (5, 0), (5, 1))
+    assert world.plan.worker_ids == (0, 1)
+    for i in (0, 1):
+        world.entered(i, world.plan.generation, 3)
+    world.started(4, 1, agent="a3")
+    world.hello(4, 1, host="h3")
+    world.wait(16 * S)
+    assert world.last(m.Heal, "w4.1") is None
+    world.wait(6 * S)
+    assert world.last(m.Heal, "w4.1") is not None
+
+
 def test_of_two_workers_on_hosts_that_do_reach_each_other_one_leaves() -> None:
     world = three_hosts()
     for generation in (1, 2):

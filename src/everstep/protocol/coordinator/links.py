@@ -120,7 +120,6 @@ class Links:
         until_ns = self._desk.now + APART_NS
         if between:
             self._apart |= dict.fromkeys(between, until_ns)
-            self._desk.alarms.set(Alarm.JOINS, until_ns)
         if len(between) < len(pairs) or min(pairs.values()) < 2:
             return ()
         order = {host: n for n, host in enumerate(dict.fromkeys(hosts.values()))}  # that of the first member goes last
@@ -135,8 +134,11 @@ class Links:
         """Whether workers of this host did not reach those of a member's host just now: they would keep all from going
         on."""
         self._apart = {pair: until_ns for pair, until_ns in self._apart.items() if until_ns > self._desk.now}
-        others = {a if b == host else b for a, b in self._apart if host in (a, b)}
-        return bool(others) and any(w.host in others for w in self._agreement.survivors())
+        members = {w.host for w in self._agreement.survivors()}
+        until_ns = [at for pair, at in self._apart.items() if host in pair and members & ({*pair} - {host})]
+        if until_ns:
+            self._desk.alarms.set(Alarm.JOINS, min(until_ns))
+        return bool(until_ns)
 
     def forget_old(self) -> None:
         """Drop faults that no longer count."""
