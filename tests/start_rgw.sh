@@ -52,7 +52,12 @@ for _ in 1 2 3 4 5; do
   ceph osd crush add osd.0 1.0 host=one root=default >/dev/null 2>&1 && break
   sleep 0.3
 done
-ceph-osd -i 0 >/dev/null 2>&1
+# On a busy machine it may ask before it knows the cluster ("wrong fsid"), and ends.
+for again in 1 2 3 4 5; do
+  ceph-osd -i 0 >>log/start.log 2>&1 && break
+  [ "$again" = 5 ] && { tail -n 5 log/start.log >&2; exit 1; }
+  sleep 1
+done
 radosgw -n client.rgw.a >/dev/null 2>&1
 user() { radosgw-admin user create --uid="$1" --display-name="$1" --access-key="$1" --secret-key="$2" >/dev/null; }
 user test testsecret
