@@ -201,7 +201,7 @@ class Facts:
         try:
             if act is not None:
                 act(self, event, time_ns)
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError):
             self.counts["not understood"] = self.counts.get("not understood", 0) + 1
         if kind == "step_committed":
             return

@@ -14,8 +14,14 @@ def seats_of(event: Event) -> dict[int, list[tuple[int, str, list[int]]]]:
     seats = event.get("seats")
     if isinstance(seats, list):
         for worker_id, stage, role, lanes in seats:
-            found.setdefault(int(worker_id), []).append((int(stage), str(role), [int(x) for x in lanes]))
+            found.setdefault(_id(worker_id), []).append((_id(stage), str(role), [_id(lane) for lane in lanes]))
         return found
     for text, taken in as_dict(event.get("lanes")).items():
-        found.setdefault(int(text), []).append((0, "", [int(x) for x in taken]))
+        found.setdefault(_id(int(text)), []).append((0, "", [_id(lane) for lane in taken]))
     return found
+
+
+def _id(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected an integer, got {value!r:.40}")
+    return value

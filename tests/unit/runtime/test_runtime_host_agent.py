@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -40,6 +41,14 @@ class FakeForkServer:
         self.client = ForkServerClient(theirs, self.process.pid, self.process, greeting={"op": "ready"})
         self.workers: list[subprocess.Popen[bytes]] = []
         ours.settimeout(PATIENCE_S)
+        threading.Thread(target=self._end_with_it, daemon=True).start()
+
+    def _end_with_it(self) -> None:
+        """As a real one, when its socket is closed."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        poll.poll()
+        self.process.kill()
 
     def start(self) -> dict[str, Any]:
         """The next request for a worker, which is granted."""
