@@ -178,7 +178,7 @@ class AgentProcess(Process):
 
     def start(self, worker_id: int) -> None:
         """Start the slot's next life."""
-        if self.ended or worker_id not in self.slots or worker_id in self.lost:
+        if self.ended or not self.alive or worker_id not in self.slots or worker_id in self.lost:
             return
         if self.waiting is not None:
             self.waiting.add(worker_id)

@@ -45,7 +45,7 @@ NewDriver = Callable[[WorkerKey, DriverConfig, StepMachine], Driver]
 NewCoordinator = Callable[[CoordinatorConfig, Sequence[dict[str, Any]]], Coordinator]
 
 FAULTS_STOP_NS = 6 * SECOND
-LIVENESS_NS = 40 * SECOND
+LIVENESS_NS = 120 * SECOND
 DRAIN_NS = 5 * SECOND
 LOOK_NS = 200 * MS
 MOST_LOOKS = 5

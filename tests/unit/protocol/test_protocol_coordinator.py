@@ -650,6 +650,24 @@ def test_who_has_lost_a_peer_before_the_others_switched_is_not_waited_for():
     assert "could not follow to the switch" in world.plan.reason
 
 
+def test_a_joiner_that_a_plan_goes_on_without_is_worth_more_than_to_start_over():
+    """It may have switched, or follow closely: what it held when the plan came without it is what is left."""
+    world = running(3)
+    world.exited(2)
+    world.entered(0, 2, 5)
+    world.hello(2, 1)
+    world.healed(2, 1)
+    heal = world.last(m.Heal, "w2.1")
+    assert world.prepared is not None and 2 in world.prepared.worker_ids
+    failed = m.HealFailed(worker_id=2, incarnation=1, ticket=heal.ticket, reason="the donor went away")
+    world.say("w2.1", failed)
+    assert world.plan.worker_ids == (0, 1)
+    world.exited(0)
+    world.exited(1)
+    world.wait(11 * S)
+    assert "worker 2, which had healed, goes on from step 5" in world.report("fallback")["reason"]
+
+
 def test_accusations_are_void_once_a_death_explains_them():
     world = running()
     world.fault(0, 1, 2)

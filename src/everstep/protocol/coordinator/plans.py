@@ -28,7 +28,7 @@ SMALL_STATE_BYTES = 32 << 20
 def candidates(job: JobState) -> list[Worker]:
     """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
     ready = [w for w in job.membership.workers.values() if w.ready and not job.agreement.plan.has(w.key)]
-    ready = [w for w in ready if not job.links.kept_out(w.host)]
+    ready = [w for w in ready if followed(job, w) or not job.links.kept_out(w.host)]
     return sorted((w for w in ready if job.slots.wanted(w.key.worker_id)), key=lambda w: (w.wants_spare, w.key))
 
 
@@ -344,8 +344,7 @@ def _fall_back(job: JobState, why: Why) -> None:
 
 def _held_step(job: JobState, worker: Worker) -> int:
     """The step that a worker outside the plan is known to hold: none, unless it has said that it has healed."""
-    known = job.healing.healed(worker.key) is not None or job.agreement.is_prepared(worker.key)
-    return worker.step if known else 0
+    return worker.step if followed(job, worker) else 0
 
 
 def quorum_due(job: JobState, about: Any) -> None:
