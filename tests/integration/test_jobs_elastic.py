@@ -116,7 +116,7 @@ def test_scale_with_a_kill_in_the_middle(jobs: Jobs) -> None:
         ["profile", str(job.run_dir), "--steps", "4", "--workers", "0,1", "--json"], jobs.base / "profile"
     )
     progress = profile.run_dir.with_suffix(".err")
-    while not profile.over(0.01) and not progress.read_text().startswith("recording steps "):
+    while not profile.over(0.01) and not (progress.exists() and progress.read_text().startswith("recording steps ")):
         pass
     first = int(progress.read_text().split()[2])
     job.wait_for("step_committed", step=first)
