@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep.exact.memory import keep_freed_memory
+from everstep.exact.accumulate import keep_freed_memory
 from torch.utils.data import default_collate
 
 from models import MODELS
