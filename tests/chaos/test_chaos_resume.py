@@ -232,7 +232,9 @@ def test_a_script_goes_on_with_what_it_had_learned(jobs: Jobs, tmp_path: Path) -
     job = again(jobs, job, str(script), workers=3, settings=rule)
     assert job.end() == 0, job.account()
     same(undisturbed.run_dir, job)
-    said = [(j.run_dir / "logs" / "output.log").read_text().splitlines()[-1] for j in (undisturbed, job)]
+    said = [
+        (j.run_dir / "logs" / "output.log").read_text().splitlines()[-1].partition(" ")[2] for j in (undisturbed, job)
+    ]
     assert said[0].startswith("history 24 ") and said[0] == said[1], job.account()
     best = (job.run_dir / "checkpoints" / "best.json").read_text()
     assert '"metric":"mse"' in best.replace(" ", ""), best

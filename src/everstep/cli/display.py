@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -27,7 +27,7 @@ from everstep.report.usage import Usage
 from everstep.report.words import Event, cause
 from everstep.report.words import sentence as words_of
 from everstep.runtime.address import METRICS_FOLDER
-from everstep.train.console import OUTPUT_FILE
+from everstep.train.console import OUTPUT_FILE, unstamped
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -39,6 +39,7 @@ _TROUBLED = ("dead", "suspect", "healing")
 _POLL_S = 0.2
 _LAST_SAMPLES_BYTES = 1 << 16
 _LAST_TOLD = 64
+_PRINTS_WAIT_S = 0.3  # for the events of before: a commit is told a moment after its own time
 _PROCESS_WORDS = {
     "worker_exited": "worker {worker_id} exited: {reason}",
     "worker_restarting": "worker {worker_id} is started again{delay}",
@@ -177,7 +178,7 @@ class Note(NamedTuple):
 class Watcher:
     """Feeds a display from events.jsonl, from `begin_ns` on, in a thread. `facts`: what it has seen.
 
-    What the leader of a script prints from now on is shown between the events.
+    What the leader of a script prints from now on is shown between the events, in the order of time.
     """
 
     def __init__(self, path: Path, begin_ns: int, display: Display) -> None:
@@ -222,7 +223,7 @@ class Watcher:
     def _stopped(self) -> bool:
         """Asked by `follow` some times a second, and before its last read: a good moment to redraw."""
         ended = self._ended.is_set()
-        for line in self._output.lines():
+        for line in self._output.due(time.monotonic()):
             self._display.note(line)
         self._tell_notes()
         if not ended:
@@ -241,28 +242,53 @@ class Watcher:
         try:
             for event in follow(self._path, poll_s=_POLL_S, stop=self._stopped):
                 self.facts.take(event)  # those of earlier starts, too: what is counted is the job's
-                if int(event.get("time_unix_ns") or 0) >= self._begin_ns:
+                time_ns = int(event.get("time_unix_ns") or 0)
+                if time_ns >= self._begin_ns:
+                    for line in self._output.before(time_ns):
+                        self._display.note(line)
                     self._said(event)
                     self._display.event(event, self.facts)
+            for line in self._output.due(math.inf):
+                self._display.note(line)
             self._tell_notes()
         except BrokenPipeError:
             pass  # nobody reads any more; the job goes on
 
 
 class Output:
-    """The lines that are appended to a text file from now on; each is whole when its end is written.
+    """The lines that are appended to what the leader prints from now on; each is whole when its end is written.
 
     Where the file has become an older one meanwhile, what it ended with comes first.
     """
 
     def __init__(self, path: Path) -> None:
         self._files = Folder(path.parent, f"{path.stem}*{path.suffix}")
-        self.lines()
+        self._waiting: deque[tuple[int, float, str]] = deque()
+        self._read_ns = 0
+        self._read()
+        self._waiting.clear()
 
-    def lines(self) -> list[str]:
-        """What is new."""
-        said = b"".join(line + b"\n" for line in self._files.lines())
-        return said.decode(errors="replace").splitlines()
+    def before(self, time_ns: int) -> list[str]:
+        """What was printed before that moment."""
+        if time_ns >= self._read_ns:
+            self._read()
+        return self._take(lambda printed_ns, _: printed_ns <= time_ns)
+
+    def due(self, now_s: float) -> list[str]:
+        """What has waited long enough for an event to come before it. now_s: of the monotonic clock."""
+        self._read()
+        return self._take(lambda _, found_s: found_s + _PRINTS_WAIT_S <= now_s)
+
+    def _read(self) -> None:
+        self._read_ns, now_s = time.time_ns(), time.monotonic()
+        for printed_ns, text in map(unstamped, self._files.lines()):
+            self._waiting += [(printed_ns, now_s, line) for line in text.splitlines() or [""]]
+
+    def _take(self, wanted: Callable[[int, float], bool]) -> list[str]:
+        taken = []
+        while self._waiting and wanted(*self._waiting[0][:2]):
+            taken.append(self._waiting.popleft()[2])
+        return taken
 
 
 def choose_display(run_dir: Path, *, as_json: bool, log_every: int, total_steps: int | None) -> Display:

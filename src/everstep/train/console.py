@@ -2,12 +2,15 @@
 
 The leader may change at any line, so each worker looks anew, line by line, whether it leads. What is printed before the
 job has a plan waits until it has one; of a later life of a worker it is dropped, for the first one's was shown.
+
+Each line in the file bears the time at which it ended, so that who shows it puts it between the right steps.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -21,6 +24,19 @@ OUTPUT_FILE = Path("logs") / "output.log"
 def older(path: Path) -> Path:
     """What a file is called once another one has begun in its place."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def stamped(text: str) -> bytes:
+    """Whole lines as they are kept: each after the time, ns since 1970, and a space."""
+    now = time.time_ns()
+    return "".join(f"{now} {line}\n" for line in text.removesuffix("\n").split("\n")).encode(errors="replace")
+
+
+def unstamped(line: bytes) -> tuple[int, str]:
+    """When a kept line ended, and the line; 0 and all of it where no time stands before it."""
+    stamp, _, text = line.partition(b" ")
+    known = len(stamp) <= 20 and stamp.isdigit()
+    return (int(stamp), text.decode(errors="replace")) if known else (0, line.decode(errors="replace"))
 
 
 class LeaderConsole(io.TextIOBase):
@@ -93,7 +109,7 @@ class LeaderConsole(io.TextIOBase):
             return
         lines, self._line = self._line[:end], self._line[end:]
         if leads:
-            data = lines.encode(errors="replace")
+            data = stamped(lines)
             if len(self._unshown) + len(data) <= MOST_UNSHOWN_BYTES and not self._lost:
                 self._unshown += data
             else:
@@ -106,8 +122,8 @@ class LeaderConsole(io.TextIOBase):
             with open(self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 del self._unshown[: file.write(self._unshown)]
                 if self._lost and not self._unshown:
-                    said = f"everstep: {self._lost} lines are missing here: the disk was full\n"
-                    self._lost, self._unshown = 0, bytearray(said.encode())
+                    said = stamped(f"everstep: {self._lost} lines are missing here: the disk was full\n")
+                    self._lost, self._unshown = 0, bytearray(said)
                     del self._unshown[: file.write(self._unshown)]
                 if file.tell() > self._most_bytes and not self._unshown:
                     os.replace(self._path, older(self._path))

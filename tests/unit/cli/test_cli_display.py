@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -339,12 +340,30 @@ def test_the_live_view_shows_states_and_stages(tmp_path: Path) -> None:
 
 def test_output_is_read_from_where_it_is_now_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
-    path.write_text("of an earlier run\n")
+    path.write_text("5 of an earlier run\n")
     output = Output(path)
-    assert output.lines() == []
+    assert output.due(math.inf) == []
     with open(path, "a") as file:
-        file.write("one\ntwo\nthr")
+        file.write("10 one\n20 two\r2\n30 thr")
         file.flush()
-        assert output.lines() == ["one", "two"]
-        file.write("ee\n")
-    assert output.lines() == ["three"]
+        assert output.due(0.0) == []
+        assert output.before(15) == ["one"]
+        assert output.due(math.inf) == ["two", "2"]
+        file.write("ee\nno time\n")
+    assert output.due(math.inf) == ["three", "no time"]
+
+
+def test_prints_and_events_come_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is read first: the events are all there when the watcher begins, and the prints come late."""
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "events.jsonl"
+    watcher = Watcher(path, 0, PlainDisplay(1))
+    path.write_text("".join(json.dumps(commit(k, float(k))) + "\n" for k in (1, 2, 3)))
+    prints = [f"{int((k + 1.5) * S)} after step {k}\n" for k in range(4)]
+    (tmp_path / "logs" / "output.log").write_text("".join(prints))
+    watcher.start()
+    watcher.stop()
+    said = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "after step 0", "step 1", "after step 1", "step 2", "after step 2", "step 3", "after step 3",
+    ]  # fmt: skip

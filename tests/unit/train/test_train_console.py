@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
 
-from everstep.train.console import OUTPUT_FILE, LeaderConsole
+from everstep.train.console import OUTPUT_FILE, LeaderConsole, unstamped
 
 
 class Lead:
@@ -24,7 +25,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def shown(run_dir: Path) -> str:
     path = run_dir / OUTPUT_FILE
-    return path.read_text() if path.exists() else ""
+    kept = [unstamped(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    assert all(0 < time_ns <= time.time_ns() for time_ns, _ in kept)
+    return "".join(f"{line}\n" for _, line in kept)
 
 
 def test_what_is_printed_before_there_is_a_plan_waits(run_dir: Path) -> None:
@@ -76,7 +79,7 @@ def test_lines_wait_for_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPat
     folder.mkdir()
     print("three", file=console)
     assert shown(run_dir) == "one\ntwo\nthree\n"
-    monkeypatch.setattr("everstep.train.console.MOST_UNSHOWN_BYTES", 10)
+    monkeypatch.setattr("everstep.train.console.MOST_UNSHOWN_BYTES", 30)
     (run_dir / OUTPUT_FILE).unlink()
     folder.rmdir()
     for k in range(4):
