@@ -263,6 +263,7 @@ def test_a_block_that_nobody_gives_undamaged_is_given_up_with_a_reason(peers, se
     with pytest.raises(Unusable, match=r"stage 0 \(model 2-2\) did not come from 0\.0") as caught:
         settled(peers)
     assert not caught.value.torn
+    assert all(peer.given for peer in peers)
     assert all(peer.doubted == [(0, 4)] for peer in peers), "each looks whether its own has changed"
 
 

@@ -31,7 +31,7 @@ const actions = new Actions(() => runs[selected], () => keys[selected]);
 const list = new RunList(show, tick, () => actions.unlocked);
 const drawer = new Drawer(actions, () => keys[selected], (id) => workers.leave(id));
 
-const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
+const fresh = () => ({ head: {}, rows: new Map(), curves: {}, generations: [], recoveries: [], incidents: [], checkpoints: [], marks: [], lives: { spans: [], hidden: 0 }, account: {}, efficiency: [], metrics: {}, ledger: {}, config: {}, usage: null, log: [] });
 const now = () => Date.now() + clockMs;
 
 // ---- taking in
@@ -70,7 +70,7 @@ function begin_anew(message) {
 }
 
 function merge(run, patch) {
-  for (const name of ["head", "generations", "recoveries", "checkpoints", "marks", "lives", "account", "efficiency", "metrics", "ledger", "usage", "config"]) {
+  for (const name of ["head", "generations", "recoveries", "incidents", "checkpoints", "marks", "lives", "account", "efficiency", "metrics", "ledger", "usage", "config"]) {
     if (patch[name] !== undefined) run[name] = patch[name];
   }
   if (patch.workers) {
@@ -100,6 +100,7 @@ function draw(run, changed) {
   if (changed.curves || changed.marks || changed.usage || changed.efficiency) training.update(run);
   if (changed.generations || changed.head) panels.generations(run, at);
   if (changed.recoveries) panels.recoveries(run);
+  if (changed.incidents) panels.incidents(run);
   if (changed.account) panels.account(run);
   if (changed.efficiency) panels.scaling(run);
   if (changed.checkpoints) panels.checkpoints(run, at);
@@ -109,7 +110,7 @@ function draw(run, changed) {
   if (changed.head) actions.allow();
 }
 
-const EVERYTHING = { head: 1, workers: 1, lives: 1, curves: 1, generations: 1, recoveries: 1, account: 1, efficiency: 1, checkpoints: 1, ledger: 1, log: 1 };
+const EVERYTHING = { head: 1, workers: 1, lives: 1, curves: 1, generations: 1, recoveries: 1, incidents: 1, account: 1, efficiency: 1, checkpoints: 1, ledger: 1, log: 1 };
 
 function choose(i) {
   selected = i;

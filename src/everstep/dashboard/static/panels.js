@@ -96,6 +96,15 @@ export function recoveries(run) {
   $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, "none was needed")]));
 }
 
+/** One line per incident, newest first: the fault, what was done about it, how long it took. */
+export function incidents(run) {
+  const lines = run.incidents.toReversed().map(([, begin, , , cause, level, line]) => {
+    const when = el("button", { type: "button", className: "link-to", title: "read the log at this moment", onclick: () => acts.moment(begin, null) }, clock(begin));
+    return el("li", { "data-level": level }, when, " ", ...causeTag(cause), ...linked(line));
+  });
+  $("incidents").replaceChildren(...(lines.length ? lines : [el("li", { className: "soft" }, "no fault")]));
+}
+
 /** Recoveries as waterfalls: each phase in its colour, at its place. */
 export function falls(list) {
   const longest = Math.max(0.001, ...list.map((r) => r[1]));
@@ -217,7 +226,8 @@ export class Log {
     note.replaceChildren(`Around ${clock(ms)}${worker === null ? "" : `: the events, and what worker ${worker} said`}. `, back);
   }
 
-  wanted([, , level, , worker, , text]) {
+  wanted([, , level, kind, worker, , text]) {
+    if (level === "info" && kind.startsWith("checkpoint") && !$("log-checkpoints").checked) return false;
     const order = ["info", "warning", "error"];
     if (order.indexOf(level) < order.indexOf($("log-level").value)) return false;
     const id = $("log-worker").value.trim();
