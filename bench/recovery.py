@@ -93,7 +93,7 @@ class Disturbed:
         """To the first committed step that again had all workers; None if the job ended before."""
         short = [s for s in sorted(self.at) if s >= fault["step"] and len(self.workers[s]) < WORKERS]
         if not short:  # the replacement contributed to the very step in which the fault struck
-            return (self.at[fault["step"]] - fault["time_unix_ns"]) / 1e9
+            return self.next_step_s(fault)
         whole = [s for s in sorted(self.at) if s > short[0] and len(self.workers[s]) == WORKERS]
         return (self.at[whole[0]] - fault["time_unix_ns"]) / 1e9 if whole else None
 
