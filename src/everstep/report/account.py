@@ -67,7 +67,8 @@ class TimeAccount:
         """The job was there at this moment."""
         if self.begin_ns is None:
             self.begin_ns = self._folded_through_ns = time_ns
-        self.end_ns = max(self.end_ns, time_ns)
+        if time_ns > self.end_ns:
+            self.end_ns = time_ns
 
     def capacity(self, time_ns: int, share: float) -> None:
         """From this moment on so much of what the job was to have takes part, from 0 to 1."""

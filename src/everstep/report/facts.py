@@ -194,9 +194,11 @@ class Facts:
             return
         if kind == "job_started" and self.account.begin_ns is not None:
             self._not_running(time_ns)
-        self.told_ns = max(self.told_ns, time_ns)
+        if time_ns > self.told_ns:
+            self.told_ns = time_ns
         self.account.reach(time_ns)
-        self.generation = max(self.generation, _integer(event, "generation"))
+        if event.get("generation") != self.generation:
+            self.generation = max(self.generation, _integer(event, "generation"))
         act = _ACTS.get(kind)
         try:
             if act is not None:
@@ -333,16 +335,17 @@ class Facts:
         rate = event.get("lr")
         lr = _float(rate[0] if isinstance(rate, list) and rate else rate)
         samples = whole_number(event.get("samples"))
-        tokens = number(event.get("tokens"))
+        tokens = number(event["tokens"]) if "tokens" in event else 0.0
         self.tokens_per_sample = tokens / samples if tokens > 0 and samples > 0 else None
         self.steps.add(step, (time_ns / 1e9, loss, loss, loss, lr, samples, self._members))
-        clean = self._clean and time_ns > self.last_step_ns > 0
+        passed_s = (time_ns - self.last_step_ns) / 1e9 if self.last_step_ns else 0.0
+        clean = self._clean and passed_s > 0.0
         if clean:
             entry = self.rates.setdefault(self._members, [0.0, 0.0, 0.0])
             entry[0] += samples
-            entry[1] += (time_ns - self.last_step_ns) / 1e9
+            entry[1] += passed_s
             entry[2] += 1
-        if self.last_step_ns and not self.redo_to and self.pace.stands_still((time_ns - self.last_step_ns) / 1e9):
+        if passed_s > 1.0 and not self.redo_to and self.pace.stands_still(passed_s):
             self.account.intervals.append(self._standstill(time_ns))
         self.pace.commit(time_ns, step, samples, clean)
         self._clean = self.started_ns is None
@@ -589,6 +592,8 @@ def _why(event: Event) -> tuple[Cause, str]:
 
 
 def _float(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     return float(value) if isinstance(value, int | float) else None
 
 

@@ -34,14 +34,13 @@ class Series:
         """Append a point. One whose x is not beyond the last takes the place of all from there on: done again."""
         if self.x and x <= self.x[-1]:
             self.cut(x)
-        said = [math.nan if value is None else value for value in values]
         if self._counts and self._counts[-1] < self._stride:
-            self._merge_into(-1, x, said, 1)
+            self._merge_into(-1, x, values, 1)
             return
         self.x.append(x)
         self._counts.append(1)
-        for column, value in zip(self.columns, said, strict=True):
-            column.append(value)
+        for column, value in zip(self.columns, values, strict=True):
+            column.append(math.nan if value is None else value)
         if len(self.x) > self._points:
             self._halve()
 
@@ -74,10 +73,21 @@ class Series:
             "columns": [[None if math.isnan(v) else v for v in column[start:]] for column in self.columns],
         }
 
-    def _merge_into(self, i: int, x: float, values: Sequence[float], count: int) -> None:
+    def _merge_into(self, i: int, x: float, values: Sequence[float | None], count: int) -> None:
+        """Point i and one of `count` points become one: what is done for each line of a long file."""
         before = self._counts[i]
         for rule, column, value in zip(self.rules, self.columns, values, strict=True):
-            column[i] = _merged(rule, column[i], before, value, count)
+            if value is None or value != value:
+                continue
+            old = column[i]
+            if rule == "last" or old != old:
+                column[i] = value
+            elif rule == "sum":
+                column[i] = old + value
+            elif rule == "mean":
+                column[i] = (old * before + value * count) / (before + count)
+            elif (value < old) == (rule == "min"):
+                column[i] = value
         self.x[i] = x
         self._counts[i] = before + count
 
@@ -87,15 +97,3 @@ class Series:
         self.x, self._counts, self.columns = self.x[::2], self._counts[::2], [column[::2] for column in self.columns]
         self._stride *= 2
         self.version += 1
-
-
-def _merged(rule: str, old: float, old_count: int, new: float, new_count: int) -> float:
-    if new != new:
-        return old
-    if rule == "last" or old != old:
-        return new
-    if rule == "sum":
-        return old + new
-    if rule == "mean":
-        return (old * old_count + new * new_count) / (old_count + new_count)
-    return min(old, new) if rule == "min" else max(old, new)

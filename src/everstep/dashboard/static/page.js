@@ -99,7 +99,7 @@ function draw(run, changed) {
   if (changed.lives || changed.marks) timeline.draw(run, at);
   if (changed.curves || changed.marks || changed.usage || changed.efficiency) training.update(run);
   if (changed.generations || changed.head) panels.generations(run, at);
-  if (changed.recoveries) panels.recoveries(run);
+  if (changed.recoveries || changed.incidents) panels.recoveries(run);
   if (changed.incidents) panels.incidents(run);
   if (changed.account) panels.account(run);
   if (changed.efficiency) panels.scaling(run);

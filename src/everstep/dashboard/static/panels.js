@@ -52,7 +52,7 @@ function tiles(run, nowMs) {
     ["Step", `${h.step}${h.total ? ` / ${h.total}` : ""}`, h.eta_s ? `${duration(h.eta_s)} left` : ""],
     ["Loss", number(h.loss, 4), h.not_finite ? `not finite: ${h.not_finite}` : Object.entries(run.metrics.values ?? {}).slice(0, 2).map(([k, v]) => `${k} ${number(v, 4)}`).join(", "), h.not_finite ? "bad" : ""],
     ["Samples/s", number(h.rate ?? h.mean_rate), h.rate !== null ? `over the last ${h.rate_points} steps` : h.mean_rate ? "mean, undisturbed" : ""],
-    ["Workers", h.wanted ? `${h.members} / ${h.wanted}` : `${h.members}`, beside.join(", "), dead || h.states.suspect ? "bad" : h.members < h.wanted ? "warn" : ""],
+    ["Workers", h.wanted && h.ended_ns === null ? `${h.members} / ${h.wanted}` : h.ended_ns === null ? `${h.members}` : "ended", beside.join(", "), dead || h.states.suspect ? "bad" : h.running && h.members < h.wanted ? "warn" : ""],
     ["Generation", h.generation, plural(h.recoveries, "recovery").replace("recoverys", "recoveries")],
     ["Goodput", percent(h.goodput), h.steps_lost ? `${h.steps_lost} steps done again` : "", ""],
     ["Checkpoint", saved ? `step ${saved[1]}` : "none", saved ? `${saved[0]}, ${ago(saved[2], nowMs)}` : ""],
@@ -93,7 +93,7 @@ export function recoveries(run) {
     $("phase-legend").append(...PHASES.map((phase) => styled(el("li", { "data-glyph": "" }, phase), { "--swatch": phaseColour(phase) })));
   }
   const list = run.recoveries.toReversed();
-  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, "none was needed")]));
+  $("recoveries").replaceChildren(...(list.length ? falls(list) : [el("p", { className: "soft" }, run.incidents.length ? "none has ended yet" : "none was needed")]));
 }
 
 /** One line per incident, newest first: the fault, what was done about it, how long it took. */
