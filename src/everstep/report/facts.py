@@ -592,9 +592,7 @@ def _why(event: Event) -> tuple[Cause, str]:
 
 
 def _float(value: Any) -> float | None:
-    if type(value) is float:
-        return value
-    return float(value) if isinstance(value, int | float) else None
+    return value if type(value) is float else float(value) if isinstance(value, int | float) else None
 
 
 def _integer(event: Event, name: str) -> int:

@@ -9,9 +9,10 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from everstep.exact.accumulate import keep_freed_memory
-if sys.argv[1] == "keep" and not keep_freed_memory():
-    sys.exit(77)
+if sys.argv[1] == "keep":
+    from everstep.exact.accumulate import keep_freed_memory
+    if not keep_freed_memory():
+        sys.exit(77)
 def rounds(n):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(n):
