@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-
 import pytest
 
 from everstep.base.errors import ConfigError
@@ -50,15 +47,12 @@ def test_what_no_other_host_can_be_at_is_not_taken(text: str) -> None:
 
 
 def test_over_torchs_own_store() -> None:
-    from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("p/job", "10.0.0.1:4000")
     assert ask_store("127.0.0.1", server.port, "p", 0) == "10.0.0.1:4000"
     assert server.get("p/host") == b"127.0.0.1"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        server.set("q/job", "nothing")
-        with pytest.raises(ConfigError, match="expected the job's address there"):
-            ask_store("127.0.0.1", server.port, "q", 0)
-    assert threading.active_count() >= 1
+    server.set("p/job", "nothing")
+    with pytest.raises(ConfigError, match="expected the job's address there"):
+        ask_store("127.0.0.1", server.port, "p", 0)
