@@ -15,11 +15,10 @@ import click
 from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
-from everstep.cli.job import read_job
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
 from everstep.cli.worker import ENTRY, PRELOAD
-from everstep.protocol.roles import READ
+from everstep.protocol.roles import OPERATE, READ
 from everstep.runtime import commands, wire
 from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
@@ -31,6 +30,7 @@ HEAD_GONE = 3
 _FILE = "file://"
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
+_ANSWER_S = 10.0
 
 
 @click.command()
@@ -51,7 +51,7 @@ _AGAIN_S = 0.25
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
 @click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
-@click.option("--refill", is_flag=True, help="Of file://: ask for workers again, up to as many as the job began with.")
+@click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
     address: str,
@@ -61,7 +61,7 @@ def command(
     host_name: str | None,
     own: str | None,
     stay: bool,
-    refill: bool,
+    refill: int | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
@@ -70,8 +70,6 @@ def command(
     SIGUSR1 this host hands its workers over, and leaves.
     """
     folder = folder_of(address)
-    if refill and folder is None:
-        raise ConfigError("--refill: expected --join file://DIR beside it, whose job.json says how many there were")
     if folder is not None and run_dir is not None:
         raise ConfigError("--run-dir: expected none beside --join file://DIR, which says it")
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
@@ -99,7 +97,7 @@ def take_part_in(
     host_name: str | None = None,
     own: str | None = None,
     stay: bool = False,
-    refill: bool = False,
+    refill: int | None = None,
 ) -> int:
     """Be an agent of the job that listens at "host:port", or runs in "file://DIR". Returns the exit code."""
     from everstep.runtime.host_agent import take_part
@@ -126,8 +124,8 @@ def take_part_in(
         if found is None:
             print(f"the job in {folder} is over", file=sys.stderr, flush=True)
             return 0
-        if refill and folder is not None:
-            _refill(folder, slots)
+        if refill is not None:
+            _refill(*found, refill)
         left = take_part(*found)
         if left.words:
             complain(left.words)
@@ -144,19 +142,20 @@ def folder_of(address: str) -> Path | None:
     return Path(address.removeprefix(_FILE)).absolute()
 
 
-def _refill(folder: Path, slots: int | None) -> None:
-    """Have the job want as many workers more as this host has room for, up to as many as it began with."""
-    with contextlib.suppress(EverstepError):  # it may have ended meanwhile; who joins will see
-        began_with = read_job(folder).config.workers
-        target = commands.ask(folder, "status").get("target")
-        wanted = refilled(target, began_with, slots) if isinstance(target, int) else 0
+def _refill(joining: Joining, token: bytes, most: int) -> None:
+    """Have the job want as many workers more as this host has room for, up to so many."""
+    with contextlib.suppress(EverstepError, OSError):  # it may have ended meanwhile; who joins will see
+        where, key = _address_of(joining), role_token(token, OPERATE)
+        tls = Tls.of(shown_by(joining.tls, token, joining.own))
+        target = commands.ask_at(where, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
+        wanted = refilled(target, most, joining.room) if isinstance(target, int) else 0
         if wanted:
-            commands.ask(folder, "scale", {"workers": wanted})
+            commands.ask_at(where, OPERATE, key, tls, "scale", {"workers": wanted}, _ANSWER_S)
 
 
-def refilled(target: int, began_with: int, slots: int | None) -> int:
-    """How many workers to ask for when a host with room for `slots` comes (None: any number); 0 to ask for nothing."""
-    wanted = min(began_with, target + slots) if slots is not None else began_with
+def refilled(target: int, most: int, room: int) -> int:
+    """How many workers to ask for when a host with this much room comes (0: any number); 0 to ask for nothing."""
+    wanted = min(most, target + room) if room else most
     return wanted if wanted > target else 0
 
 

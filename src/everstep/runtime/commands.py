@@ -51,7 +51,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         raise ConfigError(f"cannot read {run_dir}: {why}") from None
     try:
         tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
-        reply = ask_at((address.host, address.port), key, tls, name, args or {}, timeout_s)
+        reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)
     except ProtocolError as error:
         raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
     except TimeoutError:
@@ -65,13 +65,12 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
 
 
 def ask_at(
-    where: tuple[str, int], key: bytes, tls: Tls | None, name: str, args: dict[str, Any], timeout_s: float
+    where: tuple[str, int], role: str, key: bytes, tls: Tls | None, name: str, args: dict[str, Any], timeout_s: float
 ) -> CommandReply:
-    """What the coordinator that listens there answers. key: the token of the command's role.
+    """What the coordinator that listens there answers. key: the role's token.
 
     Raises: ProtocolError if it is none of this job; OSError (TimeoutError if it is silent).
     """
-    role = COMMANDS.get(name, OPERATE)
     with secured(socket.create_connection(where, timeout=timeout_s), tls) as sock:
         sock.settimeout(timeout_s)
         seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")

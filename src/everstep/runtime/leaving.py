@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everstep.base.errors import EverstepError
-from everstep.protocol.roles import COMMANDS
+from everstep.protocol.roles import OPERATE
 from everstep.runtime.address import read_address
 from everstep.runtime.commands import ask_at
 from everstep.runtime.context import Joining
@@ -34,7 +34,7 @@ class Leaving:
 
     def __init__(self, joining: Joining, token: bytes, shown: Shown | None, put: Callable[[LeaveAnswer], None]) -> None:
         self._joining = joining
-        self._key = role_token(token, COMMANDS["drain"])
+        self._key = role_token(token, OPERATE)
         self._tls = Tls.of(shown)
         self._put = put
 
@@ -47,7 +47,7 @@ class Leaving:
         while True:
             try:
                 args = {"host": self._joining.host}
-                reply = ask_at(self._where(), self._key, self._tls, "drain", args, _ANSWER_S)
+                reply = ask_at(self._where(), OPERATE, self._key, self._tls, "drain", args, _ANSWER_S)
                 return self._put(LeaveAnswer(reply.ok, reply.error))
             except (OSError, EverstepError) as error:
                 why = str(error)

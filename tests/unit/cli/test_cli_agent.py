@@ -36,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ([], "--join"),
         (["--join", "file://"], "--join: expected file://DIR"),
         (["--join", "file:///x", "--run-dir", "{dir}"], "--run-dir: expected none beside"),
-        (["--join", "127.0.0.1:5", "--refill"], "--refill: expected --join file://DIR beside it"),
+        (["--join", "127.0.0.1:5", "--refill", "0"], "--refill"),
     ],
 )
 def test_bad_input(
@@ -171,11 +171,10 @@ def test_a_job_that_another_launcher_has_started_several_times(
 
 
 @pytest.mark.parametrize(
-    ("target", "began_with", "slots", "wanted"),
-    [(4, 6, 2, 6), (2, 6, 2, 4), (6, 6, 2, 0), (7, 6, 2, 0), (4, 6, None, 6)],
+    ("target", "most", "room", "wanted"), [(4, 6, 2, 6), (2, 6, 2, 4), (6, 6, 2, 0), (7, 6, 2, 0), (4, 6, 0, 6)]
 )
-def test_as_many_workers_as_the_job_began_with(target: int, began_with: int, slots: int | None, wanted: int) -> None:
-    assert agent.refilled(target, began_with, slots) == wanted
+def test_as_many_workers_as_there_were(target: int, most: int, room: int, wanted: int) -> None:
+    assert agent.refilled(target, most, room) == wanted
 
 
 def test_a_folder_whose_job_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
