@@ -1,45 +1,181 @@
-"""Which launcher of others has started this process as one of several. Pure.
+"""Which launcher of others has started this process as one of several, and what it is to do in the one job that they
+become together. Pure.
 
-Each of them would train for itself, as N silent jobs: so it is refused in one line, before anything begins.
+Each of them would train for itself, as N silent jobs. But their launcher ends them all when one dies, so they cannot be
+workers either: on each host the first becomes the job, or that host's agent, and the others wait for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from everstep.base.errors import ConfigError
+
+Part = Literal["job", "agent", "waiting"]
+
+_NUMBER = re.compile(r"[0-9]{1,7}")
+_TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?")
 
 
 class Foreign(NamedTuple):
-    """This process is `rank` of `size` that `launcher` has started."""
+    """This process is `rank` of `size` that `launcher` has started, `local_rank` of `local_size` on this host.
+
+    local_rank, local_size: -1 where the launcher does not say. identity: what this start of the launcher has on this
+    host and no other one, as text. address, port: where it says that processes of rank 0 meet, "" and 0 if it does not.
+    store: the launcher itself keeps a store there.
+    """
 
     launcher: str
     rank: int
     size: int
+    local_rank: int = -1
+    local_size: int = -1
+    identity: str = ""
+    address: str = ""
+    port: int = 0
+    store: bool = False
 
-    def refusal(self) -> str:
-        """Why it cannot go on, and what to do."""
-        return (
-            f"started by {self.launcher} as process {self.rank} of {self.size}, which would be {self.size} jobs of one "
-            "worker: start one process per host, with 'everstep run SCRIPT --rank N --world-size HOSTS --master-addr A "
-            "--master-port P', or 'everstep run SCRIPT --listen ADDR:PORT' on one host and 'everstep agent --join "
-            "ADDR:PORT' on the others"
-        )
+    @property
+    def one_host(self) -> bool:
+        return self.local_size == self.size
+
+    @property
+    def part(self) -> Part:
+        """What this process does in the job."""
+        if self.local_rank:
+            return "waiting"
+        return "agent" if self.rank else "job"
+
+    @property
+    def key(self) -> str:
+        """Names this start of the launcher on this host, 32 hex digits."""
+        return hashlib.sha256(self.identity.encode()).hexdigest()[:32]
+
+    def words(self) -> str:
+        """What it is, for people."""
+        return f"started by {self.launcher} as process {self.rank} of {self.size}"
+
+    def check(self) -> None:
+        """Raises: ConfigError if no job can be made of these processes, saying what to do instead."""
+        if self.local_rank < 0 or self.local_size < 0:
+            raise ConfigError(
+                f"{self.words()}, which does not say how many of them are on this host (LOCAL_RANK and "
+                f"LOCAL_WORLD_SIZE): {INSTEAD}"
+            )
+        if not (self.local_rank < self.local_size <= self.size and self.local_rank <= self.rank < self.size):
+            raise ConfigError(
+                f"{self.words()} and {self.local_rank} of {self.local_size} on this host, which cannot be: {INSTEAD}"
+            )
+
+    def refuse(self, where: str) -> ConfigError:
+        """For a place in which no process can become another. where: "a notebook", ..."""
+        return ConfigError(f"{self.words()} in {where}, which would be {self.size} jobs of one worker: {INSTEAD}")
 
 
-_KNOWN = (
-    ("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
-    ("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE"),
-    ("another launcher", "LOCAL_RANK", "RANK", "WORLD_SIZE"),
+INSTEAD = (
+    "start one process per host, with 'everstep run SCRIPT --rank N --world-size HOSTS --master-addr A --master-port "
+    "P', or 'everstep run SCRIPT --listen ADDR:PORT' on one host and 'everstep agent --join ADDR:PORT' on the others"
 )
-"""Launcher, the variable that gives it away, and those of rank and size."""
+
+
+class _Known(NamedTuple):
+    """A launcher, the variable that gives it away, and those of its numbers. identity: those that tell one start of it,
+    and one host, from others."""
+
+    launcher: str
+    sign: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    identity: tuple[str, ...]
+
+
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_KNOWN = (
+    _Known(
+        *("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", *_MEETING),
+    ),
+    _Known(
+        *("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_NODEID"),
+    ),
+    _Known(
+        *("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_MEETING),
+    ),
+    _Known(
+        *("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+        ("PMI_PORT", *_MEETING),
+    ),
+    _Known(
+        *("another launcher", "LOCAL_RANK", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+        ("GROUP_RANK", "NODE_RANK", "CROSS_RANK", *_MEETING),
+    ),
+)
+WORKER_MARK = "EVERSTEP_WORKER"
+"""In the environment of a worker, whose RANK and the like are what a plan says."""
+_ITS_OWN = re.compile(
+    r"TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME"
+    r"|MASTER_(ADDR|PORT)"
+    r"|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_TASKS_PER_NODE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCALN?RANK\w*"
+)
 
 
 def foreign_launcher(environ: Mapping[str, str]) -> Foreign | None:
     """Who has started this process as one of several, as its environment says; None if nobody has."""
-    for launcher, sign, rank, size in _KNOWN:
-        numbers = environ.get(rank, ""), environ.get(size, "")
-        if sign in environ and all(text.isdecimal() for text in numbers) and int(numbers[1]) > 1:
-            return Foreign(launcher, int(numbers[0]), int(numbers[1]))
+    for known in _KNOWN:
+        rank, size = (_number(environ, name) for name in (known.rank, known.size))
+        if known.sign not in environ or rank < 0 or size <= 1 or (known is _KNOWN[-1] and WORKER_MARK in environ):
+            continue
+        local_rank = max((_number(environ, name) for name in known.local_rank), default=-1)
+        local_size = max((_number(environ, name) for name in known.local_size), default=-1)
+        if known.launcher == "srun":
+            tasks, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environ, "SLURM_NODEID")
+            local_size = _tasks_on(tasks, node)
+        identity = " ".join([known.launcher, *(f"{name}={environ.get(name, '')}" for name in known.identity)])
+        store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = max(0, _number(environ, "MASTER_PORT"))
+        address = environ.get("MASTER_ADDR", "")
+        return Foreign(known.launcher, rank, size, local_rank, local_size, identity, address, port, store)
     return None
+
+
+def left_alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a launcher says of one of its processes: for those that are none of them."""
+    return {name: value for name, value in environ.items() if not _ITS_OWN.fullmatch(name)}
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """-1 if there is none."""
+    text = environ.get(name, "")
+    return int(text) if _NUMBER.fullmatch(text) else -1
+
+
+def _tasks_on(text: str, node: int) -> int:
+    """How many tasks this node has, by Slurm's list such as "2(x3),1"; -1 if it does not say."""
+    for item in text.split(","):
+        found = _TASKS.fullmatch(item)
+        if found is None or node < 0:
+            return -1
+        node -= int(found[2] or 1)
+        if node < 0:
+            return int(found[1])
+    return -1
+
+
+def first_host(names: str) -> str:
+    """The first of a list of hosts as Slurm writes it ("n[07-09,12],m3"); "" if it is none."""
+    found = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[-,\d]*\]([\w.-]*))?(?:,.*)?", names)
+    return "" if found is None else f"{found[1]}{found[2] or ''}{found[3] or ''}"
+
+
+def derived_ports(key: str) -> list[int]:
+    """Ports that all processes of one start try in this order, where the launcher names none."""
+    first = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 8000
+    return [20_000 + (first + 997 * k) % 8000 for k in range(8)]

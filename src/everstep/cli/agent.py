@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,23 +14,33 @@ import click
 
 from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
-from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
+from everstep.cli.run_dir import read_digest
 from everstep.cli.worker import ENTRY, PRELOAD
-from everstep.protocol.roles import READ
-from everstep.runtime import wire
-from everstep.runtime.address import JOB_FILE, TOKEN_FILE
+from everstep.protocol.roles import OPERATE, READ
+from everstep.runtime import commands, wire
+from everstep.runtime.address import COORDINATOR_FILE, JOB_FILE, TOKEN_FILE, read_address
 from everstep.runtime.context import Joining
 from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
+HEAD_GONE = 3
+_FILE = "file://"
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
+_ANSWER_S = 10.0
 
 
 @click.command()
-@click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
+@click.option(
+    "--join",
+    "address",
+    metavar="ADDR:PORT",
+    required=True,
+    help="Where the job listens (run --listen), or file://DIR: its directory, which says where.",
+)
 @click.option("--slots", type=click.IntRange(1), help="Run so many workers at most.")
 @click.option(
     "--token-file",
@@ -39,6 +50,8 @@ _AGAIN_S = 0.25
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
+@click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
+@click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
     address: str,
@@ -47,18 +60,31 @@ def command(
     run_dir: Path | None,
     host_name: str | None,
     own: str | None,
+    stay: bool,
+    refill: int | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
-    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
+    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on. On
+    SIGUSR1 this host hands its workers over, and leaves.
     """
+    folder = folder_of(address)
+    if folder is not None and run_dir is not None:
+        raise ConfigError("--run-dir: expected none beside --join file://DIR, which says it")
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
     if own is not None:
         check_own(own)
-    security = _security(settings)
-    return take_part_in(address, slots, security, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
+    return take_part_in(
+        *(address, slots, _security(settings)),
+        token_file=token_file,
+        run_dir=run_dir,
+        host_name=host_name,
+        own=own,
+        stay=stay,
+        refill=refill,
+    )
 
 
 def take_part_in(
@@ -70,31 +96,67 @@ def take_part_in(
     run_dir: Path | None = None,
     host_name: str | None = None,
     own: str | None = None,
+    stay: bool = False,
+    refill: int | None = None,
 ) -> int:
-    """Be an agent of the job that listens at "host:port". Returns the exit code."""
+    """Be an agent of the job that listens at "host:port", or runs in "file://DIR". Returns the exit code."""
     from everstep.runtime.host_agent import take_part
 
     if token_file is None and security.token_file is not None:
         token_file = Path(security.token_file)
+    folder = folder_of(address)
     joining = Joining(
-        address=address,
+        address=address if folder is None else str(folder / COORDINATOR_FILE),
         token_file=str(token_file or ""),
         entry=ENTRY,
         preload=list(PRELOAD),
         host=host_name or os.uname().nodename,
         room=slots or 0,
-        run_dir=str(run_dir or ""),
+        run_dir=str(folder or run_dir or ""),
         own=own or "",
         tls=security.tls,
     )
-    where = joining.where()
-    if isinstance(where, Path):
-        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
-    token = _token(token_file, run_dir)
-    left = take_part(_wait_for_job(joining, where, token), token)
-    if left.words:
-        complain(left.words)
-    return left.exit_code
+    if folder is None and isinstance(joining.where(), Path):
+        raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")
+    known = _token(token_file, run_dir) if folder is None or token_file is not None else given_token()
+    while True:
+        found = _wait_for_job(joining, known, folder)
+        if found is None:
+            print(f"the job in {folder} is over", file=sys.stderr, flush=True)
+            return 0
+        if refill is not None:
+            _refill(*found, refill)
+        left = take_part(*found)
+        if left.words:
+            complain(left.words)
+        if not stay or left.exit_code != HEAD_GONE:
+            return left.exit_code
+
+
+def folder_of(address: str) -> Path | None:
+    """The job's directory that "file://DIR" names, None for other addresses. Raises: ConfigError if it names none."""
+    if not address.startswith(_FILE):
+        return None
+    if not address.removeprefix(_FILE):
+        raise ConfigError(f"--join: expected file://DIR with the job's directory, got {address!r}")
+    return Path(address.removeprefix(_FILE)).absolute()
+
+
+def _refill(joining: Joining, token: bytes, most: int) -> None:
+    """Have the job want as many workers more as this host has room for, up to so many."""
+    with contextlib.suppress(EverstepError, OSError):  # it may have ended meanwhile; who joins will see
+        where, key = _address_of(joining), role_token(token, OPERATE)
+        tls = Tls.of(shown_by(joining.tls, token, joining.own))
+        target = commands.ask_at(where, OPERATE, key, tls, "status", {}, _ANSWER_S).result.get("target")
+        wanted = refilled(target, most, joining.room) if isinstance(target, int) else 0
+        if wanted:
+            commands.ask_at(where, OPERATE, key, tls, "scale", {"workers": wanted}, _ANSWER_S)
+
+
+def refilled(target: int, most: int, room: int) -> int:
+    """How many workers to ask for when a host with this much room comes (0: any number); 0 to ask for nothing."""
+    wanted = min(most, target + room) if room else most
+    return wanted if wanted > target else 0
 
 
 def check_own(address: str) -> None:
@@ -167,27 +229,44 @@ def _security(settings: tuple[str, ...]) -> SecurityConfig:
     return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings]).security
 
 
-def _wait_for_job(joining: Joining, where: tuple[str, int], token: bytes) -> Joining:
-    """Until a job answers that has this token. Returns the same with the address of this host.
+def _wait_for_job(joining: Joining, known: bytes | None, folder: Path | None) -> tuple[Joining, bytes] | None:
+    """Until a job answers that has this token. folder: of the job, where its address lies, and its token, if none is
+    known. Returns how to join, with the address of this host, and the token; None if the job in the folder is over.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
     end_s, told = time.monotonic() + _PATIENCE_S, False
     while True:
+        words, at = "", folder if folder is not None else joining.address
         try:
+            where, token = _address_of(joining), known or wire.read_token(Path(folder or "", TOKEN_FILE))
+            at = f"{where[0]}:{where[1]}"
             sock = socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S)
             own = joining.own or str(sock.getsockname()[0])
             tls = Tls.of(shown_by(joining.tls, token, own))
             with wire.secured(sock, tls) as sock:
                 wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-                return replace(joining, own=own)
+                return replace(joining, own=own), token
         except ProtocolError as error:
-            raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
+            if folder is None:
+                raise ConfigError(f"--join {at}: {error}") from None
+            words = f"no job answers in {folder} ({error})"  # what lies there may be of the one before
         except OSError as error:
-            words = f"no job answers at {where[0]}:{where[1]} ({error.strerror or error})"
+            words = f"no job answers at {at} ({error.strerror or error})"
+        if folder is not None and read_digest(folder) is not None and not (folder / COORDINATOR_FILE).exists():
+            return None
         if time.monotonic() > end_s:
             raise QuorumLost(f"{words} for {_PATIENCE_S:g} s")
         if not told:
             print(f"{words}: waiting for it", file=sys.stderr, flush=True)
             told = True
         time.sleep(_AGAIN_S)
+
+
+def _address_of(joining: Joining) -> tuple[str, int]:
+    """Raises: OSError, ProtocolError if there is none at the moment."""
+    where = joining.where()
+    if isinstance(where, Path):
+        found = read_address(where)
+        return found.host, found.port
+    return where

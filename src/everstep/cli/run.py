@@ -21,6 +21,7 @@ from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
+from everstep.cli.adoption import adopt
 from everstep.cli.agent import given_token, place, take_part_in, token_in
 from everstep.cli.beside import (
     ANY_PORT,
@@ -108,6 +109,9 @@ class Invocation:
         return self.spec.kind == "script"
 
 
+_ARGS = "everstep.args"
+
+
 class _Run(click.Command):
     """`--metrics TASK` asks for metrics, too: only what looks like an address is the option's value."""
 
@@ -116,6 +120,7 @@ class _Run(click.Command):
         for at in reversed([i for i in range(own) if args[i] == "--metrics"]):
             if at + 1 < own and not re.search(r":\d+$", args[at + 1]):
                 args = [*args[:at], f"--metrics={ANY_PORT}", *args[at + 1 :]]
+        ctx.meta[_ARGS] = tuple(args)
         return super().parse_args(ctx, args)
 
 
@@ -189,14 +194,16 @@ def command(
     spec = parse_task(task)
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
-    foreign = foreign_launcher(os.environ)
-    if foreign is not None and rank is None:
-        raise ConfigError(foreign.refusal())
     options["metrics.listen"] = metrics
     if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
         listen = place(rank, world_size, master_addr, master_port, listen)
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
     layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
+    foreign = foreign_launcher(os.environ)
+    if foreign is not None and rank is None:
+        if listen is not None:
+            raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
+        return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers).security)
     if rank and listen is not None:
         return take_part_in(listen, slots, load_config(layers).security)
     options["network.address"], port = _listen(listen, no_local_workers)

@@ -28,10 +28,11 @@ PRELOAD = (*DEFAULT_PRELOAD, "everstep.train.worker", "everstep.zoo.digits", "ev
 
 def main(context: WorkerContext) -> int:
     """Run one life of one worker; returns its exit code."""
+    from everstep.train.first_place import expected
     from everstep.train.worker import run_worker
 
     config = context.load_config()
-    os.environ.update(config.env)
+    os.environ.update({**expected(context, config), **config.env})
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)
     is_script = context.task.endswith(".py")

@@ -51,15 +51,7 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
         raise ConfigError(f"cannot read {run_dir}: {why}") from None
     try:
         tls = None if address.tls == "off" else Tls(Shown("", "", address.ca, address.tls == "on"))
-        sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
-        with secured(sock, tls) as sock:
-            sock.settimeout(timeout_s)
-            seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")
-            wire.send_frame(sock, seals, encode(Command(request=1, name=name, args=args or {})))
-            while True:
-                reply = decode(wire.recv_frame(sock, seals))
-                if isinstance(reply, CommandReply):
-                    break
+        reply = ask_at((address.host, address.port), role, key, tls, name, args or {}, timeout_s)
     except ProtocolError as error:
         raise NoJobRunning(f"no job is running in {run_dir}: {error}") from None
     except TimeoutError:
@@ -70,6 +62,23 @@ def ask(run_dir: Path, name: str, args: dict[str, Any] | None = None, timeout_s:
     if not reply.ok:
         raise ConfigError(reply.error)
     return reply.result
+
+
+def ask_at(
+    where: tuple[str, int], role: str, key: bytes, tls: Tls | None, name: str, args: dict[str, Any], timeout_s: float
+) -> CommandReply:
+    """What the coordinator that listens there answers. key: the role's token.
+
+    Raises: ProtocolError if it is none of this job; OSError (TimeoutError if it is silent).
+    """
+    with secured(socket.create_connection(where, timeout=timeout_s), tls) as sock:
+        sock.settimeout(timeout_s)
+        seals = wire.handshake_client(sock, key, role, f"everstep-{os.getpid()}")
+        wire.send_frame(sock, seals, encode(Command(request=1, name=name, args=args)))
+        while True:
+            reply = decode(wire.recv_frame(sock, seals))
+            if isinstance(reply, CommandReply):
+                return reply
 
 
 def has_token(run_dir: Path, role: str) -> bool:

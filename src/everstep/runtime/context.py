@@ -28,7 +28,8 @@ class WorkerContext:
     `board_fd`: of the progress board, where the row is that of `worker_id`. `config` is the effective config as
     `base.config.to_dict` makes it. `argv` are the task's own arguments. `spare`: this slot is beyond those of the
     wanted workers. `cell_rank`, `cell_size`: which of the worker's processes this is, 0 for the head, and how many
-    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on.
+    there are; `cell_fds`: its ends of the sockets between head and limbs, the head's from rank 1 on. `local_rank`,
+    `local_size`: which of the slots of its host this is, and how many those are.
     """
 
     run_dir: str
@@ -48,6 +49,8 @@ class WorkerContext:
     peer_token: str = ""
     address: str = ""
     tls: dict[str, Any] | None = None
+    local_rank: int = 0
+    local_size: int = 1
 
     @property
     def key(self) -> WorkerKey:

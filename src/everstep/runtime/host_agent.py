@@ -40,6 +40,7 @@ from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.handshake import PEER, role_token
+from everstep.runtime.leaving import LeaveAnswer, Leaving
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
@@ -118,15 +119,13 @@ class HostAgent:
         self._secrets = Secrets(token, shown)
         self._board = board
         self._server = server
-        self._inbox: Inbox[AnyMessage | int] = Inbox()
+        self._inbox: Inbox[AnyMessage | int | LeaveAnswer] = Inbox()
         self._host: Host | None = None
         self._job_fd = -1
         self._absence = Absence(joining.address, time.monotonic())
         self._ended: JobEnded | None = None
         self._deadline_s = inf
-        self._killed = False
-        self._told_failed = False
-        self._idle = True  # until it is told of slots
+        self._done = {"idle"}  # until it is told of slots; also: killed, told of failure, leaving
         self._left: Left | None = None
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
@@ -172,10 +171,11 @@ class HostAgent:
 
     # ---- what comes
 
-    def _take(self, item: AnyMessage | int) -> None:
+    def _take(self, item: AnyMessage | int | LeaveAnswer) -> None:
         host = self._host
         if item == signal.SIGUSR1:
-            return  # for the job to act upon
+            self._begin_to_leave()
+            return
         if item == END_ALONE:
             self._end_alone()
             return
@@ -186,6 +186,8 @@ class HostAgent:
                 self._begin(item)
             elif item != host.facts:
                 self._leave(Left(3, f"another job listens at {self._joining.address} by now"))
+        elif isinstance(item, LeaveAnswer):
+            self._on_answer(item)
         elif isinstance(item, AgentRefused):
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
@@ -195,7 +197,7 @@ class HostAgent:
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
         elif isinstance(item, SetSlots) and host is not None:
             host.workers.want(item.worker_ids, item.first)
-            self._idle = False
+            self._done.discard("idle")
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
 
@@ -240,6 +242,21 @@ class HostAgent:
             if self._host is not None:
                 self._host.workers.stop()
 
+    # ---- leaving in order
+
+    def _begin_to_leave(self) -> None:
+        """The host is to go soon. The agent of the job's own host does nothing: there it is for the job to act upon."""
+        if not self._joining.parent and self._left is None and "leaving" not in self._done:
+            print("everstep agent: SIGUSR1: this host is to leave, its workers hand over", file=sys.stderr, flush=True)
+            Leaving(self._joining, self._secrets.token, self._secrets.shown, self._inbox.put).start()
+
+    def _on_answer(self, answer: LeaveAnswer) -> None:
+        if answer.ok:
+            self._done.add("leaving")
+        else:
+            words = f"this host cannot leave in order ({answer.words}): its workers go on until it ends"
+            print(f"everstep agent: {words}", file=sys.stderr, flush=True)
+
     # ---- what is to be done
 
     def _look_at_workers(self, now_s: float) -> None:
@@ -247,12 +264,12 @@ class HostAgent:
         if host is None or self._ended is not None:
             return
         host.workers.start_due(now_s)
-        if host.hopeless is not None and not self._told_failed:
-            self._told_failed = True
+        if host.hopeless is not None and "failed" not in self._done:
+            self._done.add("failed")
             host.workers.stop()
             self._link.host_failed(host.hopeless)
-        if host.workers.none_coming() and not self._idle:
-            self._idle = True
+        if host.workers.none_coming() and "idle" not in self._done:
+            self._done.add("idle")
             self._notify("workers_left")
 
     def _look_at_link(self, now_s: float) -> None:
@@ -265,7 +282,9 @@ class HostAgent:
     def _look_at_end(self, now_s: float) -> None:
         host = self._host
         if host is None or host.workers.none_live():
-            if self._ended is not None or (host is not None and host.workers.alone):
+            alone = host is not None and host.workers.alone
+            handed_over = "leaving" in self._done and (host is None or not host.workers.wanted_ids())
+            if self._ended is not None or alone or handed_over:
                 self._leave(Left(0))
             return
         if self._ended is None or now_s < self._deadline_s:
@@ -273,10 +292,10 @@ class HostAgent:
         patient = self._ended.state == "completed" and now_s < self._deadline_s + host.config.quorum_wait_s
         if patient and host.finishing():
             host.kill_idle()  # some worker still does what its script does after the last step
-        elif self._killed:
+        elif "killed" in self._done:
             self._leave(Left(0))
         else:
-            self._killed = True
+            self._done.add("killed")
             host.workers.kill_all()
             self._deadline_s = now_s + GRACE_S
 
@@ -443,6 +462,7 @@ class Host:
         return max(self._board.read(row).step for row in range(self._board.rows))
 
     def _context(self, worker_id: int, incarnation: int) -> WorkerContext:
+        slots = self.workers.wanted_ids()
         return WorkerContext(
             run_dir=str(self.run_dir.resolve()),
             worker_id=worker_id,
@@ -458,6 +478,8 @@ class Host:
             spare=worker_id >= self.config.workers,
             address=self._joining.own,
             tls=None if self._secrets.shown is None else asdict(self._secrets.shown),
+            local_rank=slots.index(worker_id) if worker_id in slots else 0,
+            local_size=max(1, len(slots)),
         )
 
     def _start_sampler(self) -> Sampler | None:

@@ -85,6 +85,18 @@ def children() -> list[int]:
     return found
 
 
+def parent_began_s() -> float:
+    """Unix time at which this process's parent was started, of seconds; now, if nobody says.
+
+    Source: proc(5): starttime in /proc/PID/stat, btime in /proc/stat.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        rows = dict(line.split(None, 1) for line in Path("/proc/stat").read_text().splitlines() if line)
+        ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        return int(rows["btime"]) + int(ticks) // os.sysconf("SC_CLK_TCK")
+    return time.time()
+
+
 def end_strays(known: Container[int]) -> None:
     """SIGKILL this process's children that it does not know: what the dead have left running."""
     for pid in children():

@@ -77,7 +77,11 @@ class Workers:
 
     def wanted_slots(self) -> int:
         """How many slots are to be kept filled. Thread-safe."""
-        return sum(1 for slot in list(self._slots.values()) if slot.wanted)
+        return len(self.wanted_ids())
+
+    def wanted_ids(self) -> list[int]:
+        """The slots that are to be kept filled, ascending. Thread-safe."""
+        return sorted(slot.worker_id for slot in list(self._slots.values()) if slot.wanted)
 
     @property
     def slots(self) -> list[Slot]:

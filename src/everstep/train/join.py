@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +19,11 @@ from torch.utils.data import default_collate
 from everstep.base.cause import Cause
 from everstep.base.config import Config, load_config, to_dict
 from everstep.base.errors import ConfigError
-from everstep.base.foreign import foreign_launcher
 from everstep.exact.seeding import build_seed, seed_all
 from everstep.protocol import messages as wire
 from everstep.runtime.address import DATASET_FILE, write_atomically
 from everstep.runtime.private import close_run_dir, write_privately
+from everstep.train.adopted import become_job
 from everstep.train.assembly import assemble
 from everstep.train.link import LaunchedLink, LoneLink, WorkerLink
 from everstep.train.precision import prepare_torch
@@ -115,8 +114,12 @@ def join(
     Build the model after seeding (torch.manual_seed(...)), so that a run by itself starts from the same weights; a
     job seeds every worker alike before it runs the script.
 
-    Raises: ConfigError for what cannot work, in one line; SystemExit (2) after such a line in a process that torchrun,
-    srun, mpirun or the like has started as one of several.
+    In a process that torchrun, srun, mpirun or the like has started as one of several, this does not return: all of
+    them become one job (`everstep run` of the script), whose workers run the script from its beginning. So what stands
+    before `join` is done once more, and what follows it by workers alone.
+
+    Raises: ConfigError for what cannot work, in one line; SystemExit (2) after such a line in a process that could be
+    no part of one job.
     """
     global _called, _run
     if _called and _launched is not None:
@@ -149,10 +152,7 @@ def _link(given: Mapping[str, Any], run_dir: Path | None) -> WorkerLink:
             _alone(given) if isinstance(_launched, LifeLink) and not _launched.launched else _merge(_launched, given)
         )
         return _launched
-    foreign = foreign_launcher(os.environ)
-    if foreign is not None:  # whatever the script does with exceptions: it must not train
-        print(f"everstep.join: error: {foreign.refusal()}", file=sys.stderr, flush=True)
-        raise SystemExit(2)
+    become_job(given, run_dir)
     link = LoneLink(_alone(given), run_dir)
     if run_dir is not None:
         write_privately()

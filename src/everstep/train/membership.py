@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.base.errors import DeterminismError
+from everstep.base.foreign import WORKER_MARK
 from everstep.base.plan import Member
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.records import gathered
 from everstep.runtime.peer import PeerConnection
 from everstep.train.executor import Executor
+from everstep.train.first_place import of_plan
 from everstep.train.view import WorkerView
 
 _LATE = 4
@@ -38,6 +40,7 @@ class GenerationTies:
     _serve: Callable[[PeerConnection, dict[str, Any]], None]
     _profile: Callable[[wire.ProfileNow], None]
     _late: tuple[wire.AnyMessage, ...] = ()
+    _placed: bool = False
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
         """What it does for the driver."""
@@ -131,6 +134,9 @@ class GenerationTies:
         plan, number, link = effect.plan, effect.step, self._view.link
         stages, role = plan.stages_of(self._view.me), plan.role_of(self._view.me)
         stage = stages[0] if stages else None
+        if not self._placed and WORKER_MARK in os.environ:
+            self._placed = True
+            os.environ.update(of_plan(plan, self._view.me))
         link.row.set(generation=plan.generation, step=number)
         link.row.seat(stage, role)
         link.log.entered(plan.generation, number, stage, role)

@@ -1,4 +1,4 @@
-"""Who has started a process as one of several."""
+"""Who has started a process as one of several, and which part of the one job each of them has."""
 
 from __future__ import annotations
 
@@ -9,41 +9,132 @@ from pathlib import Path
 
 import pytest
 
-from everstep.base.foreign import Foreign, foreign_launcher
+from everstep.base.errors import ConfigError
+from everstep.base.foreign import Foreign, derived_ports, first_host, foreign_launcher, left_alone
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7"}
+SRUN |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+DEEPSPEED = {"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "found", "part"),
     [
-        (TORCHRUN, Foreign("torchrun", 1, 4)),
-        (SRUN, Foreign("srun", 3, 8)),
-        (MPIRUN, Foreign("mpirun", 0, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Foreign("mpirun", 1, 2)),
-        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, Foreign("another launcher", 0, 2)),
-        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, None),  # the script of a batch
-        ({"RANK": "zero", "WORLD_SIZE": "²", "LOCAL_RANK": "0"}, None),
-        ({}, None),
+        (TORCHRUN, ("torchrun", 1, 4, 1, 2), "waiting"),
+        ({**TORCHRUN, "RANK": "2", "LOCAL_RANK": "0"}, ("torchrun", 2, 4, 0, 2), "agent"),
+        ({**TORCHRUN, **SRUN, "RANK": "0", "LOCAL_RANK": "0"}, ("torchrun", 0, 4, 0, 2), "job"),
+        (SRUN, ("srun", 3, 8, 1, 2), "waiting"),
+        ({**SRUN, "SLURM_NODEID": "4", "SLURM_LOCALID": "0", "SLURM_PROCID": "7"}, ("srun", 7, 8, 0, 1), "agent"),
+        (MPIRUN, ("mpirun", 0, 2, 0, 2), "job"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            ("mpirun", 1, 2, 1, 2),
+            "waiting",
+        ),
+        (DEEPSPEED, ("another launcher", 2, 4, 0, 2), "agent"),
     ],
 )
-def test_who_has_started_it(environ: dict[str, str], found: Foreign | None) -> None:
-    assert foreign_launcher(environ) == found
+def test_who_has_started_it(environ: dict[str, str], found: tuple[object, ...], part: str) -> None:
+    foreign = foreign_launcher(environ)
+    assert foreign is not None and foreign[:5] == found and foreign.part == part
+    foreign.check()
+    assert foreign_launcher(left_alone(environ)) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},  # the script of a batch
+        {"RANK": "zero", "WORLD_SIZE": "²", "LOCAL_RANK": "0"},
+        {"RANK": "1", "WORLD_SIZE": "9" * 5000, "LOCAL_RANK": "0"},
+        {"EVERSTEP_WORKER": "1", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        {},
+    ],
+)
+def test_who_stands_alone(environ: dict[str, str]) -> None:
+    assert foreign_launcher(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "does not say how many of them are on this host"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "which cannot be"),
+        ({**TORCHRUN, "RANK": "0"}, "which cannot be"),
+        ({**TORCHRUN, "RANK": "4"}, "which cannot be"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "does not say how many"),
+        ({**SRUN, "SLURM_NODEID": "7"}, "does not say how many"),
+    ],
+)
+def test_what_cannot_become_one_job_is_refused(environ: dict[str, str], words: str) -> None:
+    foreign = foreign_launcher(environ)
+    assert foreign is not None
+    with pytest.raises(ConfigError, match=words) as caught:
+        foreign.check()
+    assert "everstep agent --join" in str(caught.value)
+
+
+def test_one_start_on_one_host_has_one_key() -> None:
+    def key(**more: str) -> str:
+        found = foreign_launcher({**TORCHRUN, "MASTER_ADDR": "h", "MASTER_PORT": "5", "GROUP_RANK": "0", **more})
+        assert found is not None
+        return found.key
+
+    assert key() == key(RANK="0", LOCAL_RANK="0")
+    others = [key(GROUP_RANK="1"), key(TORCHELASTIC_RESTART_COUNT="1"), key(MASTER_PORT="6")]
+    assert len({key(), *others}) == 4
+
+
+def test_what_a_launcher_does_not_say_stays_in_the_environment() -> None:
+    kept = {"PATH": "/bin", "SLURM_JOB_ID": "7", "SIZE": "9", "EVERSTEP_TOKEN": "ab", "CUDA_VISIBLE_DEVICES": "1"}
+    assert left_alone({**TORCHRUN, **SRUN, **MPIRUN, **kept, "MASTER_ADDR": "h"}) == {
+        **kept,
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("n[07-09,12],m3", "n07"),
+        ("node-a.example.org", "node-a.example.org"),
+        ("n[3,5]-ib", "n3-ib"),
+        ("a,b", "a"),
+        ("$(reboot)", ""),
+        ("", ""),
+    ],
+)
+def test_the_first_of_slurms_hosts(names: str, first: str) -> None:
+    assert first_host(names) == first
+
+
+def test_all_try_the_same_ports() -> None:
+    ports = derived_ports("a")
+    assert ports == derived_ports("a") != derived_ports("b")
+    assert len(set(ports)) == 8 and all(20_000 <= port < 28_000 for port in ports)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN, MPIRUN], ids=["torchrun", "srun", "mpirun"])
-def test_a_script_that_is_started_several_times_is_refused_in_one_line(environ: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
+def test_where_a_process_cannot_become_another_it_does_not_train(environ: dict[str, str], tmp_path: Path) -> None:
+    script = (
         "import torch, everstep\n"
         "model = torch.nn.Linear(1, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in everstep.join(model, optimizer, [0.0] * 64, steps=2):\n    print('a step')\n"
+        "try:\n    run = everstep.join(model, optimizer, [0.0] * 64, steps=2)\nexcept Exception:\n    run = []\n"
+        "for step in run:\n    print('a step')\n"
     )
-    command = [sys.executable, str(tmp_path / "train.py")]
-    ended = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, cwd=tmp_path
+    )
     assert ended.returncode == 2 and not ended.stdout
     assert ended.stderr.count("\n") == 1 and "started by" in ended.stderr and "everstep agent" in ended.stderr
+
+
+def test_names_are_for_people() -> None:
+    assert Foreign("srun", 3, 8).words() == "started by srun as process 3 of 8"

@@ -34,6 +34,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
         (["--join", "127.0.0.1:5", "--address", "192.0.2.7"], "--address: expected one of this host's addresses"),
         ([], "--join"),
+        (["--join", "file://"], "--join: expected file://DIR"),
+        (["--join", "file:///x", "--run-dir", "{dir}"], "--run-dir: expected none beside"),
+        (["--join", "127.0.0.1:5", "--refill", "0"], "--refill"),
     ],
 )
 def test_bad_input(
@@ -135,13 +138,51 @@ def test_hosts_that_are_started_with_a_rank(
     assert code == 2 and expected in words and words.count("\n") == 1, words
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "expected"),
+    [
+        ({}, [], "on several hosts: expected the job's token in EVERSTEP_TOKEN on all of them, got none"),
+        ({"EVERSTEP_TOKEN": "xyz"}, [], "hex digits, in $EVERSTEP_TOKEN"),
+        ({"EVERSTEP_TOKEN": "ab" * 32}, [], "started by torchrun as process 0 of 2 on several hosts: set MASTER_ADDR"),
+        (
+            {"EVERSTEP_TOKEN": "ab" * 32, "MASTER_ADDR": "127.0.0.1"},
+            [],
+            "calls itself 127.0.0.1, which other hosts do not reach",
+        ),
+        ({"LOCAL_WORLD_SIZE": "x"}, [], "does not say how many of them are on this host"),
+        ({}, ["--listen", "127.0.0.1:0"], "--listen: expected none, as hosts meet by themselves"),
+    ],
+)
 def test_a_job_that_another_launcher_has_started_several_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    environ: dict[str, str],
+    argv: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+    monkeypatch.delenv("EVERSTEP_TOKEN", raising=False)
+    for name, value in {**TORCHRUN, **environ}.items():
         monkeypatch.setenv(name, value)
-    code, words = said(capsys, "run", "resnet18-digits")
-    assert code == 2 and "started by torchrun as process 0 of 2" in words and words.count("\n") == 1
+    code, words = said(capsys, "run", "resnet18-digits", *argv)
+    assert code == 2 and expected in words and words.count("\n") == 1, words
+
+
+@pytest.mark.parametrize(
+    ("target", "most", "room", "wanted"), [(4, 6, 2, 6), (2, 6, 2, 4), (6, 6, 2, 0), (7, 6, 2, 0), (4, 6, 0, 6)]
+)
+def test_as_many_workers_as_there_were(target: int, most: int, room: int, wanted: int) -> None:
+    assert agent.refilled(target, most, room) == wanted
+
+
+def test_a_folder_whose_job_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "digest.json").write_text('{"step": 3, "model": "a", "state": "b"}')
+    wire.write_token(tmp_path / "token", wire.new_token())
+    code, words = said(capsys, "agent", "--join", f"file://{tmp_path}", "--stay")
+    assert code == 0 and f"the job in {tmp_path} is over" in words
 
 
 def test_free_ports(capsys: pytest.CaptureFixture[str]) -> None:

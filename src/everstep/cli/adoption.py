@@ -1,0 +1,137 @@
+"""`everstep run` as one of several processes that a foreign launcher has started (torchrun, srun, mpirun, ...): they
+become one job.
+
+On each host the first is the job, or the agent of that host; the others wait for it and end with its exit code. So the
+launcher sees processes that end well whatever happens to workers, which are none of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from everstep.base.config_keys import SecurityConfig
+from everstep.base.errors import ConfigError, EverstepError, ProtocolError
+from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
+from everstep.cli.agent import TOKEN_VARIABLE, take_part_in
+from everstep.cli.main import exit_code_of, run_command
+from everstep.cli.run_dir import RUNS
+from everstep.runtime import wire
+from everstep.runtime.meeting import address_towards, find_job, is_reachable, reserve
+from everstep.runtime.process import parent_began_s
+from everstep.runtime.waiting import Waited, wait_for
+from everstep.train.launcher_store import ask_store
+
+
+class Place(NamedTuple):
+    """Where the job is, as host and the ports at one of which it listens; what keeps a port for it until the end."""
+
+    host: str
+    ports: list[int]
+    kept: socket.socket | None = None
+
+
+def adopt(foreign: Foreign, name: str, args: Sequence[str], security: SecurityConfig) -> int:
+    """Do this process's part of the one job that all become. Returns the exit code.
+
+    name: of the task, fit for a directory. args: of `everstep run`, which win over what the launcher says. security: by
+    which an agent is known.
+
+    Raises: ConfigError if they cannot be one job; QuorumLost if the others do not come.
+    """
+    foreign.check()
+    token = None if foreign.one_host else _token(foreign)
+    if foreign.part == "waiting":
+        return wait_for(foreign.key)
+    waited, code = Waited(foreign.key), 1
+    try:
+        code = _run(foreign, name, args) if token is None else _meet(foreign, name, args, token, security)
+        return code
+    except EverstepError as error:
+        code = exit_code_of(error)
+        raise
+    finally:
+        waited.tell(code)
+
+
+def _run(foreign: Foreign, name: str, args: Sequence[str], listen: str = "") -> int:
+    """Be the job."""
+    run_dir = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(parent_began_s()))}"
+    own = ["--workers", str(foreign.size), "--run-dir", str(run_dir)]
+    own += ["--listen", listen, "--slots", str(foreign.local_size)] if listen else []
+    _leave_launcher()
+    return run_command(["run", *own, *args])
+
+
+def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, security: SecurityConfig) -> int:
+    """Be the job, or an agent of it, on one of several hosts."""
+    place = _place(foreign)
+    with contextlib.ExitStack() as open_still:
+        if place.kept is not None:
+            open_still.enter_context(place.kept)
+        if foreign.part == "job":
+            return _run(foreign, name, args, f"{place.host}:{place.ports[0]}")
+        port = find_job(place.host, place.ports, token, security.tls)
+        host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
+        _leave_launcher()
+        return take_part_in(f"{place.host}:{port}", foreign.local_size, security, host_name=host_name)
+
+
+def _place(foreign: Foreign) -> Place:
+    """Where the job's host is, and for the job itself a port there.
+
+    torchrun keeps a store, which passes address and port on. Others name the host of rank 0 (MASTER_ADDR; Slurm's list
+    of hosts); the port is MASTER_PORT, or the first that is free of a few that all know.
+    """
+    job = foreign.part == "job"
+    if foreign.store:
+        kept = reserve("") if job else None
+        port = kept.getsockname()[1] if kept is not None else 0
+        prefix = f"everstep-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        host, _, said = ask_store(foreign.address, foreign.port, prefix, port).rpartition(":")
+        return Place(host, [int(said)], kept)
+    named = foreign.address or first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+    if not named:
+        raise ConfigError(f"{foreign.words()} on several hosts: set MASTER_ADDR to the address of the host of rank 0")
+    ports = [foreign.port] if foreign.port else derived_ports(_start_of(foreign))
+    if not job:
+        return Place(named, ports)
+    own = address_towards(named)
+    if not is_reachable(own):
+        raise ConfigError(
+            f"{named}, the host of rank 0, calls itself {own or 'nothing'}, which other hosts do not reach: set "
+            "MASTER_ADDR to its address"
+        )
+    kept = reserve(own, ports)
+    return Place(own, [kept.getsockname()[1]], kept)
+
+
+def _start_of(foreign: Foreign) -> str:
+    """What this start of the launcher has on all hosts."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE")
+    return " ".join([foreign.launcher, foreign.address, *(os.environ.get(name, "") for name in names)])
+
+
+def _token(foreign: Foreign) -> bytes:
+    """That of the environment, where it stays for what is run here. Raises: ConfigError if there is none."""
+    text = os.environ.get(TOKEN_VARIABLE, "")
+    if not text:
+        raise ConfigError(
+            f"{foreign.words()} on several hosts: expected the job's token in {TOKEN_VARIABLE} on all of them, got "
+            f"none: set it to the same 64 hex digits everywhere (openssl rand -hex 32)"
+        )
+    try:
+        return wire.token_of(text, f"${TOKEN_VARIABLE}")
+    except ProtocolError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _leave_launcher() -> None:
+    """What is started from here on is none of the launcher's processes."""
+    rest = left_alone(os.environ)
+    for name in os.environ.keys() - rest.keys():
+        del os.environ[name]

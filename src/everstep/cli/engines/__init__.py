@@ -1,0 +1,1 @@
+"""What `everstep launch` writes for each engine; engines start hosts, and only Everstep starts workers."""

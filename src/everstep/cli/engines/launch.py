@@ -1,0 +1,76 @@
+"""What is launched, whatever the engine: the words of the job's own command and of each other host's agent. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """A job on `hosts` hosts with `slots` workers each.
+
+    name: fit for engines (letters, digits, hyphens). task, options, argv: of `everstep run`. run_dir: where all hosts
+    see it. python: the interpreter there.
+    """
+
+    name: str
+    task: str
+    options: tuple[str, ...]
+    argv: tuple[str, ...]
+    hosts: int
+    slots: int
+    run_dir: str
+    python: str
+
+    @property
+    def everstep(self) -> list[str]:
+        """How the command line is started on a host."""
+        return [self.python, "-P", "-m", "everstep"]
+
+    def job_words(self, listen: str, *more: str) -> str:
+        """Arguments of the job's own process, for a shell. listen: "ADDR:PORT", in a shell's words. more: options."""
+        own = ["--run-dir", self.run_dir, "--workers", str(self.hosts * self.slots), "--slots", str(self.slots)]
+        own += ["--set", "checkpoint.grace_s=20", *more, *self.options, *(["--", *self.argv] if self.argv else [])]
+        return f"run {shlex.quote(self.task)} --listen {listen} {shlex.join(own)}"
+
+    def agent_words(self, join: str, name: str) -> str:
+        """Arguments of an agent, for a shell. join, name: of the job and the host, in a shell's words."""
+        workers = self.hosts * self.slots
+        return f"agent --join {join} --stay --refill {workers} --slots {self.slots} --host-name {name}"
+
+
+def host_script(launch: Launch, index: str, job: str, agent: str, again: str, *, alone: bool) -> str:
+    """The shell script of one host: host 0 is the job's own.
+
+    index: which host this is, in a shell's words. job, agent: arguments. again: what has the engine start this host
+    again. alone: a SIGTERM of the engine's comes to the shell alone, not to what it runs as well.
+
+    SIGUSR1 means that the host is to go soon: an agent hands its workers over, the job takes a checkpoint.
+    """
+    end = 'kill -TERM "$here"' if alone else ":"  # a second one would end the job at once
+    return f"""\
+dir={shlex.quote(launch.run_dir)}
+leaving=
+if [ "{index}" = 0 ]; then
+  {shlex.join(launch.everstep)} {job} &
+else
+  {shlex.join(launch.everstep)} {agent} &
+fi
+here=$!
+trap 'leaving=1; kill -USR1 "$here"' USR1
+trap '{end}' TERM
+code=0
+while :; do
+  wait "$here" && code=0 || code=$?
+  kill -0 "$here" 2>/dev/null || break # a signal ends the wait, not what is waited for
+done
+case $code in
+  0 | 130 | 143) ;;       # over, handed over, told to stop
+  1 | 2 | 3) leaving= ;;  # failed, refused, waited in vain: no use to try again
+  *) leaving=1 ;;         # killed
+esac
+if [ -n "$leaving" ] && [ ! -e "$dir/final/digest.json" ]; then
+  {again}
+fi
+exit "$code"
+"""

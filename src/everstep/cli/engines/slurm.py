@@ -1,0 +1,45 @@
+"""A job as an array of Slurm, one element per host: what is lost or preempted is requeued by itself, the others go on.
+
+Source: measured on Slurm 22.05: one job over several nodes is killed and requeued as a whole when a node dies; of an
+array only the lost element is. An element that merely ends badly is not requeued, so the script asks for it.
+A SIGTERM (preemption, time limit, scancel) goes to all processes of an element, --signal=B: to its shell alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.cli.engines.launch import Launch, host_script
+
+ADDRESS = "EVERSTEP_ADDRESS"
+
+
+def script(launch: Launch, extra: Sequence[str] = (), notice_s: int = 60) -> str:
+    """The script for sbatch. extra: further options of sbatch, such as "partition=gpu". notice_s: seconds before its
+    time limit that an element is told to leave."""
+    options = {
+        "job-name": launch.name,
+        "array": f"0-{launch.hosts - 1}",
+        "nodes": "1",
+        "ntasks": "1",
+        "exclusive": "",
+        "requeue": "",
+        "open-mode": "append",
+        "signal": f"B:USR1@{notice_s}",
+        "output": f"{launch.run_dir}/launch/host-%a.log",
+    }
+    for text in extra:
+        name, _, value = text.partition("=")
+        options[name] = value
+    lines = [f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()]
+    job = launch.job_words('"$address:0"', "--set", f"security.token_file={launch.run_dir}/token")
+    agent = launch.agent_words('"file://$dir"', '"host-$SLURM_ARRAY_TASK_ID"') + ' --address "$address"'
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "# One element of the array per host; element 0 runs the job itself. More: sbatch --array=4-5 of this.",
+            f"address=${{{ADDRESS}:-$(hostname -I | cut -d' ' -f1)}} # of this host, for the others",
+            host_script(launch, "$SLURM_ARRAY_TASK_ID", job, agent, 'scontrol requeue "$SLURM_JOB_ID"', alone=False),
+        ]
+    )

@@ -1,0 +1,211 @@
+"""`everstep launch slurm | k8s | ray | ssh`: start a job on the hosts of an engine, or print what would start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from everstep.base.errors import ConfigError
+from everstep.cli.engines import kubernetes, slurm
+from everstep.cli.engines.launch import Launch
+from everstep.cli.run import command as run_command
+from everstep.cli.task_loading import parse_task
+from everstep.runtime import wire
+from everstep.runtime.address import TOKEN_FILE
+from everstep.runtime.private import close_folder
+
+_ARGV = "everstep.argv"
+_OURS = ("--run-dir", "--slots", "--listen", "--rank", "--world-size", "--master-addr", "--master-port", "--dry-run")
+
+
+class _Launch(click.Command):
+    """TASK and what it does not know are `everstep run`'s; what follows "--" is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args.index("--") if "--" in args else len(args)
+        ctx.meta[_ARGV] = tuple(args[own + 1 :])
+        return super().parse_args(ctx, args[:own])
+
+
+def _engine(**more: Any) -> Any:
+    """What the commands have in common."""
+    return {
+        "cls": _Launch,
+        "context_settings": {"ignore_unknown_options": True},
+        "options_metavar": "[OPTIONS] [OPTIONS OF run]",
+        **more,
+    }
+
+
+@click.group()
+def launch() -> None:
+    """Start a job on the hosts of an engine, or print (--print) what would start it.
+
+    TASK and all options that launch itself does not know are those of 'everstep run'. Engines start hosts and replace
+    them; the job goes on meanwhile.
+    """
+
+
+def launch_of(words: Sequence[str], hosts: int, slots: int, run_dir: Path | str, python: str | None) -> Launch:
+    """What is to be launched. words: TASK and options of `everstep run`.
+
+    Raises: ConfigError, click.UsageError for what `everstep run` would refuse.
+    """
+    if not words or words[0].startswith("-"):
+        raise ConfigError(
+            "expected TASK and the options of 'everstep run', got " + (repr(words[0]) if words else "none")
+        )
+    taken = [word for word in words[1:] if word.partition("=")[0] in _OURS]
+    if taken:
+        raise ConfigError(f"{taken[0]}: expected none here, it is launch's to say")
+    run_command.make_context("everstep run", list(words))
+    name = re.sub(r"[^a-z0-9]+", "-", Path(words[0].partition(":")[0]).stem.lower()).strip("-")[:30] or "task"
+    argv = click.get_current_context().meta[_ARGV]
+    return Launch(f"everstep-{name}", words[0], tuple(words[1:]), argv, hosts, slots, str(run_dir), python or "")
+
+
+_WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TASK")
+_HOSTS = click.option("--hosts", type=click.IntRange(1), required=True, help="How many hosts.")
+_SLOTS = click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Workers on each host.")
+_RUN_DIR = click.option(
+    "--run-dir", type=click.Path(path_type=Path), required=True, help="Where the job lives; all hosts see it."
+)
+_PYTHON = click.option("--python", help="The interpreter on the hosts that has Everstep (the one that runs this).")
+_PRINT = click.option("--print", "only_print", is_flag=True, help="Print it, and start nothing.")
+
+
+@launch.command("slurm", **_engine())
+@_WORDS
+@_HOSTS
+@_SLOTS
+@_RUN_DIR
+@_PYTHON
+@_PRINT
+@click.option("--sbatch", "extra", multiple=True, metavar="NAME=VALUE", help="An option of sbatch; may be repeated.")
+@click.option("--notice", "notice_s", type=click.IntRange(1, 65535), default=60, show_default=True, help="Seconds.")
+def launch_slurm(
+    words: tuple[str, ...],
+    hosts: int,
+    slots: int,
+    run_dir: Path,
+    python: str | None,
+    only_print: bool,
+    extra: tuple[str, ...],
+    notice_s: int,
+) -> int:
+    """Submit TASK as an array of one element per host: lost and preempted ones come back, the others go on."""
+    for text in extra:
+        if not re.fullmatch(r"[a-z][a-z-]*(=[^\n]*)?", text):
+            raise ConfigError(f"--sbatch: expected NAME=VALUE such as partition=gpu, got {text!r}")
+    run_dir = run_dir.resolve()
+    spec = _local(words)
+    text = slurm.script(launch_of(spec, hosts, slots, run_dir, python or sys.executable), extra, notice_s)
+    if only_print:
+        print(text, end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch is not on the PATH here: submit where Slurm is, or --print the script")
+    path = _prepare(run_dir, "slurm.sh", text)
+    return _submit(["sbatch", "--parsable", str(path)], f"everstep status {run_dir}; scancel ends it")
+
+
+@launch.command("k8s", **_engine())
+@_WORDS
+@_HOSTS
+@_SLOTS
+@click.option("--run-dir", default="", help="Below /runs, where the claim is mounted (/runs/<task>).")
+@click.option("--python", default="python3", show_default=True, help="The interpreter in the image.")
+@_PRINT
+@click.option("--image", required=True, help="What has Everstep, and the task (deploy/Dockerfile).")
+@click.option("--claim", required=True, help="PersistentVolumeClaim (ReadWriteMany) that all pods mount at /runs.")
+@click.option("--cpus", default="", help="Of each host, as Kubernetes writes them: 4, 500m.")
+@click.option("--memory", default="", help="Likewise: 16Gi.")
+@click.option("--gpus", type=click.IntRange(0), default=0, help="Likewise.")
+@click.option("--namespace", default="", help="Where the objects are.")
+@click.option("--queue", default="", help="Of Kueue.")
+@click.option("--jobset", is_flag=True, help="As a JobSet instead of an Indexed Job.")
+def launch_k8s(
+    words: tuple[str, ...],
+    hosts: int,
+    slots: int,
+    run_dir: str,
+    python: str,
+    only_print: bool,
+    jobset: bool,
+    **pods: Any,
+) -> int:
+    """Apply TASK as an Indexed Job of one pod per host, or print it: pods that are lost come back, the others go on.
+
+    What is printed has the job's token in it, as a Secret.
+    """
+    found = launch_of(words, hosts, slots, run_dir or "/runs/job", python)
+    if not run_dir:
+        found = found._replace(run_dir=f"/runs/{found.name}")
+    if not found.run_dir.startswith("/runs/") or ".." in found.run_dir:
+        raise ConfigError(f"--run-dir: expected a folder below /runs, where the claim is mounted, got {run_dir!r}")
+    _check_objects(**pods)
+    made = (kubernetes.job_set if jobset else kubernetes.indexed_job)(
+        found, kubernetes.Pods(**pods), wire.new_token().hex()
+    )
+    text = kubernetes.to_yaml(made)
+    if only_print:
+        print(text, end="")
+        return 0
+    if shutil.which("kubectl") is None:
+        raise ConfigError("kubectl is not on the PATH here: --print the objects, and apply them where it is")
+    return _submit(["kubectl", "apply", "-f", "-"], f"kubectl logs -f -l everstep/job={found.name}", text)
+
+
+def _check_objects(**pods: Any) -> None:
+    """Raises: ConfigError for what Kubernetes would refuse, or take for something else."""
+    quantity, name = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?"), re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+    kinds = {"cpus": quantity, "memory": quantity, "claim": name, "namespace": name, "queue": name}
+    for key, kind in kinds.items():
+        if pods[key] and not kind.fullmatch(pods[key]):
+            like = "4, 500m or 16Gi" if kind is quantity else "lower-case letters, digits, hyphens"
+            raise ConfigError(f"--{key}: expected {like}, got {pods[key]!r}")
+    if not re.fullmatch(r"[\w.:/@-]+", pods["image"]):
+        raise ConfigError(f"--image: expected a name such as registry.example/everstep:1, got {pods['image']!r}")
+
+
+def _local(words: tuple[str, ...]) -> tuple[str, ...]:
+    """With the task as the hosts know it, who share the file system. Raises: ConfigError if it is none."""
+    return (parse_task(words[0]).canonical, *words[1:]) if words and not words[0].startswith("-") else words
+
+
+def _prepare(run_dir: Path, name: str, text: str) -> Path:
+    """Write what is submitted, and the job's token where there is none yet: hosts that come again need the same."""
+    folder = run_dir / "launch"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        close_folder(run_dir)
+        if not (run_dir / TOKEN_FILE).exists():
+            wire.write_token(run_dir / TOKEN_FILE, wire.new_token())
+        (folder / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
+    return folder / name
+
+
+def _submit(command: list[str], hint: str, given: str = "") -> int:
+    ended = subprocess.run(command, input=given, capture_output=True, text=True, env=_without_launcher())
+    if ended.returncode:
+        said = " ".join((ended.stderr or ended.stdout).split())[:500]
+        raise ConfigError(f"{command[0]} refused it: {said or f'exit code {ended.returncode}'}")
+    print(f"submitted as {' '.join(ended.stdout.split())}; {hint}")
+    return 0
+
+
+def _without_launcher() -> dict[str, str]:
+    """So that it is submitted alike from within a job of the engine."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))} | {
+        name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ
+    }

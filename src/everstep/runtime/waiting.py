@@ -1,0 +1,101 @@
+"""How processes of one host that a foreign launcher has started wait for the one of them that became the job or the
+agent, and learn its exit code.
+
+The one listens at an abstract socket of the host, which ends with it; the others connect and wait. The kernel says
+whose process is at the other end, so only those of the same user count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+from everstep.base.errors import ConfigError, QuorumLost
+
+PATIENCE_S = 600.0
+_AGAIN_S = 0.1
+_PEER = struct.Struct("3i")
+_CODE = struct.Struct("B")
+_MOST_WAITING = 4096
+
+
+class Waited:
+    """What the others on this host wait for; key: names the launcher's start on this host.
+
+    Raises: ConfigError if somebody sits there already.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(_name(key))
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(
+                f"another process of this host is the first of this launcher's ({error.strerror}): expected one with "
+                "local rank 0"
+            ) from None
+        self._listener.listen(_MOST_WAITING)
+
+    def tell(self, exit_code: int) -> None:
+        """The others that have come by now end with this code, too; those that come later find nobody."""
+        self._listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found, _ = self._listener.accept()
+                with found, contextlib.suppress(OSError):
+                    found.sendall(_CODE.pack(exit_code & 0xFF))
+        self._listener.close()
+
+
+def wait_for(key: str, patience_s: float = PATIENCE_S) -> int:
+    """Wait for the one of this host. Returns its exit code, 1 if it has died without a word.
+
+    The first SIGINT or SIGTERM is for that one to act upon, which gets it too; a second one ends the wait.
+
+    Raises: QuorumLost if there is none for so long; ConfigError if it is another user's.
+    """
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda found, frame: signals.append(found))
+    with _connected(key, time.monotonic() + patience_s, signals) as sock:
+        _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if uid != os.getuid():
+            raise ConfigError(f"expected the first process of this host to be this user's, got one of user {uid}")
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        while not poller.poll(1000.0):
+            if len(signals) > 1:
+                return 128 + signals[-1]
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            said = sock.recv(_CODE.size)
+    if said:
+        return int(_CODE.unpack(said)[0])
+    print("error: the first process of this host, which ran the job here, has died", file=sys.stderr, flush=True)
+    return 1
+
+
+def _connected(key: str, end_s: float, signals: list[int]) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(_name(key))
+            return sock
+        except OSError as error:
+            sock.close()
+            why = error.strerror
+        if signals or time.monotonic() > end_s:
+            raise QuorumLost(f"the first process of this host has not begun ({why}): its own words say why")
+        time.sleep(_AGAIN_S)
+
+
+def _name(key: str) -> str:
+    return f"\0everstep-{os.getuid()}-{key}"

@@ -1,0 +1,92 @@
+"""Processes of one host that wait for the first of them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from everstep.base.errors import ConfigError
+from everstep.runtime.process import own_command
+from everstep.runtime.waiting import Waited, wait_for
+
+WAIT = """
+import sys
+from everstep.runtime.waiting import wait_for
+print("here", flush=True)
+sys.exit(wait_for(sys.argv[1]))
+"""
+
+
+def waiter(key: str) -> subprocess.Popen[str]:
+    command = [*own_command("x")[:2], "-c", WAIT, key]
+    found = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert found.stdout is not None and found.stdout.readline() == "here\n"
+    return found
+
+
+def until_it_has_come(pid: int) -> None:
+    """One of its sockets is connected (state 03)."""
+    end_s, connected = time.monotonic() + 60.0, False
+    while not connected:
+        assert time.monotonic() < end_s
+        held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        with open("/proc/net/unix") as file:
+            rows = [line.split() for line in file]
+        connected = any(row[5] == "03" and f"socket:[{row[6]}]" in held for row in rows[1:])
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 143])
+def test_they_end_with_its_exit_code(code: int) -> None:
+    key = secrets.token_hex(8)
+    waited = Waited(key)
+    others = [waiter(key) for _ in range(2)]
+    for other in others:
+        until_it_has_come(other.pid)
+    os.kill(others[0].pid, signal.SIGUSR1)
+    os.kill(others[1].pid, signal.SIGTERM)  # the first one got it too, and is about to act upon it
+    waited.tell(code)
+    assert [other.wait(60) for other in others] == [code, code]
+    assert all(other.communicate()[1] == "" for other in others)
+
+
+def test_it_dies_without_a_word() -> None:
+    key = secrets.token_hex(8)
+    hold = f"from everstep.runtime.waiting import Waited; w = Waited({key!r}); print('here', flush=True); input()"
+    first = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "here\n"
+    other = waiter(key)
+    until_it_has_come(other.pid)
+    first.kill()
+    first.wait()
+    assert other.wait(60) == 1
+    assert "has died" in other.communicate()[1]
+
+
+def test_there_is_one_first_process() -> None:
+    key = secrets.token_hex(8)
+    waited = Waited(key)
+    with pytest.raises(ConfigError, match="another process of this host is the first"):
+        Waited(key)
+    waited.tell(0)
+    Waited(key).tell(0)
+
+
+def test_nobody_comes() -> None:
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from everstep.runtime.waiting import wait_for; wait_for({secrets.token_hex(8)!r}, 0.0)",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert "the first process of this host has not begun" in ended.stderr
+    assert wait_for.__doc__ is not None
