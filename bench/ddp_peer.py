@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep.exact.memory import keep_freed_memory
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
+from everstep.exact.accumulate import keep_freed_memory
 from models import MODELS
 
 

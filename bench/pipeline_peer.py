@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep.exact.memory import keep_freed_memory
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.data import default_collate
 
+from everstep.exact.accumulate import keep_freed_memory
 from models import MODELS
 
 SINGLE = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

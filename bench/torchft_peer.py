@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep.exact.memory import keep_freed_memory
 from torch.utils.data import default_collate
 
+from everstep.exact.accumulate import keep_freed_memory
 from models import MODELS
 
 
