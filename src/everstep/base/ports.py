@@ -62,7 +62,7 @@ class Reduced:
 
     `pieces` ascend and cover the layout. `presence`: one byte per layout entry, 1 where at least one lane had it.
     `owned`: the block range [first, last) that this worker reduced itself. The memory stays valid and unchanged
-    until the reduction of step + 2 begins, even if the process that owns it dies.
+    until a member begins with the reduction of step + 2, even if the process that owns it dies.
     """
 
     step: int
@@ -92,6 +92,10 @@ class Transport(Protocol):
         The same (step, node) gives the same memory, so results survive a change of generation. Calling with a new
         step frees those of the step before.
         """
+
+    def offering(self, step: int) -> OnFinal | None:
+        """Takes blocks of this step's nodes as they become final, so that they leave before `reduce`; None where that
+        would help nobody. Call it between `open` and the step's `reduce`, in the same generation."""
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer the filled nodes of this step (with presence bytes per node), wait for everybody's, finish the tree."""
@@ -147,3 +151,6 @@ class Channel(Protocol):
 
 
 OnTick = Callable[[], None]
+
+OnFinal = Callable[[Node, int, int], None]
+"""Told of a node whose blocks [first, last) are final, no entry in them being absent. Never raises."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import NoneType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from everstep.base.errors import ConfigError, TaskError, check
-from everstep.base.ports import Node
+from everstep.base.errors import ConfigError, check
+from everstep.base.ports import Node, OnFinal
+from everstep.exact.last_lane import LastLane, block_map, runs_of
 from everstep.exact.layout import ALIGN_ELEMENTS, Entry, GradientLayout, round_up
+from everstep.exact.lending import GradientWatch, Loan
 from everstep.placement.tree import children
 
 _IDLE_STEPS = 4
@@ -55,6 +56,9 @@ class LaneAccumulator:
         self._watch: GradientWatch | None = GradientWatch(self._params)
         self._apart = set(self._narrow)
         self._loan: Loan | None = None
+        self._last: LastLane | None = None
+        self._offer: OnFinal | None = None
+        self._blocks = block_map(layout, mine, [(r.start, r.stop) for r in self._statistics.regions])
         self._all = bytes(entry.unit in units for entry in layout.entries)
         self._none = bytes(len(layout.entries))
         self._step = 0
@@ -64,11 +68,14 @@ class LaneAccumulator:
         self._buffer: Callable[[Node], Tensor] | None = None
         self._views: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
-    def begin(self, step: int, nodes: Sequence[Node], buffer: Callable[[Node], Tensor]) -> None:
+    def begin(
+        self, step: int, nodes: Sequence[Node], buffer: Callable[[Node], Tensor], offer: OnFinal | None = None
+    ) -> None:
         """Starts a step, or takes on further nodes of the same one (lanes that another worker lost).
 
         nodes: disjoint nodes of the lane tree, all of whose lanes will be added here. buffer: gives the flat float32
-        tensor (`layout.numel` elements) into which a node's sum is written; asked for when the node is complete.
+        tensor (`layout.numel` elements) into which a node's sum is written; asked for when the node is complete, or its
+        last lane begins. offer: told of blocks as soon as they are final, from this call on.
         When a step is begun the first time, the model's running statistics must be those it starts from. Whatever is
         left in `.grad` is dropped.
         Begun again, a node that overlaps unfinished ones takes their place: what has been added of its lanes counts,
@@ -87,10 +94,8 @@ class LaneAccumulator:
             self._step = step
             self._views = {at: v for at, v in self._views.items() if step - _IDLE_STEPS <= v[0] <= step}
             self._statistics.begin_step()
-        if self._loan is not None:  # its lane was left in the middle
-            del self._pending[self._loan.sibling]
-            self._loan = None
-        self._buffer = buffer
+        self._leave_lane()
+        self._buffer, self._offer = buffer, offer
         self._let_go()
         wanted = [node for node in nodes if node not in self._open and node not in self.presence]
         for node in wanted:
@@ -122,12 +127,40 @@ class LaneAccumulator:
             self._loan = Loan(sibling, path[-2], leaf, lent, [-1 if g is None else g._version for g in lent])
             for parameter, gradient in zip(self._params, lent, strict=True):
                 parameter.grad = gradient
+        if self._offer is not None:
+            self._listen(lane, path, self._offer)
+
+    def _listen(self, lane: int, path: tuple[Node, ...], offer: OnFinal) -> None:
+        """If the lane completes its node, its blocks leave while it is computed."""
+        siblings: dict[Node, Leaf] = {}
+        for parent in reversed(path[:-1]):
+            left, _ = children(parent)
+            if lane != parent.hi - 1 or left not in self._pending:
+                return
+            siblings[left] = self._pending[left]
+        check(self._buffer is not None, "begin() comes before enter()")
+        views = self._views_of(self._buffer(path[0]))  # type: ignore[misc]
+        lent = [None] * len(self._params) if self._loan is None else self._loan.lent
+        self._last = LastLane(path[0], siblings, lent, views, self._blocks, offer)
+        self._last.listen(self._params, self._apart.difference(self._narrow))
+        self._put_statistics(lane)
+
+    def _put_statistics(self, lane: int) -> None:
+        last = self._last
+        if last is not None and lane == last.node.hi - 1 and lane in self._captured:
+            regions = range(len(self._params), len(self._params) + len(self._statistics.regions))
+            with torch.no_grad():
+                fresh = [i for i in regions if last.lacks(i)]  # none if the lane is computed once more
+                for i in fresh:
+                    last.put(i, self._captured[lane][i - regions.start])
+                last.leave(fresh)
 
     def capture(self, lane: int) -> None:
         """Takes the running statistics as the lane's forward pass has left them, before anything changes them."""
         if self._statistics.regions:
             with torch.no_grad():
                 self._captured[lane] = self._statistics.take()
+            self._put_statistics(lane)
 
     def add(self, lane: int) -> None:
         """Takes the gradients that the lane's backward pass left in `.grad` (set to None here), and its statistics:
@@ -144,7 +177,11 @@ class LaneAccumulator:
             captured = self._captured.pop(lane, None)
             statistics = self._statistics.take() if captured is None else captured
             loan, self._loan = self._loan, None
-            if loan is None:
+            last, self._last = self._last, None
+            if last is not None:
+                check(lane == last.node.hi - 1, f"lane {lane} was added while another one was computed")
+                self._complete(last, loan, statistics)
+            elif loan is None:
                 self._fold(Node(lane, lane + 1), [*self._own(self._let_go()), *statistics])
             else:
                 check(lane == loan.parent.hi - 1, f"lane {lane} was added while another one was computed")
@@ -156,6 +193,19 @@ class LaneAccumulator:
         self._check_missing(lane)
         with torch.no_grad():
             self._fold(Node(lane, lane + 1), [None] * (len(self._params) + len(self._statistics.regions)))
+
+    def offer_again(self, node: Node) -> None:
+        """A complete node is wanted of this worker as before, by others than those to whom it was offered."""
+        if self._offer is not None:
+            row = self.presence[node]
+            present = [bool(row[i]) for i in self._indices]
+            present += [bool(row[region.entries[0]]) for region in self._statistics.regions]
+            self._offer_whole(node, present)
+
+    def _offer_whole(self, node: Node, present: Sequence[bool]) -> None:
+        if self._offer is not None:
+            for run in runs_of(self._blocks.whole(present)):
+                self._offer(node, *run)
 
     def dismiss(self) -> None:
         """Throws away what a backward pass has left in `.grad`: its lane had been added before."""
@@ -189,9 +239,20 @@ class LaneAccumulator:
 
     def forget(self) -> None:
         """Lets go of the step."""
+        self._leave_lane()
         self._open, self._pending, self._node_of_lane, self.presence = [], {}, {}, {}
-        self._step, self._buffer, self._loan = 0, None, None
+        self._step, self._buffer, self._offer = 0, None, None
         self._captured = {}
+
+    def _leave_lane(self) -> None:
+        """If one was left in the middle, what it may have added to is lost."""
+        touched = [] if self._loan is None else [self._loan.sibling]
+        if self._last is not None:
+            self._last.end()
+            touched = list(self._last.siblings)
+        for node in touched:
+            del self._pending[node]
+        self._loan = self._last = None
 
     # ---- leaves
 
@@ -202,15 +263,38 @@ class LaneAccumulator:
             parameter.grad = None
         return leaf
 
+    def _name(self, i: int) -> str:
+        return self._entries[i].name
+
     def _take_back(self, loan: Loan, statistics: list[Tensor]) -> Leaf:
         """The sum of the loan's parent."""
         gradients = self._let_go()
-        loan.check_returned(gradients, lambda i: self._entries[i].name)
+        loan.check_returned(gradients, self._name)
         if _whole(loan.lent):
             n = len(gradients)
             return [*loan.leaf[:n], *_add_in_place(loan.leaf[n:], [*statistics])] if statistics else loan.leaf
         fresh = self._own([g if lent is None else None for g, lent in zip(gradients, loan.lent, strict=True)])
         return _add_in_place(loan.leaf, [*fresh, *statistics])
+
+    def _complete(self, last: LastLane, loan: Loan | None, statistics: list[Tensor]) -> None:
+        """What autograd has not finished before is added up now; the node is complete."""
+        last.end()
+        gradients = self._let_go()
+        lent: Sequence[Tensor | None] = [None] * len(gradients)
+        if loan is not None:
+            loan.check_returned(gradients, self._name)
+            lent = loan.lent
+        last.check(gradients, self._name)
+        rest = last.open
+        fresh = {i for i in rest if i < len(gradients) and lent[i] is None}
+        leaf = self._own([g if i in fresh else None for i, g in enumerate(gradients)])
+        for i in rest:
+            last.put(i, statistics[i - len(leaf)] if i >= len(leaf) else leaf[i] if i in fresh else lent[i])
+        for sibling in last.siblings:
+            del self._pending[sibling]
+        self._open.remove(last.node)
+        self.presence[last.node] = self._row(last.present)
+        last.leave(rest)
 
     def _own(self, leaf: Leaf) -> Leaf:
         """The gradients as dense float32 tensors in the parameters' strides, each in memory of its own."""
@@ -282,14 +366,14 @@ class LaneAccumulator:
         else:
             _add_into(views, left, right)
         self._open.remove(node)
-        self.presence[node] = self._presence(left, right)
-
-    def _presence(self, left: Leaf, right: Leaf | None) -> bytes:
-        if _whole(left):
-            return self._all
         present = [g is not None for g in left]
         if right is not None:
             present = [a or b is not None for a, b in zip(present, right, strict=True)]
+        self.presence[node] = self._row(present)
+        self._offer_whole(node, present)
+
+    def _row(self, present: Sequence[bool]) -> bytes:
+        """The node's presence bytes, of those of its sums."""
         if all(present):
             return self._all
         if not any(present):
@@ -461,61 +545,3 @@ def keep_freed_memory() -> bool:
     )
     accepted = [mallopt(key, value) == 1 for key, value in settings]
     return all(accepted)
-
-
-# ---- lending
-#
-# Autograd adds a lane's gradients to its sibling's sum, instead of keeping both and adding them afterwards. It is the
-# same addition only where autograd adds to a parameter's `.grad` once per lane. That is the rule; a reentrant backward
-# pass (activation checkpointing of the old kind) can break it, so the first lane is watched, and every loan is checked
-# when it comes back.
-
-
-class GradientWatch:
-    """Counts how often each parameter's `.grad` is added to in a lane."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._counts = [0] * len(params)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._count, i))  # type: ignore[no-untyped-call]
-            for i, p in enumerate(params)
-        ]
-
-    def _count(self, i: int, _: Tensor) -> None:
-        self._counts[i] += 1
-
-    def clear(self) -> None:
-        """A lane begins."""
-        self._counts[:] = [0] * len(self._counts)
-
-    def end(self) -> set[int]:
-        """Stop watching; returns the parameters that were added to more than once."""
-        for hook in self._hooks:
-            hook.remove()
-        return {i for i, count in enumerate(self._counts) if count > 1}
-
-
-@dataclass(frozen=True)
-class Loan:
-    """The sum of `sibling`, put into `.grad` while the lane that completes `parent` with it is computed.
-
-    leaf: the whole sum. lent: what of it was lent, by parameter. versions: autograd's counters of changes, before.
-    """
-
-    sibling: Node
-    parent: Node
-    leaf: list[Tensor | None]
-    lent: list[Tensor | None]
-    versions: list[int]
-
-    def check_returned(self, gradients: Sequence[Tensor | None], name: Callable[[int], str]) -> None:
-        """gradients: what `.grad` holds now. name: of a parameter.
-
-        Raises: TaskError if one that was lent is another tensor now, or was written to more than once.
-        """
-        for i, (lent, gradient) in enumerate(zip(self.lent, gradients, strict=True)):
-            if lent is not None and (gradient is not lent or gradient._version > self.versions[i] + 1):
-                raise TaskError(
-                    f"the gradient of {name(i)} was written more than once for one batch; call step.backward(loss) "
-                    "once, leave .grad alone, and use use_reentrant=False for activation checkpointing"
-                )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.base.errors import check
-from everstep.base.ports import Node, Reduced
+from everstep.base.ports import Node, OnFinal, Reduced
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.placement.tree import cover, fold_order
@@ -318,8 +318,11 @@ class StageSums:
         self.parts = tuple(parts)
         self.n_lanes = n_lanes
 
-    def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], Tensor]) -> None:
-        """The lanes of a step that are wanted from here; what has been computed of them already counts."""
+    def begin(
+        self, step: int, lanes: Sequence[int], buffer: Callable[[Node], Tensor], offer: OnFinal | None = None
+    ) -> None:
+        """The lanes of a step that are wanted from here; what has been computed of them already counts. offer: told of
+        blocks of their sums as they become final; of those that are complete already, now."""
         mine = set(lanes)
         for part in self.parts:
             for node in [n for n in part.presence if 0 < len(mine.intersection(range(*n))) < n.hi - n.lo]:
@@ -332,7 +335,10 @@ class StageSums:
             held = {lane for node in kept for lane in range(*node)}
         nodes = (*sorted(kept), *cover([lane for lane in lanes if lane not in held], self.n_lanes))
         for part in self.parts:
-            part.begin(step, nodes, buffer)
+            part.begin(step, nodes, buffer, offer)
+            for node in part.presence:
+                if offer is not None and mine.issuperset(range(*node)):
+                    part.offer_again(node)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from everstep.base.plan import Plan
-from everstep.base.ports import Hop, Node, Reduced, Tag
+from everstep.base.ports import Hop, Node, OnFinal, Reduced, Tag
 from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats
@@ -84,6 +84,10 @@ class EitherTransport:
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] in the own segment."""
         return self._near.node(step, node)
+
+    def offering(self, step: int) -> OnFinal | None:
+        """Takes blocks before `reduce`, where they have to go to another machine."""
+        return self._current.offering(step)
 
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, InvariantViolation, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Node, OnTick, Piece, Reduced, Tag
+from everstep.base.ports import Node, OnFinal, OnTick, Piece, Reduced, Tag
 from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
 from everstep.exact.reduce import NodePart, merge_presence
 from everstep.parallel.fence import Fence
@@ -35,6 +35,7 @@ from everstep.parallel.reduction import (
     zero_absent,
 )
 from everstep.parallel.socket_mesh import SocketMesh
+from everstep.parallel.streaming import BlockStream
 from everstep.placement.owners import owners
 from everstep.runtime.tls import Tls
 
@@ -83,6 +84,7 @@ class GroupTransport:
         self._lock = threading.Lock()
         self._records: PeerSockets | None = None
         self._links: GlooMesh | SocketMesh | NcclLinks | None = None
+        self._stream: BlockStream | None = None
         self._old: list[PeerSockets | GlooMesh | SocketMesh | NcclLinks] = []
         self._reaper = Reaper()
         self._tick = tick
@@ -111,15 +113,18 @@ class GroupTransport:
             host = _own_host(plan, self._me)
             meeting = Meeting(plan.worker_ids, self._me.worker_id, store, host, self._fence, self._key, self._tls)
             records = self._records = PeerSockets(meeting, self._tick)
+            self._leave_stream()
+            self._owned = owners(self._layout.n_blocks, plan.worker_ids)
             cuda = self._device.type == "cuda"
             links = NcclLinks(meeting, self._device) if cuda else self._mesh_of(meeting)
             self._links = links
-        self._owned = owners(self._layout.n_blocks, plan.worker_ids)
         with self._ticker.ticking():
             self._fence.check()
             if len(plan.members) > 1:
                 records.connect()
                 links.connect()
+                if self._stream is not None and isinstance(links, SocketMesh):
+                    self._stream.begin(links)
 
     @property
     def mesh(self) -> GlooMesh | SocketMesh:
@@ -141,6 +146,13 @@ class GroupTransport:
         """float32 [layout.numel] on the transport's device."""
         return self._flats.tensor(step, node)
 
+    def offering(self, step: int) -> OnFinal | None:
+        """Where blocks go over our own sockets, and there is somebody to send them to."""
+        stream = self._stream
+        if stream is None or len(self._owned) < 2:
+            return None
+        return lambda node, first, last: stream.offer(step, node, self._flats.held(step, node), first, last)
+
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
         self._fence.check()
@@ -155,14 +167,15 @@ class GroupTransport:
         self._flats.begin_reduction(step)
         with self._ticker.ticking():
             own = {node: self._flats.held(step, node) for node in presence}
-            records = self._gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
-            offers: Offers = {
-                worker_id: [(node, row) for node, _, row in decode_offers(record, len(self._layout.entries))]
-                for worker_id, record in records.items()
-            }
-            present = merge_presence(row for offered in offers.values() for _, row in offered)
             alone = Node(0, self._n_lanes)
-            if len(offers) == 1 and list(own) == [alone]:
+            offers = self._streamed(step, own, presence)
+            streamed = offers is not None
+            offers = self._offers(step, presence) if offers is None else offers
+            present = merge_presence(row for offered in offers.values() for _, row in offered)
+            if streamed:
+                result = self._result(step)
+                self._finisher.received(step)
+            elif len(offers) == 1 and list(own) == [alone]:
                 result = own[alone]
                 zero_absent(self._layout, result, present)
                 self._flats.keep_result(step, alone)
@@ -185,6 +198,7 @@ class GroupTransport:
         with self._lock:
             self._old += [group for group in (self._links, self._records) if group is not None]
             self._links = self._records = None
+            self._leave_stream()
         self._retire_old()
 
     def close(self) -> None:
@@ -195,13 +209,51 @@ class GroupTransport:
             if group is not None:
                 self._reaper.take(group.retire)
         self._links = self._records = None
+        self._leave_stream()
         self._reaper.close()
         self._ticker.close()
 
     # ---- inside
 
     def _mesh_of(self, meeting: Meeting) -> GlooMesh | SocketMesh:
-        return GlooMesh(meeting) if self._gloo else SocketMesh(meeting, self._tick)
+        if self._gloo:
+            return GlooMesh(meeting)
+        self._stream = BlockStream(
+            self._me.worker_id,
+            self._owned,
+            self._layout,
+            self._n_lanes,
+            self._finisher,
+            self._flats.scratch,
+            self._result,
+        )
+        return SocketMesh(meeting, self._tick, self._stream)
+
+    def _leave_stream(self) -> None:
+        """The generation that it was of has been cut, or all have left it."""
+        if self._stream is not None:
+            self._stream.leave()
+            self._stream = None
+
+    def _offers(self, step: int, presence: Mapping[Node, bytes]) -> Offers:
+        """Of all members, once all have begun to reduce."""
+        records = self._gather(Tag("reduce", step, 0), encode_offers(dict.fromkeys(presence, 0), presence))
+        return {
+            worker_id: [(node, row) for node, _, row in decode_offers(record, len(self._layout.entries))]
+            for worker_id, record in records.items()
+        }
+
+    def _streamed(self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes]) -> Offers | None:
+        """The whole reduction, where blocks go over our own sockets; what has left before is not sent again."""
+        stream, links = self._stream, self._links
+        if stream is None or links is None or len(self._owned) < 2:
+            return None
+        try:
+            rows = stream.reduce(step, own, presence, lambda: self._offers(step, presence))
+        except BaseException:
+            links.cut()  # nothing may write to the receive buffers any more
+            raise
+        return {w: list(offered) for w, offered in rows.items()}
 
     def _retire_old(self) -> None:
         """Called when all members are known to have left the generation before (or it has been cut)."""

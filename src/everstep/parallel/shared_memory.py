@@ -87,6 +87,9 @@ class SharedMemoryTransport:
         """float32 [layout.numel] in the own segment."""
         return self._slots.tensor(step, node)
 
+    def offering(self, step: int) -> None:
+        """Nothing has to leave: peers read nodes where they lie."""
+
     def exchange(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         """All-gather of small records."""
         room = self._geometry.record_bytes - _TOTAL.size

@@ -3,7 +3,8 @@
 Apart from gloo, which takes whoever connects for a member and loses a descriptor to each stranger, because here each
 connection is authenticated before anything is read from it, and abort is a shutdown. Whoever receives says so first
 (`ask`), and whoever has it then sends: so each byte goes straight into the memory where it is wanted, and what nobody
-asks for stays with its sender. Two threads move all bytes of a mesh, one out and one in, as nobody computes in them.
+asks for stays with its sender. Blocks of gradients are pushed, for their receiver has room for them (`Receiver`). Two
+threads move all bytes of a mesh, one out and one in, as nobody computes in them.
 Between hosts every byte is covered by a tag; on one host the frames around the bytes are.
 """
 
@@ -19,12 +20,12 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
 from everstep.base.errors import CollectiveAborted, ProtocolError
-from everstep.base.ports import OnTick
+from everstep.base.ports import Node, OnTick
 from everstep.parallel.mesh import Batch, Transfer
 from everstep.parallel.peers import Meeting, PeerSockets
 from everstep.runtime.handshake import TAG_BYTES, Seals
@@ -32,11 +33,46 @@ from everstep.runtime.handshake import TAG_BYTES, Seals
 _GRACE_S = 0.1
 _WAIT_S = 0.05
 _PIECE_BYTES = 1 << 20
-_HEAD = struct.Struct(">BqQ")
-_ASK, _CONTENT = 1, 2
+_HEAD = struct.Struct(">BqQIII")
+"""Kind; tag, or the step of blocks; size in bytes; of blocks: lanes from and to, and the first block."""
+_ASK, _CONTENT, _BLOCKS, _WHOLE_BLOCKS = 1, 2, 3, 4
 
 _Address = tuple[int, int]
 """(worker id of the other side, tag)."""
+
+
+class BlockNote(NamedTuple):
+    """What blocks are: of the sum of the lanes lo..hi-1, or (0, 0) of the result; beginning with block `first`.
+
+    whole: no entry of the layout is absent in them.
+    """
+
+    step: int
+    lo: int
+    hi: int
+    first: int
+    whole: bool
+
+    @property
+    def of_node(self) -> bool:
+        return self.hi > 0
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class Receiver(Protocol):
+    """Takes blocks that are pushed; called by the thread that receives, but for `lost`."""
+
+    def space(self, w: int, note: BlockNote, size: int) -> memoryview:
+        """Where that many bytes of worker `w` go to. Raises: ProtocolError if they are not wanted."""
+
+    def came(self, note: BlockNote, size: int) -> None:
+        """All of them are there. Raises: ProtocolError if they were before."""
+
+    def lost(self) -> None:
+        """A connection has ended. Any thread."""
 
 
 class _Parcel:
@@ -79,7 +115,9 @@ class _Line(NamedTuple):
 class SocketMesh:
     """The connections of one generation; see `GlooMesh` for what the methods promise."""
 
-    def __init__(self, meeting: Meeting, tick: OnTick) -> None:
+    def __init__(self, meeting: Meeting, tick: OnTick, receiver: Receiver | None = None) -> None:
+        """receiver: of blocks that are pushed; without one none may be."""
+        self._receiver = receiver
         self._fence = meeting.fence
         self._generation = meeting.fence.generation
         self._peers = PeerSockets(meeting, tick, "bulk")
@@ -129,6 +167,25 @@ class SocketMesh:
         """
         return [self._give(*transfer)]
 
+    def push(self, w: int, note: BlockNote, tensor: torch.Tensor) -> None:
+        """Begin to send contiguous blocks for which the other side has room, or will not want them any more. They must
+        not change until a later exchange. Nothing happens where the connection has ended."""
+        parcel = _Parcel(bytes_of(tensor))
+        kind = _WHOLE_BLOCKS if note.whole else _BLOCKS
+        head = _HEAD.pack(kind, note.step, len(parcel.content), note.lo, note.hi, note.first)
+        with self._changed:
+            if w not in self._lost:
+                self._enqueue(w, head, parcel)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all connections are there."""
+        return not (self._lost or self._over or self._fence.down)
+
+    def fail(self) -> NoReturn:
+        """A connection has ended. Raises: CollectiveAborted naming the worker of the first one."""
+        self._fail(next(iter(self._lost), -1))
+
     def wait(self, batch: Batch) -> None:
         """Until all of the batch has come. Raises: CollectiveAborted."""
         for receipt in batch.works:
@@ -163,6 +220,7 @@ class SocketMesh:
                     line.sock.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
             self._wake()
+        self._tell_lost()
 
     def retire(self) -> None:
         """Give everything back."""
@@ -182,7 +240,7 @@ class SocketMesh:
     # ---- inside
 
     def _want(self, tensor: torch.Tensor, w: int, tag: int) -> _Receipt:
-        receipt = _Receipt(w, _bytes_of(tensor))
+        receipt = _Receipt(w, bytes_of(tensor))
         size = len(receipt.content)
         self._check(w)
         with self._changed:
@@ -191,7 +249,7 @@ class SocketMesh:
         return receipt
 
     def _give(self, tensor: torch.Tensor, w: int, tag: int) -> _Parcel:
-        parcel = _Parcel(_bytes_of(tensor))
+        parcel = _Parcel(bytes_of(tensor))
         self._check(w)
         with self._changed:
             waiting = self._parcels[w, tag]
@@ -220,7 +278,7 @@ class SocketMesh:
                 self._lost[w] = f"it wants {size} bytes where {len(parcel.content)} are sent"
                 self._changed.notify_all()
 
-    def _fail(self, worker_id: int) -> None:
+    def _fail(self, worker_id: int) -> NoReturn:
         """A peer that leaves because of a new plan closes its connections too: that plan may be on its way to us."""
         until = time.monotonic() + _GRACE_S
         while not self._fence.down and time.monotonic() < until:
@@ -231,8 +289,11 @@ class SocketMesh:
         raise CollectiveAborted(f"generation {self._generation}: transfer with [{worker_id}]: {why}", [worker_id])
 
     def _queue(self, w: int, kind: int, tag: int, size: int, parcel: _Parcel | None) -> None:
+        self._enqueue(w, _HEAD.pack(kind, tag, size, 0, 0, 0), parcel)
+
+    def _enqueue(self, w: int, head: bytes, parcel: _Parcel | None) -> None:
         line = self._lines[w]
-        line.out.append(_pieces(line.seals, _HEAD.pack(kind, tag, size), parcel))
+        line.out.append(_pieces(line.seals, head, parcel))
         self._wake()
 
     def _wake(self) -> None:
@@ -245,6 +306,11 @@ class SocketMesh:
             self._lost.setdefault(line.worker_id, why)
             line.out.clear()
             self._changed.notify_all()
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        if self._receiver is not None:
+            self._receiver.lost()
 
     # ---- the thread that sends
 
@@ -315,6 +381,8 @@ class SocketMesh:
         """Read what is there. Returns the space that is still to be filled."""
         while True:
             with self._changed:  # so that nothing is written to what has been given up
+                if self._over:
+                    raise ConnectionError("the connections were cut")
                 try:
                     got = line.sock.recv_into(space)
                 except BlockingIOError:
@@ -331,12 +399,13 @@ class SocketMesh:
         while True:
             yield memoryview(head)
             line.seals.check(memoryview(head)[_HEAD.size :], memoryview(head)[: _HEAD.size])
-            kind, tag, size = _HEAD.unpack_from(head)
+            kind, tag, size, lo, hi, first = _HEAD.unpack_from(head)
             if kind == _ASK:
                 self._was_asked(line.worker_id, tag, size)
                 continue
-            receipt = self._receipt(line.worker_id, tag, size)
-            content = receipt.content
+            note = BlockNote(tag, lo, hi, first, kind == _WHOLE_BLOCKS) if kind in (_BLOCKS, _WHOLE_BLOCKS) else None
+            receipt = self._receipt(line.worker_id, tag, size) if note is None else None
+            content = self._space(line.worker_id, note, size) if receipt is None else receipt.content
             check = line.seals.bulk_check() if line.seals.bulk_tags else None
             step = _PIECE_BYTES if check is not None else max(size, 1)
             for at in range(0, len(content), step):
@@ -346,9 +415,17 @@ class SocketMesh:
             if check is not None:
                 yield memoryview(tag_bytes)
                 check.check(tag_bytes)
+            if receipt is None:
+                self._receiver.came(note, size)  # type: ignore[union-attr, arg-type]
+                continue
             with self._changed:
                 receipt.complete()
                 self._changed.notify_all()
+
+    def _space(self, w: int, note: BlockNote | None, size: int) -> memoryview:
+        if note is None or self._receiver is None:
+            raise ProtocolError(f"worker {w} sends blocks that nobody here takes")
+        return self._receiver.space(w, note, size)
 
     def _was_asked(self, w: int, tag: int, size: int) -> None:
         with self._changed:
@@ -382,7 +459,7 @@ def _pieces(seals: Seals, head: bytes, parcel: _Parcel | None) -> Iterator[memor
         yield memoryview(tag.tag())
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")

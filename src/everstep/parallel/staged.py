@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Plan, WorkerKey
-from everstep.base.ports import Channel, Node, OnTick, Reduced, Tag, Transport
+from everstep.base.ports import Channel, Node, OnFinal, OnTick, Reduced, Tag, Transport
 from everstep.exact.layout import GradientLayout
 from everstep.parallel.fence import Fence
 from everstep.parallel.group import Reaper
@@ -115,6 +115,10 @@ class StagedTransport:
         """
         flat: torch.Tensor = self._pools[stage].node(step, node)
         return flat
+
+    def offering(self, stage: int, step: int) -> OnFinal | None:
+        """Takes blocks of this step's nodes as they become final; None where nothing would leave before `reduce`."""
+        return self._pools[stage].offering(step)
 
     def reduce(self, stage: int, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer the filled nodes of this step, wait for everybody's in the stage's pool, finish the tree.

@@ -66,7 +66,7 @@ class Lanes:
         view.stages.want(seats)
         view.transport.open(plan, {stage: view.stages[stage].layout for stage in seats})
         held = [stage for stage in seats if stage in view.driver.machine.stages]
-        lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage)]
+        lost = [(stage, lane) for stage in held for lane in self.begin(operation.step, plan, stage, settled=False)]
         disk = self._restorer.restorable(operation.limit) if operation.disk else ()
         return Opened(tuple(lost), disk, {} if view.step else {stage: view.stages.first(stage) for stage in held})
 
@@ -96,10 +96,13 @@ class Lanes:
 
     # ---- what is done here, of whichever lanes
 
-    def begin(self, number: int, plan: Plan, stage: int) -> tuple[int, ...]:
-        """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed."""
+    def begin(self, number: int, plan: Plan, stage: int, *, settled: bool = True) -> tuple[int, ...]:
+        """The plan's lanes of the step are wanted at this stage; returns those that are still to be computed. settled:
+        this is the step that comes next, so what becomes final of it may leave."""
         lanes, mine = self._view.stages[stage].lanes, plan.lanes_of(self._view.me, stage)
-        lanes.begin(number, mine, lambda node: self._view.transport.node(stage, number, node))
+        transport = self._view.transport
+        offer = transport.offering(stage, number) if settled else None
+        lanes.begin(number, mine, lambda node: transport.node(stage, number, node), offer)
         missing = lanes.missing
         return tuple(lane for lane in lanes.lacking(mine) if lane in missing)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep.base.config import Config
 from everstep.base.errors import DeterminismError, TaskError, check
-from everstep.base.ports import Node
+from everstep.base.ports import Node, OnFinal
 from everstep.exact.accumulate import LaneAccumulator
 from everstep.exact.buffers import BufferGuard, BufferReport
 from everstep.exact.digest import named_digest
@@ -75,13 +75,16 @@ class StageLanes:
         self._reports: dict[int, LaneReport] = {}
         self._step = 0
 
-    def begin(self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor]) -> None:
-        """The lanes of a step that are wanted from here; what has been computed of them already counts."""
+    def begin(
+        self, step: int, lanes: Sequence[int], buffer: Callable[[Node], torch.Tensor], offer: OnFinal | None = None
+    ) -> None:
+        """The lanes of a step that are wanted from here; what has been computed of them already counts. offer: as in
+        `StageSums.begin`."""
         if step != self._step:
             self._step, self._reports = step, {}
             for part in self.passes.values():
                 part.begin_step(step)
-        self._sums.begin(step, lanes, buffer)
+        self._sums.begin(step, lanes, buffer, offer)
 
     def lacking(self, lanes: Sequence[int]) -> tuple[int, ...]:
         """Lanes that must be computed here before exactly these can be offered to the reduction."""

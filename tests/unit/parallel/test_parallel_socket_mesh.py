@@ -16,11 +16,13 @@ from everstep.base.config_keys import TlsConfig
 from everstep.base.errors import CollectiveAborted
 from everstep.parallel.fence import Fence
 from everstep.parallel.peers import Meeting
-from everstep.parallel.socket_mesh import SocketMesh
+from everstep.parallel.socket_mesh import _HEAD, BlockNote, SocketMesh
+from everstep.runtime.handshake import TAG_BYTES
 from everstep.runtime.tls import Tls, shown_by
 
 ELSEWHERE = "127.0.0.2"
 """Callers come from 127.0.0.1, so this counts as another host: every byte is tagged."""
+FRAME_BYTES = _HEAD.size + TAG_BYTES
 
 
 @pytest.fixture(params=["127.0.0.1", ELSEWHERE, "tls"])
@@ -101,7 +103,7 @@ def test_another_size_than_was_asked_for_ends_the_generation_and_nothing_else(me
     assert caught.value.accused == (3,) and kept
 
 
-@pytest.mark.parametrize("what", [b"\xff" * 33, bytes(33), b"\x02" + bytes(32)])
+@pytest.mark.parametrize("what", [b"\xff" * FRAME_BYTES, bytes(FRAME_BYTES), b"\x02".ljust(FRAME_BYTES, b"\0")])
 def test_bytes_of_somebody_on_the_way_are_not_taken(meshes: list[SocketMesh], what: bytes) -> None:
     got = torch.zeros(1000)
     batch = meshes[1].receive_apart((got, 3, 9))
@@ -171,3 +173,10 @@ def test_a_cut_frees_who_waits_and_nothing_is_written_any_more(meshes: list[Sock
             meshes[0].send([(torch.ones(1000), 7, 9)])
             threading.Event().wait(0.01)
     assert not got.any()
+
+
+def test_blocks_that_nobody_takes_end_the_generation(meshes: list[SocketMesh]) -> None:
+    meshes[0].push(7, BlockNote(1, 0, 4, 0, True), torch.zeros(1000))
+    with pytest.raises(CollectiveAborted, match="blocks that nobody here takes") as caught:
+        meshes[1].wait(meshes[1].receive_apart((torch.empty(1), 3, 9)))
+    assert caught.value.accused == (3,)

@@ -1,0 +1,172 @@
+"""The last lane of a node while its backward pass runs: what autograd has finished is added up at once, and may leave.
+
+Apart from the accumulator because only this listens to autograd. The additions are those that would follow the backward
+pass, in the order of the tree; they only come earlier, block by block. Whether a gradient was final is proven when the
+lane is added: it must be the same tensor, and nobody may have written to it since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from everstep.base.errors import TaskError
+from everstep.base.ports import Node, OnFinal
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.lending import written_twice
+
+Name = Callable[[int], str]
+
+
+class BlockMap:
+    """Which blocks each sum lies in: those of the parameters, then those of the regions of running statistics."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        """spans: elements [start, stop) of the flat vector, one for each sum; a block of theirs has no others."""
+        self.of = [range(lo // BLOCK_ELEMENTS, -(-hi // BLOCK_ELEMENTS)) if lo < hi else range(0) for lo, hi in spans]
+        self.count: dict[int, int] = {}
+        for blocks in self.of:
+            for block in blocks:
+                self.count[block] = self.count.get(block, 0) + 1
+
+    def whole(self, present: Sequence[bool]) -> list[int]:
+        """The blocks in which nothing is absent, ascending."""
+        absent = {block for blocks, there in zip(self.of, present, strict=True) if not there for block in blocks}
+        return sorted(self.count.keys() - absent)
+
+
+def block_map(layout: GradientLayout, params: Sequence[int], regions: Sequence[tuple[int, int]]) -> BlockMap:
+    """Of these entries, and these ranges of running statistics."""
+    return BlockMap([*((layout.entries[i].offset, layout.entries[i].stop) for i in params), *regions])
+
+
+def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of ascending blocks."""
+    first = 0
+    for k in range(1, len(blocks) + 1):
+        if k == len(blocks) or blocks[k] != blocks[k - 1] + 1:
+            yield blocks[first], blocks[k - 1] + 1
+            first = k
+
+
+class _Seen(NamedTuple):
+    """A gradient as it was when its sum left."""
+
+    gradient: Tensor
+    version: int
+
+
+class LastLane:
+    """One node's last lane, from `enter` to `add`. `siblings`: nodes whose sums are used up by it.
+
+    Sums are numbered: parameters first, then regions of statistics.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        siblings: dict[Node, list[Tensor | None]],
+        lent: Sequence[Tensor | None],
+        views: Sequence[Tensor],
+        blocks: BlockMap,
+        offer: OnFinal,
+    ) -> None:
+        """siblings: the sums to the left of the lane, from the nearest one up to that of the node's left child. lent:
+        of the nearest, what autograd adds to by itself, by parameter. views: where the node's sums go to."""
+        self.node = node
+        self.siblings = siblings
+        self._lefts = list(siblings.values())
+        self._lent = lent
+        self._views = views
+        self._blocks = blocks
+        self._offer = offer
+        self._lacking = dict(blocks.count)
+        self._present: list[bool | None] = [None] * len(views)
+        self._seen: dict[int, _Seen] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def listen(self, params: Sequence[nn.Parameter], late: set[int]) -> None:
+        """Until `end`, add up what autograd finishes. late: parameters that are added to several times in a lane."""
+        for i, parameter in enumerate(params):
+            if i not in late:
+                hook = partial(self._finished, i, parameter.stride())
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _finished(self, i: int, stride: tuple[int, ...], parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or self._present[i] is not None:
+            return
+        lent = self._lent[i]
+        usual = _is_usual(gradient, stride) if lent is None else gradient is lent
+        if not usual:
+            return  # `add` will make it dense, or say what is wrong with it
+        with torch.no_grad():
+            self._seen[i] = _Seen(gradient, gradient._version)
+            self.put(i, gradient.float())
+            self.leave([i])
+
+    def put(self, i: int, value: Tensor | None) -> None:
+        """The lane's part of a sum: float32, dense, in memory that is only read. None: absent. For what was lent it is
+        the sum of both."""
+        nearest = 1 if i < len(self._lent) and self._lent[i] is not None else 0
+        lefts = [left for leaf in self._lefts[nearest:] if (left := leaf[i]) is not None]
+        if value is None and lefts:
+            value = lefts.pop(0)
+        self._present[i] = value is not None
+        if value is None:
+            return
+        for left in lefts[:-1]:
+            value = left.add_(value)
+        if lefts:
+            torch.add(lefts[-1], value, out=self._views[i])
+        else:
+            self._views[i].copy_(value)
+
+    def leave(self, sums: Sequence[int]) -> None:
+        """These have been put: offer the blocks that are whole now."""
+        whole = []
+        for i in sums:
+            if self._present[i]:
+                for block in self._blocks.of[i]:
+                    self._lacking[block] -= 1
+                    if not self._lacking[block]:
+                        whole.append(block)
+        for run in runs_of(sorted(whole)):
+            self._offer(self.node, *run)
+
+    def lacks(self, i: int) -> bool:
+        """Whether this sum has not been put yet."""
+        return self._present[i] is None
+
+    @property
+    def open(self) -> list[int]:
+        """Sums that have not been put yet."""
+        return list(filter(self.lacks, range(len(self._present))))
+
+    @property
+    def present(self) -> list[bool]:
+        """Once all have been put: which of them are there."""
+        return [bool(there) for there in self._present]
+
+    def end(self) -> None:
+        """Listen no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def check(self, gradients: Sequence[Tensor | None], name: Name) -> None:
+        """gradients: what `.grad` holds when the lane is over. name: of a parameter.
+
+        Raises: TaskError naming one that has changed after it was added up.
+        """
+        for i, seen in self._seen.items():
+            if gradients[i] is not seen.gradient or seen.gradient._version != seen.version:
+                raise TaskError(written_twice(name(i)))
+
+
+def _is_usual(gradient: Tensor, stride: tuple[int, ...]) -> bool:
+    return gradient.layout is torch.strided and gradient.stride() == stride

@@ -1,0 +1,365 @@
+"""One generation's reductions over sockets, block by block: whoever has a block of a node says so, and it leaves.
+
+Apart from the transport because here nobody waits for a whole gradient. Blocks of nodes go to their owners as they
+become final, while others are still computed; an owner finishes a block when the nodes that have come of it cover all
+lanes, and its result goes to everybody at once. Nobody asks for anything: whoever begins step s + 1 has agreed on step
+s, and so have all others, who therefore have room for it. What has come of a generation that ends counts for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from everstep.base.errors import CollectiveAborted, ProtocolError, check
+from everstep.base.ports import Node
+from everstep.exact.layout import BLOCK_ELEMENTS, GradientLayout
+from everstep.exact.reduce import NodePart
+from everstep.parallel.reduction import CHUNK_BLOCKS, BlockFinisher
+from everstep.parallel.socket_mesh import BlockNote, SocketMesh, bytes_of
+
+LEAVING_BLOCKS = 4
+"""Blocks (1 MiB) that leave together: what a link of 100 Mbit/s takes 84 ms for. The last ones are waited for twice,
+on their way to the owner and back."""
+_STEPS = 2
+_WAIT_S = 0.05
+_BLOCK_BYTES = 4 * BLOCK_ELEMENTS
+
+Rows = Mapping[int, Sequence[tuple[Node, bytes]]]
+"""By worker: its nodes, with a presence byte for each entry of the layout."""
+
+
+class StepBlocks:
+    """How far one step's reduction is. Of the own blocks: which lanes have come of each. Not thread-safe.
+
+    own: blocks [first, last) that are finished here. out: the flat result.
+    """
+
+    def __init__(self, own: tuple[int, int], n_blocks: int, n_lanes: int, out: torch.Tensor) -> None:
+        self.out = out
+        self._first, last = own
+        size = last - self._first
+        self._n_lanes = n_lanes
+        self._lanes: set[int] = set()
+        self._came: dict[Node, bytearray] = {}
+        self._whole = [0] * size
+        self._there = [0] * size
+        self._taken = bytearray(size)
+        self._results = bytearray(n_blocks)
+        self._pushed: dict[Node, bytearray] = {}
+        self._told = False
+        self.parts: dict[Node, tuple[int, torch.Tensor, int]] = {}
+        """Of each node: whose it is, and its tensor, which begins at that element of the layout."""
+        self.open = n_blocks
+        """Blocks whose result is not here yet."""
+
+    def add(self, worker_id: int, node: Node, tensor: torch.Tensor, start: int) -> None:
+        """A node of which blocks will come. Raises: ProtocolError if others have lanes of it."""
+        lanes = set(range(*node))
+        if not lanes or node.hi > self._n_lanes or node.lo < 0 or not self._lanes.isdisjoint(lanes):
+            raise ProtocolError(
+                f"worker {worker_id} has a sum of the lanes {node.lo}..{node.hi - 1}, which others have"
+            )
+        self._lanes |= lanes
+        self.parts[node] = worker_id, tensor, start
+        self._came[node] = bytearray(len(self._taken))
+
+    def come(self, node: Node, first: int, last: int, whole: bool) -> list[int]:
+        """Own blocks of a node are here. whole: no entry in them is absent. Returns those that can be finished now.
+
+        Raises: ProtocolError if one of them was here before.
+        """
+        lo, hi = first - self._first, last - self._first
+        came = self._came[node]
+        if any(came[lo:hi]):
+            raise ProtocolError(f"blocks {first}..{last - 1} of the lanes {node.lo}..{node.hi - 1} came twice")
+        came[lo:hi] = b"\x01" * (hi - lo)
+        for k in range(lo, hi):
+            self._there[k] += node.hi - node.lo
+            self._whole[k] += (node.hi - node.lo) * whole
+        return self._take(range(lo, hi))
+
+    def tell(self) -> list[int]:
+        """It is known what is absent in all nodes. Returns the blocks that can be finished now."""
+        self._told = True
+        return self._take(range(len(self._taken)))
+
+    def _take(self, among: range) -> list[int]:
+        lanes = self._there if self._told else self._whole
+        found = [k for k in among if lanes[k] == self._n_lanes and not self._taken[k]]
+        for k in found:
+            self._taken[k] = 1
+        return [self._first + k for k in found]
+
+    def result(self, first: int, last: int) -> None:
+        """Results are here. Raises: ProtocolError if one of them was before."""
+        if any(self._results[first:last]):
+            raise ProtocolError(f"results of the blocks {first}..{last - 1} came twice")
+        self._results[first:last] = b"\x01" * (last - first)
+        self.open -= last - first
+
+    def leave(self, node: Node, first: int, last: int) -> list[tuple[int, int]]:
+        """The runs of an own node in there that have not left yet; they have now."""
+        left = self._pushed.setdefault(node, bytearray(len(self._results)))
+        runs = []
+        while (first := left.find(0, first, last)) >= 0:
+            stop = left.find(1, first, last)
+            stop = last if stop < 0 else stop
+            runs.append((first, stop))
+            left[first:stop] = b"\x01" * (stop - first)
+        return runs
+
+
+class BlockStream:
+    """The reductions of one generation. `offer` and `reduce` are called by one thread.
+
+    owned: block ranges by worker. scratch: receive buffers by number, as `Flats.scratch`. result: of a step, the flat
+    tensor for its result.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        owned: Mapping[int, tuple[int, int]],
+        layout: GradientLayout,
+        n_lanes: int,
+        finisher: BlockFinisher,
+        scratch: Callable[[int, int], torch.Tensor],
+        result: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._me = me
+        self._owned = owned
+        ids = list(owned)
+        at = ids.index(me)
+        self._others = ids[at + 1 :] + ids[:at]  # not everybody begins with the same one
+        self._layout = layout
+        self._n_lanes = n_lanes
+        self._finisher = finisher
+        self._scratch = scratch
+        self._result = result
+        self._mesh: SocketMesh | None = None
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._steps: dict[int, StepBlocks] = {}
+        self._rows: dict[int, dict[Node, bytes]] = {}
+        self._numbers: dict[int, list[int]] = {}
+        self._ready: list[tuple[int, int]] = []
+        self._reduced = -1
+        self._over = False
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="everstep-reduce", daemon=True)
+
+    def begin(self, mesh: SocketMesh) -> None:
+        """Over these connections, which have been made."""
+        self._mesh = mesh
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Afterwards nothing is written any more."""
+        with self._lock:
+            self._over = True
+            busy = bool(self._steps)
+            self._work.notify_all()
+            self._progress.notify_all()
+        if busy and self._mesh is not None:
+            self._mesh.cut()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- what this worker has
+
+    def offer(self, step: int, node: Node, flat: torch.Tensor, first: int, last: int, *, whole: bool = True) -> None:
+        """These blocks of an own node are final: they leave. whole: no entry in them is absent. What has left before
+        does not leave again; nothing happens where the generation has ended."""
+        with self._lock:
+            if self._over or step <= self._reduced:
+                return
+            blocks = self._step(step)
+            if node not in blocks.parts:
+                blocks.add(self._me, node, flat, 0)
+            runs = blocks.leave(node, first, last)
+            lo, hi = self._owned[self._me]
+            for run in runs:
+                begin, end = max(run[0], lo), min(run[1], hi)
+                if begin < end:
+                    self._finishable(step, blocks.come(node, begin, end, whole))
+        for w, begin, end in self._in_turns(runs):
+            self._push(w, BlockNote(step, node.lo, node.hi, begin, whole), flat, end)
+
+    def reduce(
+        self, step: int, own: Mapping[Node, torch.Tensor], presence: Mapping[Node, bytes], gather: Callable[[], Rows]
+    ) -> Rows:
+        """Offer all that has not left; returns when the result of the whole step is here. gather: tells the others what
+        the own nodes have, and what theirs have.
+
+        Raises: CollectiveAborted.
+        """
+        for node, flat in own.items():
+            self.offer(step, node, flat, 0, self._layout.n_blocks, whole=all(presence[node]))
+        rows = gather()
+        mesh = self._mesh
+        check(mesh is not None, "a reduction before the members have met")
+        with self._lock:
+            blocks = self._step(step)
+            told = {node: (w, row) for w, nodes in rows.items() for node, row in nodes}
+            for node, (w, _, _) in blocks.parts.items():
+                check(
+                    told.get(node, (-1, b""))[0] == w, f"worker {w} has sent blocks of {node}, and offers no such node"
+                )
+            self._rows[step] = {node: row for node, (_, row) in told.items()}
+            self._finishable(step, blocks.tell())
+            while blocks.open and self._fault is None and not self._over and mesh.whole:  # type: ignore[union-attr]
+                self._progress.wait(_WAIT_S)
+            fault, there = self._fault, not blocks.open
+            if there:
+                self._reduced = step
+                self._forget(step)
+        if fault is not None:
+            raise fault
+        if not there:
+            mesh.fail()  # type: ignore[union-attr]
+        return rows
+
+    def _in_turns(self, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """(owner, first, last) of what leaves at once: of each owner a little, so that all have something to do."""
+        queues = []
+        for w in self._others:
+            lo, hi = self._owned[w]
+            cut = [(max(a, lo), min(b, hi)) for a, b in runs]
+            queues.append([(w, a, b) for run in cut if run[0] < run[1] for a, b in pieces(*run)])
+        for k in range(max(map(len, queues), default=0)):
+            yield from (queue[k] for queue in queues if k < len(queue))
+
+    def _push(self, w: int, note: BlockNote, flat: torch.Tensor, last: int) -> None:
+        if self._mesh is not None:
+            self._mesh.push(w, note, flat[note.first * BLOCK_ELEMENTS : last * BLOCK_ELEMENTS])
+
+    # ---- what comes (called by the thread that receives)
+
+    def space(self, w: int, note: BlockNote, size: int) -> memoryview:
+        """Where blocks that worker `w` sends are to be written.
+
+        Raises: ProtocolError if they are none that are wanted of it.
+        """
+        lo, hi = self._owned[self._me if note.of_node else w]
+        last = note.first + size // _BLOCK_BYTES
+        if size % _BLOCK_BYTES or not size or not lo <= note.first < last <= hi:
+            raise ProtocolError(
+                f"worker {w} sends {size} bytes from block {note.first} on, expected some of {lo}..{hi}"
+            )
+        with self._lock:
+            if self._over or note.step <= self._reduced:
+                raise ProtocolError(f"worker {w} sends blocks of step {note.step}, which is over")
+            blocks = self._step(note.step)
+            if not note.of_node:
+                return _bytes(blocks.out, note.first, last)
+            if note.node not in blocks.parts:
+                blocks.add(w, note.node, self._room(note.step, hi - lo), lo * BLOCK_ELEMENTS)
+            sender, tensor, _ = blocks.parts[note.node]
+            if sender != w:
+                raise ProtocolError(f"worker {w} sends blocks of a sum that worker {sender} has")
+            return _bytes(tensor, note.first - lo, last - lo)
+
+    def came(self, note: BlockNote, size: int) -> None:
+        """They are there. Raises: ProtocolError if they were before."""
+        last = note.first + size // _BLOCK_BYTES
+        with self._lock:
+            blocks = self._steps.get(note.step)
+            if self._over or blocks is None:
+                return
+            if note.of_node:
+                self._finishable(note.step, blocks.come(note.node, note.first, last, note.whole))
+            else:
+                self._arrived(blocks, note.first, last)
+
+    def lost(self) -> None:
+        """A connection has ended. Thread-safe."""
+        with self._lock:
+            self._progress.notify_all()
+
+    # ---- inside, with the lock held
+
+    def _step(self, step: int) -> StepBlocks:
+        blocks = self._steps.get(step)
+        if blocks is None:
+            if len(self._steps) >= _STEPS:
+                raise ProtocolError(f"step {step} begins while the steps {sorted(self._steps)} are not over")
+            self._finisher.begin(step)
+            own, out = self._owned[self._me], self._result(step)
+            blocks = StepBlocks(own, self._layout.n_blocks, self._n_lanes, out)
+            self._steps[step], self._numbers[step] = blocks, []
+        return blocks
+
+    def _room(self, step: int, blocks: int) -> torch.Tensor:
+        taken = {number for numbers in self._numbers.values() for number in numbers}
+        number = next(k for k in range(len(taken) + 1) if k not in taken)
+        self._numbers[step].append(number)
+        return self._scratch(number, blocks * BLOCK_ELEMENTS)
+
+    def _forget(self, step: int) -> None:
+        for table in (self._steps, self._numbers, self._rows):
+            table.pop(step, None)  # type: ignore[attr-defined]
+
+    def _finishable(self, step: int, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._ready += [(step, block) for block in blocks]
+            self._work.notify()
+
+    def _arrived(self, blocks: StepBlocks, first: int, last: int) -> None:
+        blocks.result(first, last)
+        if not blocks.open:
+            self._progress.notify_all()
+
+    # ---- the thread that finishes own blocks
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                step, first, last, parts = work
+                out = self._steps[step].out
+                self._finisher.finish(step, (first, last), parts, out)
+                for begin, end in pieces(first, last):
+                    for w in self._others:
+                        self._push(w, BlockNote(step, 0, 0, begin, True), out, end)
+                with self._lock:
+                    self._arrived(self._steps[step], first, last)
+        except CollectiveAborted:
+            pass  # the generation has ended
+        except BaseException as error:
+            with self._lock:
+                self._fault = error
+                self._progress.notify_all()
+
+    def _next(self) -> tuple[int, int, int, list[NodePart]] | None:
+        """A run of blocks of one step, and all that they are made of; None in the end."""
+        with self._lock:
+            while not self._ready and not self._over:
+                self._work.wait()
+            if self._over:
+                return None
+            self._ready.sort()
+            step, first = self._ready[0]
+            last = first + 1
+            while last - first < min(len(self._ready), CHUNK_BLOCKS) and self._ready[last - first] == (step, last):
+                last += 1
+            del self._ready[: last - first]
+            rows = self._rows.get(step, {})
+            everything = b"\x01" * len(self._layout.entries)
+            parts = [
+                NodePart(node, tensor, rows.get(node, everything), start)
+                for node, (_, tensor, start) in sorted(self._steps[step].parts.items())
+            ]
+            return step, first, last, parts
+
+
+def pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts a run of blocks into what leaves together."""
+    for begin in range(first, last, LEAVING_BLOCKS):
+        yield begin, min(begin + LEAVING_BLOCKS, last)
+
+
+def _bytes(flat: torch.Tensor, first: int, last: int) -> memoryview:
+    return bytes_of(flat[first * BLOCK_ELEMENTS : last * BLOCK_ELEMENTS])
