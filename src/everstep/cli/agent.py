@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import click
 
 from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
+from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
 from everstep.cli.worker import ENTRY, PRELOAD
@@ -24,6 +26,7 @@ from everstep.runtime.handshake import role_token
 from everstep.runtime.tls import Tls, shown_by
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
+DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
 
@@ -39,6 +42,7 @@ _AGAIN_S = 0.25
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
+@click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
     address: str,
@@ -47,6 +51,7 @@ def command(
     run_dir: Path | None,
     host_name: str | None,
     own: str | None,
+    domain: str | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
@@ -57,14 +62,15 @@ def command(
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
     if own is not None:
         check_own(own)
-    security = _security(settings)
-    return take_part_in(address, slots, security, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
+    said = _security(settings), found_domains(domain, os.environ)
+    return take_part_in(address, slots, *said, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
 
 
 def take_part_in(
     address: str,
     slots: int | None,
     security: SecurityConfig,
+    domains: Mapping[str, str],
     *,
     token_file: Path | None = None,
     run_dir: Path | None = None,
@@ -86,6 +92,7 @@ def take_part_in(
         run_dir=str(run_dir or ""),
         own=own or "",
         tls=security.tls,
+        domains=dict(domains),
     )
     where = joining.where()
     if isinstance(where, Path):
