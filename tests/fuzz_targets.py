@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from everstep.base.config import load_config, to_dict
 from everstep.base.config_keys import TlsConfig
+from everstep.base.domains import parse_domains
 from everstep.base.errors import EverstepError
 from everstep.base.given import parse_json
 from everstep.chaos.account import account
@@ -316,6 +317,8 @@ def targets() -> list[FuzzTarget]:
                    again=lambda found: json.dumps(to_dict(found)).encode()),
         FuzzTarget("chaos", _CHAOS, lambda data: parse_chaos(data.decode("utf-8", "surrogateescape")),
                    again=lambda found: "; ".join(map(str, found)).encode()),
+        FuzzTarget("domains", [b"rack=r1,nvlink=u7"], lambda data: parse_domains(data.decode("latin-1"), "x"),
+                   again=lambda found: ",".join(f"{kind}={name}" for kind, name in found.items()).encode()),
         FuzzTarget("chaos now", _CHAOS[2:], lambda data: parse_now(data.decode("latin-1"))),
         FuzzTarget("ledger", [_ROWS], decode_rows, (), lambda found: b"".join(map(encode_row, found))),
         FuzzTarget("journal", [_JOURNAL], lambda data: parse_journal(data)[0], (), mend=_rechecked),

@@ -14,6 +14,7 @@ from operator import attrgetter, itemgetter
 from typing import Literal
 
 from everstep.base.cause import Cause
+from everstep.base.domains import Domains, ordered
 from everstep.base.errors import MembershipError, check
 
 Role = Literal["active", "standby"]
@@ -45,7 +46,8 @@ class Member:
 
     `address` is "host:port" of the worker's peer server (healing); `segment` is an opaque string with which the
     members of the same host attach to its shared memory ("" if it has none). Both are the head's, as is `pid`; `limbs`
-    are the other ranks of its cell, from rank 1 on.
+    are the other ranks of its cell, from rank 1 on. `domains`: in which it is beside its host,
+    as the coordinator knows.
     """
 
     worker_id: int
@@ -55,10 +57,16 @@ class Member:
     address: str = ""
     segment: str = ""
     limbs: tuple[Rank, ...] = ()
+    domains: Domains = ()
 
     @property
     def key(self) -> WorkerKey:
         return WorkerKey(self.worker_id, self.incarnation)
+
+    @property
+    def all_domains(self) -> Domains:
+        """Those and its host."""
+        return ordered(dict(self.domains), self.host)
 
     @property
     def pids(self) -> tuple[int, ...]:

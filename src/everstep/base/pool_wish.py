@@ -24,12 +24,14 @@ class PoolWish:
     homes: worker ids by stage; a worker of a job with fewer workers than stages is in several. Empty: evenly, in order.
     active: how many members of each pool get lanes, by stage; the others are standby. Empty: all of them.
     standby: those that are passed over while others can be active. leaders: by stage, None: the first in id order.
+    named: somebody has said who belongs where, one by one.
     """
 
     homes: tuple[tuple[int, ...], ...] = ()
     active: tuple[int, ...] = ()
     standby: tuple[int, ...] = ()
     leaders: tuple[int | None, ...] = ()
+    named: bool = False
 
     @cached_property
     def _homes_of(self) -> dict[int, tuple[int, ...]]:
@@ -89,5 +91,6 @@ def make_wish(
             active=tuple(len(s.workers) - len(s.standby) for s in stage_maps),
             standby=tuple(sorted(i for s in stage_maps for i in s.standby)),
             leaders=tuple(s.leader for s in stage_maps) if any(s.leader is not None for s in stage_maps) else (),
+            named=True,
         )
     return PoolWish(homes=even_homes(workers, stages), active=(1,) * stages if redundancy is not None else ())

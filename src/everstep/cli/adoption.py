@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.base.config_keys import SecurityConfig
+from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError
 from everstep.base.foreign import Foreign, derived_ports, first_host, left_alone
 from everstep.cli.agent import TOKEN_VARIABLE, take_part_in
@@ -78,7 +79,8 @@ def _meet(foreign: Foreign, name: str, args: Sequence[str], token: bytes, securi
         port = find_job(place.host, place.ports, token, security.tls)
         host_name = os.environ.get("SLURMD_NODENAME") or f"{os.uname().nodename}-{foreign.rank}"
         _leave_launcher()
-        return take_part_in(f"{place.host}:{port}", foreign.local_size, security, host_name=host_name)
+        here = security, found_domains(None, os.environ)
+        return take_part_in(f"{place.host}:{port}", foreign.local_size, *here, host_name=host_name)
 
 
 def _place(foreign: Foreign) -> Place:

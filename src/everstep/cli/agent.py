@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import click
 
 from everstep.base.config import load_config, parse_set
 from everstep.base.config_keys import SecurityConfig
+from everstep.base.domains import VARIABLE, found_domains
 from everstep.base.errors import ConfigError, EverstepError, ProtocolError, QuorumLost
 from everstep.cli.main import complain
 from everstep.cli.run_dir import read_digest
@@ -28,6 +30,7 @@ from everstep.runtime.tls import Tls, shown_by
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
 HEAD_GONE = 3
 _FILE = "file://"
+DOMAIN_HELP = f"What this host fails with: labels like rack=r1,nvlink=u7 (${VARIABLE}, and what Slurm says)."
 _PATIENCE_S = 600.0
 _AGAIN_S = 0.25
 _ANSWER_S = 10.0
@@ -52,6 +55,7 @@ _ANSWER_S = 10.0
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
 @click.option("--stay", is_flag=True, help="When the job's process is gone, wait for the next one instead of leaving.")
 @click.option("--refill", metavar="N", type=click.IntRange(1), help="Ask for workers up to N: others have handed over.")
+@click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
 def command(
     address: str,
@@ -62,6 +66,7 @@ def command(
     own: str | None,
     stay: bool,
     refill: int | None,
+    domain: str | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
@@ -77,7 +82,7 @@ def command(
     if own is not None:
         check_own(own)
     return take_part_in(
-        *(address, slots, _security(settings)),
+        *(address, slots, _security(settings), found_domains(domain, os.environ)),
         token_file=token_file,
         run_dir=run_dir,
         host_name=host_name,
@@ -91,6 +96,7 @@ def take_part_in(
     address: str,
     slots: int | None,
     security: SecurityConfig,
+    domains: Mapping[str, str],
     *,
     token_file: Path | None = None,
     run_dir: Path | None = None,
@@ -115,6 +121,7 @@ def take_part_in(
         run_dir=str(folder or run_dir or ""),
         own=own or "",
         tls=security.tls,
+        domains=dict(domains),
     )
     if folder is None and isinstance(joining.where(), Path):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, or file://DIR, got {address!r}")

@@ -26,11 +26,13 @@ def hosts(run_dir: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found))
         return 0
-    rows = [["host", "address", "state", "slots", "workers", "rtt"]]
+    rows = [["host", "address", "state", "slots", "workers", "rtt", "domains"]]
     for host in found.get("hosts", []):
         workers = ", ".join(str(i) for i in host["workers"]) or "none"
         room = "any" if host["slots"] is None else str(host["slots"])
-        rows.append([host["name"], host["address"] or "-", host["state"], room, workers, f"{host['rtt_ms']:.1f} ms"])
+        labels = ",".join(f"{kind}={name}" for kind, name in host["domains"].items() if kind != "host")
+        rtt = f"{host['rtt_ms']:.1f} ms"
+        rows.append([host["name"], host["address"] or "-", host["state"], room, workers, rtt, labels or "-"])
     for line in aligned(rows):
         print(line)
     return 0

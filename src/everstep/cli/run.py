@@ -16,13 +16,14 @@ import click
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, parse_set, read_layers
+from everstep.base.domains import found_domains
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
 from everstep.chaos.spec import parse
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.adoption import adopt
-from everstep.cli.agent import given_token, place, take_part_in, token_in
+from everstep.cli.agent import DOMAIN_HELP, given_token, place, take_part_in, token_in
 from everstep.cli.beside import (
     ANY_PORT,
     PUBLIC_HELP,
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
 class Invocation:
     """One `everstep run`, as the user typed it. port: where agents of others may come, None: they may not. token:
     which they know already. local: this host runs workers, `slots` at most (0: all that nobody
-    else runs). key: the public one that checkpoints to begin with must
+    else runs). domains: in which it is. key: the public one that checkpoints to begin with must
     be signed with."""
 
     spec: TaskSpec
@@ -103,6 +104,7 @@ class Invocation:
     local: bool
     slots: int
     key: str | None
+    domains: dict[str, str]
 
     @property
     def is_script(self) -> bool:
@@ -146,6 +148,7 @@ class _Run(click.Command):
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
 @click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
+@click.option("--domain", metavar="K=V,...", help=DOMAIN_HELP)
 @click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
 @click.option("--world-size", type=click.IntRange(1), help="Of --rank: how many hosts take part.")
 @click.option("--master-addr", metavar="IP", help="Of --rank: address of host 0, where the others join.")
@@ -174,6 +177,7 @@ def command(
     key_file: str | None,
     listen: str | None,
     slots: int | None,
+    domain: str | None,
     rank: int | None,
     world_size: int | None,
     master_addr: str | None,
@@ -195,6 +199,7 @@ def command(
     if argv and spec.kind != "script":
         raise ConfigError(f"only a script takes arguments of its own, got {' '.join(argv)!r} for task {task!r}")
     options["metrics.listen"] = metrics
+    domains = found_domains(domain, os.environ)
     if rank is not None or world_size is not None or master_addr is not None or master_port is not None:
         listen = place(rank, world_size, master_addr, master_port, listen)
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
@@ -205,7 +210,7 @@ def command(
             raise ConfigError(f"--listen: expected none, as hosts meet by themselves: {foreign.words()}")
         return adopt(foreign, spec.short, click.get_current_context().meta[_ARGS], load_config(layers).security)
     if rank and listen is not None:
-        return take_part_in(listen, slots, load_config(layers).security)
+        return take_part_in(listen, slots, load_config(layers).security, domains)
     options["network.address"], port = _listen(listen, no_local_workers)
     layers.append(("options", {key: value for key, value in options.items() if value is not None}))
     request = Request(tuple(layers), batch_size, simulate_failure)
@@ -220,10 +225,9 @@ def command(
     threads = given.get("threads")
     server = EarlyForkServer(threads if isinstance(threads, int) else 1, ("torch",) if dry_run else PRELOAD)
     with contextlib.closing(server):
+        first = spec, argv, request, run_dir, server, fresh, as_json, dashboard, public
         local = not no_local_workers
-        invocation = Invocation(
-            spec, argv, request, run_dir, server, fresh, as_json, dashboard, public, port, token, local, slots or 0, key
-        )
+        invocation = Invocation(*first, port, token, local, slots or 0, key, domains)
         return _run_or_show(invocation, dry_run)
 
 
@@ -397,7 +401,8 @@ def _local_host(invocation: Invocation, config: Config) -> LocalHost | None:
     if not invocation.local:
         return None
     run_dir, early = invocation.run_dir, invocation.server
-    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=invocation.slots)
+    room, domains = invocation.slots, invocation.domains
+    return LocalHost(run_dir, config, ENTRY, preload=PRELOAD, early=early, room=room, domains=domains)
 
 
 def _say_the_end(events: EventLog, run_dir: Path, begin_ns: int, outcome: Outcome | None, exit_code: int) -> None:

@@ -1,8 +1,8 @@
-"""Transport and channel that go by where members are: shared memory where all of them are on one machine, else sockets.
+"""Transport and channel that go by where members are: shared memory inside a machine, sockets between machines.
 
 Decided for each generation, and for each pool by itself, from the plan alone: what a member says of its segment names
-its machine, too. So all members decide alike, and a job may grow from one host to two and shrink again. Lane sums lie
-in the worker's own shared memory in both cases, so they outlive the change, and the tree is the same, so the bits are.
+its machine, too. So all members decide alike, and a job may grow from one host to three and shrink again. Lane sums lie
+in the worker's own shared memory in any case, so they outlive the change, and the tree is the same, so the bits are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.reduction import Flats
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
+from everstep.parallel.tiers import TieredTransport
 
 
 class NodeFlats(Flats):
@@ -45,16 +46,25 @@ class NodeFlats(Flats):
 class EitherTransport:
     """Satisfies `everstep.base.ports.Transport` for members on any hosts.
 
-    machine: its name, without a "/". near: for generations of one machine. far: makes what serves the others, when the
-    first one of them begins.
+    machine: its name, without a "/". near: for generations of one machine. far: makes what serves those of which each
+    machine has one member, when the first of them begins; tiers: likewise, for those of which a machine has several
+    (None: `far` serves them too).
     """
 
-    def __init__(self, machine: str, near: SharedMemoryTransport, far: Callable[[NodeSlots], GroupTransport]) -> None:
+    def __init__(
+        self,
+        machine: str,
+        near: SharedMemoryTransport,
+        far: Callable[[NodeSlots], GroupTransport],
+        tiers: Callable[[], TieredTransport] | None = None,
+    ) -> None:
         self._machine = machine
         self._near = near
         self._make_far = far
         self._far: GroupTransport | None = None
-        self._current: SharedMemoryTransport | GroupTransport = near
+        self._make_tiers = tiers
+        self._tiers: TieredTransport | None = None
+        self._current: SharedMemoryTransport | GroupTransport | TieredTransport = near
         self._lock = threading.Lock()
         self._aborted = 0
 
@@ -73,13 +83,22 @@ class EitherTransport:
 
     def open(self, plan: Plan) -> None:
         """Raises: as the one that serves this generation does."""
-        if _all_on(self._machine, plan):
+        machines = machines_of(plan)
+        if set(machines.values()) == {self._machine}:
             self._current = self._near
-            self._near.open(_own_names(plan))
-        else:
+            self._near.open(_on(self._machine, plan))
+        elif self._make_tiers is None or len(set(machines.values())) == len(machines):
             self._current = self.far
             self._near.rest()
             self.far.open(plan)
+        else:
+            with self._lock:
+                if self._tiers is None:
+                    self._tiers = self._make_tiers()
+                    self._tiers.abort(self._aborted)
+                self._current = self._tiers
+            self._near.open(_on(self._machine, plan))
+            self._tiers.open(plan, machines)
 
     def node(self, step: int, node: Node) -> torch.Tensor:
         """float32 [layout.numel] in the own segment."""
@@ -109,31 +128,34 @@ class EitherTransport:
         with self._lock:
             self._aborted = max(self._aborted, generation)
             self._near.abort(generation)
-            if self._far is not None:
-                self._far.abort(generation)
+            for beyond in (self._far, self._tiers):
+                if beyond is not None:
+                    beyond.abort(generation)
 
     def close(self) -> None:
         """Give everything back; what was handed out stays valid for as long as it is referred to."""
-        if self._far is not None:
-            self._far.close()
+        for beyond in (self._far, self._tiers):
+            if beyond is not None:
+                beyond.close()
         self._near.close()
 
     def _leave_sockets(self) -> None:
         """All members are known to have left the generation before: nobody needs those of it any more."""
-        if self._far is not None and self._current is self._near:
-            self._far.rest()
+        for beyond in (self._far, self._tiers):
+            if beyond is not None and beyond is not self._current:
+                beyond.rest()
 
 
 class EitherChannel:
-    """Satisfies `everstep.base.ports.Channel` for members on any hosts. machine, near, far: as for
-    `EitherTransport`."""
+    """Satisfies `everstep.base.ports.Channel` for members on any hosts. machine: as for `EitherTransport`. near: for
+    messages to members of this machine; far: makes what is for the others, when there are any for the first time."""
 
     def __init__(self, machine: str, near: SharedMemoryChannel, far: Callable[[], GroupChannel]) -> None:
         self._machine = machine
         self._near = near
         self._make_far = far
         self._far: GroupChannel | None = None
-        self._current: SharedMemoryChannel | GroupChannel = near
+        self._elsewhere: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._aborted = 0
 
@@ -142,34 +164,34 @@ class EitherChannel:
         return f"{self._machine}/{self._near.segment}"
 
     def open(self, plan: Plan) -> None:
-        """Raises: as the one that serves this generation does."""
-        if _all_on(self._machine, plan):
-            self._current = self._near
-            self._near.open(_own_names(plan))
+        """Raises: as those that serve this generation do."""
+        self._elsewhere = frozenset(w for w, machine in machines_of(plan).items() if machine != self._machine)
+        self._near.open(_on(self._machine, plan))
+        if not self._elsewhere:
             return
         with self._lock:
             if self._far is None:
                 self._far = self._make_far()
                 self._far.abort(self._aborted)
-            self._current = self._far
-        self._near.rest()
         self._far.open(plan)
 
     def send(self, to: int, key: Hop, tensors: Sequence[torch.Tensor], meta: bytes = b"") -> None:
         """Raises: CollectiveAborted."""
-        self._current.send(to, key, tensors, meta)
+        self._way(to).send(to, key, tensors, meta)
 
     def expect(self, source: int, key: Hop) -> None:
         """Raises: CollectiveAborted."""
-        self._current.expect(source, key)
+        self._way(source).expect(source, key)
 
     def recv(self, source: int, key: Hop) -> tuple[list[torch.Tensor], bytes]:
         """Raises: CollectiveAborted."""
-        return self._current.recv(source, key)
+        return self._way(source).recv(source, key)
 
     def forget(self, step: int) -> None:
         """What was sent for steps up to this one may be overwritten."""
-        self._current.forget(step)
+        self._near.forget(step)
+        if self._far is not None:
+            self._far.forget(step)
 
     def abort(self, generation: int) -> None:
         """Thread-safe."""
@@ -185,12 +207,17 @@ class EitherChannel:
             self._far.close()
         self._near.close()
 
+    def _way(self, worker_id: int) -> SharedMemoryChannel | GroupChannel:
+        """That to a member; who is none is refused there."""
+        return self._far if self._far is not None and worker_id in self._elsewhere else self._near
 
-def _all_on(machine: str, plan: Plan) -> bool:
-    return all(member.segment.startswith(f"{machine}/") for member in plan.members)
+
+def machines_of(plan: Plan) -> dict[int, str]:
+    """Where each member is, by worker id."""
+    return {member.worker_id: member.segment.partition("/")[0] for member in plan.members}
 
 
-def _own_names(plan: Plan) -> Plan:
-    """With the segments as the transports of one machine name them."""
-    members = tuple(replace(m, segment=m.segment.partition("/")[2]) for m in plan.members)
-    return replace(plan, members=members)
+def _on(machine: str, plan: Plan) -> Plan:
+    """The plan's part on one machine, with the segments as the transports there name them."""
+    here = [m for m in plan.members if m.segment.startswith(f"{machine}/")]
+    return replace(plan, members=tuple(replace(m, segment=m.segment.partition("/")[2]) for m in here))

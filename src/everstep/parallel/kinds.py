@@ -17,6 +17,7 @@ from everstep.parallel.channel import GroupChannel, SharedMemoryChannel
 from everstep.parallel.either import EitherChannel, EitherTransport, NodeFlats
 from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import NodeSlots, SharedMemoryTransport
+from everstep.parallel.tiers import TieredTransport
 from everstep.runtime.tls import Tls
 
 NO_GRADIENTS = GradientLayout((), (), 0)
@@ -85,7 +86,13 @@ def _shm_meet(site: Site) -> tuple[Transport, Channel]:
 
 def _either_pool(site: Site, layout: GradientLayout, name: str) -> EitherTransport:
     near = SharedMemoryTransport(site.me, layout, site.n_lanes, site.tick)
-    return EitherTransport(site.machine, near, lambda slots: site.group(layout, name, "cpu", slots=slots))
+
+    def tiers() -> TieredTransport:
+        carrier = site.group(NO_GRADIENTS, f"{name}/tiers", "cpu")
+        return TieredTransport(site.me.worker_id, layout, site.n_lanes, near, carrier)
+
+    beyond = tiers if layout.entries else None
+    return EitherTransport(site.machine, near, lambda slots: site.group(layout, name, "cpu", slots=slots), beyond)
 
 
 def _either_meet(site: Site) -> tuple[Transport, Channel]:
@@ -107,7 +114,7 @@ def _gloo_pool(site: Site, layout: GradientLayout, name: str) -> Transport:
 KINDS: dict[str, TransportKind] = {
     kind.name: kind
     for kind in (
-        # by the plan of each generation: as "shm" where all members are on one machine, else as "sockets"
+        # by the plan of each generation: as "shm" inside a machine, as "sockets" between machines
         TransportKind("auto", ("cpu", "cuda"), True, _either_meet, _either_pool),
         # for members of one host
         TransportKind("shm", ("cpu", "cuda"), False, _shm_meet, _shm_pool),

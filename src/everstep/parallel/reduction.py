@@ -54,9 +54,9 @@ class BlockFinisher:
             self._mark(step, lo, hi)
             lo = hi
 
-    def received(self, step: int) -> None:
-        """All other blocks have come from those who finished them."""
-        self._mark(step, 0, self._layout.n_blocks)
+    def received(self, step: int, run: tuple[int, int] | None = None) -> None:
+        """The blocks [first, last), None: all other ones, have come from those who finished them."""
+        self._mark(step, *(run or (0, self._layout.n_blocks)))
 
     def _mark(self, step: int, lo: int, hi: int) -> None:
         self._done[step % 2][lo:hi] = b"\x01" * (hi - lo)

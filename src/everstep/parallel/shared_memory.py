@@ -42,7 +42,8 @@ Ready = Callable[[int, PeerSegment], bool]
 class SharedMemoryTransport:
     """Satisfies `everstep.base.ports.Transport` for members of one host.
 
-    record_bytes: capacity of one exchange record; larger payloads go in several rounds.
+    record_bytes: capacity of one exchange record; larger payloads go in several rounds. finisher: of the own result
+    areas.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SharedMemoryTransport:
         self._owned: dict[int, tuple[int, int]] = {}
         self._exchanges = 0
         self._slots = NodeSlots(self._own)
-        self._finisher = BlockFinisher(layout, n_lanes, self._look)
+        self.finisher = BlockFinisher(layout, n_lanes, self.look)
 
     @property
     def segment(self) -> str:
@@ -108,9 +109,7 @@ class SharedMemoryTransport:
 
     def reduce(self, step: int, presence: Mapping[Node, bytes]) -> Reduced:
         """Offer own nodes, finish the tree for the own blocks, and return views of everybody's results."""
-        self._fence.check()
-        self._finisher.begin(step)
-        self._slots.release_results(step)
+        self.begin(step)
         key = record_key(self._fence.generation, Tag("reduce", step, 0))
         slots = {node: self._slots.index(step, node) for node in presence}
         alone = Node(0, self._n_lanes)
@@ -120,11 +119,40 @@ class SharedMemoryTransport:
         parts = [NodePart(node, self.node(step, node), presence[node]) for node in presence]
         parts += self._await_nodes(key)
         parts.sort(key=lambda part: part.node)
-        parity = step % 2
-        self._finisher.finish(step, self._owned[self._me.worker_id], parts, self._own.result(parity))
-        self._own.write(RESULT[parity], key, b"")
-        self._await(lambda _, peer: peer.read(RESULT[parity], key) is not None, f"results of step {step}")
-        return Reduced(step, self._pieces(parity), union(parts), self._owned[self._me.worker_id])
+        owned = self._owned[self._me.worker_id]
+        self.finisher.finish(step, owned, parts, self.result(self._me.worker_id, step))
+        self.finish_together(step)
+        return Reduced(step, self._pieces(step), union(parts), owned)
+
+    # ---- the same in parts, for whoever reduces beyond this host
+
+    def begin(self, step: int) -> None:
+        """The reduction of a step begins. Raises: CollectiveAborted."""
+        self._fence.check()
+        self.finisher.begin(step)
+        self._slots.release_results(step)
+
+    def held(self, worker_id: int, slot: int) -> torch.Tensor:
+        """float32 [layout.numel]: the node in that slot of a member of this host."""
+        return self._segment_of(worker_id).slot(slot)
+
+    def result(self, worker_id: int, step: int) -> torch.Tensor:
+        """float32 [layout.numel]: what a member of this host has of the step's result, at its place."""
+        return self._segment_of(worker_id).result(step % 2)
+
+    def finish_together(self, step: int) -> None:
+        """What this worker has of the step's result is complete; wait until that of all of this host is.
+
+        Raises: CollectiveAborted.
+        """
+        record, key = RESULT[step % 2], record_key(self._fence.generation, Tag("reduce", step, 0))
+        self._own.write(record, key, b"")
+        self._await(lambda _, peer: peer.read(record, key) is not None, f"results of step {step}")
+
+    def look(self) -> None:
+        """To be called every few milliseconds of work. Raises: CollectiveAborted."""
+        self._fence.check()
+        self._tick()
 
     def settled(self) -> None:
         """Nothing is on its way: peers read where it lies."""
@@ -147,9 +175,8 @@ class SharedMemoryTransport:
 
     # ---- inside
 
-    def _look(self) -> None:
-        self._fence.check()
-        self._tick()
+    def _segment_of(self, worker_id: int) -> OwnSegment | PeerSegment:
+        return self._own if worker_id == self._me.worker_id else self._peers[worker_id]
 
     def _round(self, tag: Tag, payload: bytes) -> dict[int, bytes]:
         self._fence.check()
@@ -183,14 +210,13 @@ class SharedMemoryTransport:
         self._await(ready, "nodes")
         return parts
 
-    def _pieces(self, parity: int) -> tuple[Piece, ...]:
+    def _pieces(self, step: int) -> tuple[Piece, ...]:
         pieces = []
         for worker_id, (first, last) in self._owned.items():
             if first == last:
                 continue
-            holder = self._own if worker_id == self._me.worker_id else self._peers[worker_id]
             start, stop = first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS
-            pieces.append(Piece(start, stop, holder.result(parity)[start:stop]))
+            pieces.append(Piece(start, stop, self.result(worker_id, step)[start:stop]))
         return tuple(pieces)
 
     def _keep_root(self, step: int, root: Node, present: bytes) -> Reduced:
@@ -212,7 +238,7 @@ class SharedMemoryTransport:
             for worker_id in bells:
                 if ready(worker_id, waiting[worker_id]):
                     del waiting[worker_id]
-            self._look()
+            self.look()
             if not waiting:
                 return
             worker_id, peer = next(iter(waiting.items()))

@@ -7,8 +7,11 @@ moves, because moving a worker means to copy a stage's state: survivors stay; ne
 stage that has lost its whole pool takes a worker from a pool that can do without, and only if there is none, a worker
 of a stage nearby serves it in addition.
 
-A fresh placement gives every worker one run of lanes. A repair keeps what the survivors have, because they may have
-computed it already, and moves only the lanes that were lost.
+Where workers are on several hosts, members of a pool are to be in different failure domains (`domains`): at the start
+by how they are dealt out, later by where newcomers go, unless the wish names the homes one by one.
+
+A fresh placement gives every worker one run of lanes, beside those of its host. A repair keeps what the survivors have,
+because they may have computed it already, and moves only the lanes that were lost.
 """
 
 from __future__ import annotations
@@ -18,47 +21,67 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from everstep.base.errors import ConfigError, check
 from everstep.base.plan import Seat
 from everstep.base.pool_wish import PoolWish, even_homes
+from everstep.placement.domains import Crowd, DomainsOf, dealt, hosts_in_order
 from everstep.placement.tree import run_nodes
 
 Pools = list[list[int]]
+NOWHERE: DomainsOf = {}
+_MANY = 128
+"""Of more workers than that it takes too long to look which sizes of runs suit their hosts best."""
 
 
-def seat_pools(ids: Sequence[int], stages: int, previous: Sequence[Seat], wish: PoolWish, *, settle: bool) -> Pools:
+def seat_pools(
+    ids: Sequence[int],
+    stages: int,
+    previous: Sequence[Seat],
+    wish: PoolWish,
+    *,
+    settle: bool,
+    domains: DomainsOf = NOWHERE,
+) -> Pools:
     """The worker ids of every stage, ascending; everybody sits somewhere, and no stage is empty.
 
     ids: ascending and distinct, at least one. previous: the seats before; empty: a start. settle: whoever sits in
     several stages leaves those that others hold as well (not while those may still have to copy the state from it).
+    domains: where workers are.
     """
     if not ids:
         raise ConfigError("expected at least 1 active worker, got 0: start more workers")
     if stages == 1:
         return [list(ids)]
+    domains = domains if len(hosts_in_order(ids, domains)) > 1 else NOWHERE
     sat = {(s.stage, s.worker_id) for s in previous}
     pools = [[i for i in ids if (stage, i) in sat] for stage in range(stages)]
     if not any(pools):
-        pools = _start(ids, stages, wish)
+        pools = _start(ids, stages, wish, domains)
     seated = _seats(pools)
     waiting = [i for i in ids if i not in seated]
     waiting = _fill_empty(pools, waiting, wish)
     waiting = _relieve(pools, waiting, wish)
     for newcomer in waiting:
-        pools[_neediest(pools, newcomer, wish)].append(newcomer)
+        pools[_neediest(pools, newcomer, wish, domains)].append(newcomer)
     for stage in range(stages):
         if not pools[stage]:
-            _cover(pools, stage, {s.worker_id for s in previous if s.role == "standby"})
+            _cover(pools, stage, {s.worker_id for s in previous if s.role == "standby"}, domains)
     if settle:
         _leave_extras(pools, wish)
     return [sorted(pool) for pool in pools]
 
 
-def _start(ids: Sequence[int], stages: int, wish: PoolWish) -> Pools:
-    """Without anybody's past: home, if all homes are there; else evenly, unless the homes are named one by one."""
+def _start(ids: Sequence[int], stages: int, wish: PoolWish, domains: DomainsOf) -> Pools:
+    """Without anybody's past: home, if the homes are named one by one; else as far apart as can be, if there are
+    several hosts; else home, if all homes are there; else evenly."""
     at_home = {i for pool in wish.homes for i in pool}
-    if wish.homes and (at_home == set(ids) or wish.homes != even_homes(len(at_home), stages)):
+    if wish.homes and (wish.named or wish.homes != even_homes(len(at_home), stages)):
+        return [[i for i in pool if i in ids] for pool in wish.homes]
+    if stages <= len(ids) and domains:
+        return dealt(ids, stages, domains)
+    if wish.homes and at_home == set(ids):
         return [[i for i in pool if i in ids] for pool in wish.homes]
     return [[ids[position] for position in pool] for pool in even_homes(len(ids), stages)]
 
@@ -104,29 +127,35 @@ def _relieve(pools: Pools, waiting: list[int], wish: PoolWish) -> list[int]:
     return waiting
 
 
-def _neediest(pools: Pools, newcomer: int, wish: PoolWish) -> int:
-    """The stage that lacks most against the wish; of equals the newcomer's home, then the smallest, then the first."""
+def _neediest(pools: Pools, newcomer: int, wish: PoolWish, domains: DomainsOf) -> int:
+    """The stage that lacks most against the wish; of equals that with the fewest who would die with the newcomer, then
+    its home, then the smallest, then the first. But its home goes first if that lacks anybody, where the wish names it
+    or all are on one host."""
+    lacking = [wish.size(stage) - len(pool) for stage, pool in enumerate(pools)]
+    at_home = [k for k in wish.homes_of(newcomer) if lacking[k] > 0 and (wish.named or not domains)]
+    crowded = [Crowd(pool, domains).near_worker(newcomer) if domains else () for pool in pools]
 
-    def need(stage: int) -> tuple[int, bool, int, int]:
-        lacking = wish.size(stage) - len(pools[stage])
-        return -max(0, lacking), stage not in wish.homes_of(newcomer), len(pools[stage]), stage
+    def need(stage: int) -> tuple[int, tuple[int, ...], bool, int, int]:
+        away = stage not in wish.homes_of(newcomer)
+        return -max(0, lacking[stage]), crowded[stage], away, len(pools[stage]), stage
 
-    lacks_at_home = [k for k in wish.homes_of(newcomer) if wish.size(k) > len(pools[k])]
-    return min(lacks_at_home or range(len(pools)), key=need)
+    return min(at_home or range(len(pools)), key=need)
 
 
-def _cover(pools: Pools, stage: int, standby: Collection[int]) -> None:
+def _cover(pools: Pools, stage: int, standby: Collection[int], domains: DomainsOf) -> None:
     """Somebody for a stage whose whole pool is gone: from a pool that can do without, else from nearby in addition."""
     counts = _seats(pools)
     free = [(k, i) for k, pool in enumerate(pools) if len(pool) > 1 for i in pool if counts[i] == 1]
     if free:
-        # A standby moves no lanes. Of several: from the largest pool, of it the last.
-        source, mover = max(free, key=lambda c: (c[1] in standby, len(pools[c[0]]), -c[0], c[1]))
+        # A standby moves no lanes. Of several: from the largest pool, of it who is nearest to others, then the last.
+        crowds = [Crowd(pool, domains) for pool in pools]
+        near = {(k, i): crowds[k].near_worker(i) for k, i in free}
+        source, mover = max(free, key=lambda c: (c[1] in standby, len(pools[c[0]]), -c[0], near[c], c[1]))
         pools[source].remove(mover)
         pools[stage].append(mover)
         return
-    near = [(abs(k - stage), counts[i], k, i) for k, pool in enumerate(pools) for i in pool]
-    pools[stage].append(min(near)[3])
+    nearby = [(abs(k - stage), counts[i], k, i) for k, pool in enumerate(pools) for i in pool]
+    pools[stage].append(min(nearby)[3])
 
 
 def _leave_extras(pools: Pools, wish: PoolWish) -> None:
@@ -181,11 +210,13 @@ def place(
     previous: Sequence[Seat] = (),
     wish: PoolWish = NO_WISH,
     anew: bool = False,
+    domains: DomainsOf = NOWHERE,
 ) -> tuple[Seat, ...]:
     """Seats for the workers, by stage and then by worker id; every lane is taken exactly once in every stage.
 
     Fresh (`previous` empty): one run of lanes each. Without speeds (or with equal ones) the sizes differ by at most
-    one and the runs are those with the fewest tree nodes; with speeds the slowest finishes as early as possible.
+    one and the runs are those with the fewest tree nodes, of hosts and then of workers; with speeds the slowest
+    finishes as early as possible. The runs of a host's workers lie side by side.
     Repair: survivors keep their stages and every lane; only lanes of workers that are gone move, to
     where the slowest finishes earliest, by preference beside lanes of the same owner. Workers without lanes before get
     lanes only from the lost ones; those for whom none is left become standby.
@@ -193,7 +224,7 @@ def place(
     worker_ids: distinct, in any order. lanes: number of lanes. speeds: samples per second by worker id; a missing,
     zero or non-finite speed is unknown and counts as the mean of the others. wish: who is wanted where, and how many of
     a pool active. anew: stages are kept as in a repair, but the lanes are laid out afresh, and who sat in several
-    stages leaves those that others hold too.
+    stages leaves those that others hold too. domains: where workers are, as far as that is known.
 
     Raises: ConfigError if there is no worker for lanes, or, at a start, a stage has more active workers than there
     are lanes; later the surplus of a pool is standby.
@@ -207,13 +238,13 @@ def place(
     for seat in previous:
         before[seat.stage].append(seat)
     seats: list[Seat] = []
-    for stage, pool in enumerate(seat_pools(ids, stages, previous, wish, settle=anew)):
+    for stage, pool in enumerate(seat_pools(ids, stages, previous, wish, settle=anew, domains=domains)):
         kept = [] if anew else before[stage]
         active = actives(pool, stage, kept, wish, most=lanes if previous else None)
         _check_size(active, lanes, stage, stages)
         known = _speeds(active, speeds)
         held = _held(active, lanes, kept)
-        taken = _repair(active, lanes, known, held) if held else _fresh(active, lanes, known)
+        taken = _repair(active, lanes, known, held) if held else _fresh(active, lanes, known, domains)
         for worker_id in pool:
             own = tuple(sorted(taken.get(worker_id, ())))
             seats.append(Seat(worker_id, stage, "active" if own else "standby", own))
@@ -249,53 +280,80 @@ def _held(active: list[int], lanes: int, previous: Sequence[Seat]) -> dict[int, 
 # ---- fresh placement
 
 
-def _fresh(active: list[int], lanes: int, speeds: Mapping[int, float]) -> dict[int, list[int]]:
-    """One run per worker, in id order."""
+def _fresh(active: list[int], lanes: int, speeds: Mapping[int, float], domains: DomainsOf) -> dict[int, list[int]]:
+    """One run per worker, in id order; those of one host side by side."""
+    hosts = hosts_in_order(active, domains)
+    order = [i for there in hosts for i in there]
     if len(set(speeds.values())) == 1:
-        sizes = _even_sizes(len(active), lanes)
+        sizes = _even_sizes([len(there) for there in hosts] if len(active) <= _MANY else [len(active)], lanes)
     else:
         shares = _fill(dict.fromkeys(active, 1), lanes - len(active), speeds)
-        sizes = [shares[i] for i in active]
+        sizes = [shares[i] for i in order]
     taken: dict[int, list[int]] = {}
     first = 0
-    for worker_id, size in zip(active, sizes, strict=True):
+    for worker_id, size in zip(order, sizes, strict=True):
         taken[worker_id] = list(range(first, first + size))
         first += size
     return taken
 
 
-def _even_sizes(workers: int, lanes: int) -> list[int]:
-    """Run sizes that differ by at most one, with the fewest tree nodes in total; ties: the first workers have more.
+def _even_sizes(hosts: Sequence[int], lanes: int) -> list[int]:
+    """Run sizes that differ by at most one, for so many workers of each host: with the fewest tree nodes of hosts, then
+    of workers; ties: the first workers have more.
 
-    Dynamic programming over (workers seated, larger runs used), from the last worker back: the position of a run
-    follows from the two.
+    Dynamic programming over (workers seated, larger runs used), from the last worker back, for each number of larger
+    runs that the workers after it on its host use: the position of a run follows from these.
     """
+    workers = sum(hosts)
     size, larger = divmod(lanes, workers)
     if larger == 0:
         return [size] * workers
-    impossible = lanes * lanes + 1
-    rest = [impossible] * larger + [0]  # fewest nodes for the workers not yet seated, by larger runs used
-    choices: list[list[bool]] = []
-    for position in reversed(range(workers)):
-        now = [impossible] * (larger + 1)
-        choice = [False] * (larger + 1)
-        for used in range(min(position, larger) + 1):
-            first = position * size + used
-            if first + size > lanes:
-                continue
-            small = rest[used] + run_nodes(first, first + size, lanes)
-            large = impossible
-            if used < larger and first + size + 1 <= lanes:
-                large = rest[used + 1] + run_nodes(first, first + size + 1, lanes)
-            now[used], choice[used] = min(small, large), large <= small
-        rest = now
-        choices.append(choice)
-    sizes: list[int] = []
-    used = 0
-    for choice in reversed(choices):
-        sizes.append(size + choice[used])
-        used += choice[used]
-    return sizes
+    rest: dict[int, _Sizes] = {larger: _Sizes((0, 0), None, False)}  # for the workers not yet seated, by used ones
+    seated = workers
+    for there in reversed(hosts):
+        seated -= there
+        rest = _host_sizes(rest, seated, there, size, larger, lanes)
+    found, at = [], rest[0]
+    while at.after is not None:
+        found.append(size + at.large)
+        at = at.after
+    return found
+
+
+class _Sizes(NamedTuple):
+    """How the workers from one on are served: nodes of hosts and of workers; whether the first one has a larger run."""
+
+    nodes: tuple[int, int]
+    after: _Sizes | None
+    large: bool
+
+
+def _host_sizes(
+    rest: Mapping[int, _Sizes], seated: int, there: int, size: int, larger: int, lanes: int
+) -> dict[int, _Sizes]:
+    """The same with one more host of `there` workers before the others."""
+    best: dict[int, _Sizes] = {}
+    for end_used in sorted(rest, reverse=True):
+        end = (seated + there) * size + end_used
+        within: dict[int, _Sizes] = {end_used: rest[end_used]}
+        for position in reversed(range(seated, seated + there)):
+            now: dict[int, _Sizes] = {}
+            for used, later in within.items():
+                for large in (True, False):
+                    before = used - large
+                    if not 0 <= before <= min(position, larger):
+                        continue
+                    first = position * size + before
+                    nodes = later.nodes[0], later.nodes[1] + run_nodes(first, first + size + large, lanes)
+                    if before not in now or nodes < now[before].nodes or (nodes == now[before].nodes and large):
+                        now[before] = _Sizes(nodes, later, large)
+            within = now
+        for used, found in within.items():
+            start = seated * size + used
+            nodes = found.nodes[0] + run_nodes(start, end, lanes), found.nodes[1]
+            if used not in best or nodes < best[used].nodes:
+                best[used] = found._replace(nodes=nodes)
+    return best
 
 
 def _fill(

@@ -11,12 +11,15 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from everstep.base.cause import Cause
+from everstep.base.domains import LABEL_NAME, LABEL_VALUE, LABELS
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
 VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
+_Label = Annotated[str, msgspec.Meta(pattern=LABEL_NAME)]
+_Domain = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -72,7 +75,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
     lost: slots that it has given up; failed: that it can do nothing more. Both may have been said to a coordinator that
     was dead by then.
-    about: of the host, for people: its address and versions.
+    about: of the host, for people: its address and versions. domains: in which it is, by label.
     """
 
     host: str
@@ -83,6 +86,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     lost: list[SlotLost] = []
     failed: HostFailed | None = None
     about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
+    domains: Annotated[dict[_Label, _Domain], msgspec.Meta(max_length=len(LABELS))] = {}
 
 
 class Heartbeat(FromAgent, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -73,10 +73,9 @@ class AgentLink:
     """Speaks for the workers of one host.
 
     address, tls: as `ControlClient` has it. token: the job's. agent_id: of the host; it is also the host's name.
-    room: for how many workers, 0 if that does not matter. own: the host's address. lives: called (from any thread) for
-    the processes that run now; slots: likewise, how many are kept filled. on_message: called in the connection's thread
-    for what the
-    coordinator says.
+    room: for how many workers, 0 if that does not matter. own: the host's address; domains: in which it is. lives:
+    called (from any thread) for the processes that run now; slots: likewise, how many are kept filled. on_message:
+    called in the connection's thread for what the coordinator says.
     """
 
     def __init__(
@@ -91,10 +90,12 @@ class AgentLink:
         on_message: Callable[[AnyMessage], None],
         tls: Tls | None = None,
         own: str = "",
+        domains: Mapping[str, str] | None = None,
     ) -> None:
         self.agent_id = agent_id
         self._about = {**versions(), "address": own}
         self._room = room
+        self._domains = dict(domains or {})
         self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._board = board
         self._lives = lives
@@ -217,6 +218,7 @@ class AgentLink:
             lost=list(self._lost.values()),
             failed=self._failed,
             about=self._about,
+            domains=self._domains,
         )
 
     def _receive(self, message: AnyMessage) -> None:

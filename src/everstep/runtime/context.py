@@ -124,7 +124,7 @@ class Joining:
     as the job says. threads: with how many the fork server is started, as far as is known. server: a fork server that
     runs already. parent: dies with this process, 0 if with none. ranks: processes of each worker.
     own: the address of this host that workers listen at and tell others, "" if as the job's config says. tls: how it
-    speaks with others.
+    speaks with others. domains: in which this host is, by label.
     """
 
     address: str
@@ -140,6 +140,7 @@ class Joining:
     ranks: int = 1
     own: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
+    domains: dict[str, str] = field(default_factory=dict)
 
     def where(self) -> Path | tuple[str, int]:
         """As a control connection wants it. Raises: ConfigError if it is no address."""

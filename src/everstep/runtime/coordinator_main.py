@@ -24,6 +24,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.given import read_json
+from everstep.base.stage_map import devices_of, parse_map
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -444,6 +445,8 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         hosts=HostRules(
             reconnect_ns=int(beat.reconnect_s * 1e9),
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+            device=config.device,
+            devices=devices_of(parse_map(config.map, config.stages)),
         ),
     )
 

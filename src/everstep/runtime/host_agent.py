@@ -130,6 +130,7 @@ class HostAgent:
         self._link = AgentLink(
             *(joining.where(), token, joining.host, joining.room, board),
             *(self._lives, self._slots, self._inbox.put, Tls.of(shown), joining.own or joining.host),
+            domains=joining.domains,
         )
 
     def run(self) -> Left:

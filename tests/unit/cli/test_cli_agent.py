@@ -33,6 +33,10 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         (["--join", "127.0.0.1:5", "--run-dir", "{dir}"], "found no job.json"),
         (["--join", "127.0.0.1:5", "--slots", "0"], "--slots"),
         (["--join", "127.0.0.1:5", "--address", "192.0.2.7"], "--address: expected one of this host's addresses"),
+        (
+            ["--join", "127.0.0.1:5", "--domain", "rack r1"],
+            "--domain: expected labels like rack=r1,nvlink=u7 of region",
+        ),
         ([], "--join"),
         (["--join", "file://"], "--join: expected file://DIR"),
         (["--join", "file:///x", "--run-dir", "{dir}"], "--run-dir: expected none beside"),

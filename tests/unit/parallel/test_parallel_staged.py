@@ -16,9 +16,9 @@ from everstep.base.errors import CollectiveAborted, ConfigError, InvariantViolat
 from everstep.base.plan import Member, Plan, Seat, WorkerKey
 from everstep.base.ports import Hop, Node, Reduced, Tag
 from everstep.exact.layout import GradientLayout
-from everstep.parallel.group import GroupTransport
 from everstep.parallel.shared_memory import SharedMemoryTransport
 from everstep.parallel.staged import StagedTransport
+from everstep.parallel.tiers import TieredTransport
 from everstep.placement.tree import cover
 
 LANES = 8
@@ -268,10 +268,10 @@ def test_a_job_may_grow_from_one_machine_to_two_and_shrink_again_within_a_step()
     for generation, pools in enumerate((two, one, two, one), 2):
         plan = crew.open(generation, pools)
         check_step(crew.reduce(plan, 2), 2)
-        assert type(pool._current) is (SharedMemoryTransport if pools is one else GroupTransport)
+        assert type(pool._current) is (SharedMemoryTransport if pools is one else TieredTransport)
         if pools is one:
             assert nodes == [pool.node(2, node).data_ptr() for node in cover(plan.lanes_of(0), LANES)]
     together(*(lambda i=i: crew.transports[i].exchange(Tag("agree", 2, 0), b"x") for i in plan.worker_ids))
-    assert pool.far._records is None, "nobody needs the sockets any more"
+    assert pool._tiers._far._records is None, "nobody needs the sockets any more"
     check_step(crew.reduce(plan, 3), 3)
     crew.close()

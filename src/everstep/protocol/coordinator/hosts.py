@@ -8,11 +8,13 @@ stop, and one that is to leave hands over at a step boundary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
 from everstep.base.cause import Cause, Why
+from everstep.base.domains import Domains
+from everstep.placement.domains import Crowd
 from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
 from everstep.protocol.coordinator.membership import Agent
@@ -30,7 +32,7 @@ def spread_due(job: JobState, about: Any) -> None:
     agreement, slots = job.agreement, job.slots
     if job.progress.ended is not None or job.saving.ending is not None or not slots.shared_out:
         return
-    if job.desk.config.stages > 1:  # in which pool a worker is wanted goes by its number
+    if job.desk.config.stages > 1 and job.desk.config.wish.named:  # who is wanted in which pool goes by its number
         return
     busy = agreement.broken or agreement.prepared is not None or job.healing.joins or job.membership.in_grace
     busy = busy or any(agent.sent_slots is None for agent in _usable(job))
@@ -45,10 +47,11 @@ def spread_due(job: JobState, about: Any) -> None:
 
 
 def _uneven(job: JobState) -> list[int]:
-    """The slots that would have to leave their hosts for all hosts to have as many, as far as they have room."""
-    leaders = {job.agreement.plan.leader(k) for k in range(job.agreement.plan.stages)}
-    agents = _usable(job)
-    own = {a.agent_id: [i for i in _slots_of(job, a) if i not in leaders] for a in agents}
+    """The slots that would have to leave their hosts for all hosts to have as many, as far as they have room: first
+    those that would die with others of their pool."""
+    agents, leader = _usable(job), job.agreement.plan.leader(0)
+    own = {a.agent_id: [i for i in _slots_of(job, a) if i != leader] for a in agents}
+    where = job.speeds.domains(job.agreement.plan.worker_ids)
     counts = Counter({a.agent_id: len(_slots_of(job, a)) for a in agents})
     moves: list[int] = []
     while True:
@@ -57,9 +60,19 @@ def _uneven(job: JobState) -> list[int]:
         least = min(free, key=lambda a: (counts[a.agent_id], a.agent_id), default=None)
         if most is None or least is None or counts[most.agent_id] - counts[least.agent_id] < 2:
             return moves
-        moves.append(own[most.agent_id].pop())
+        chosen = max(own[most.agent_id], key=lambda i: (_crowded(job, i, where), i))
+        own[most.agent_id].remove(chosen)
+        where[chosen] = job.agents.whereabouts.of_host(least.agent_id, least.host)
+        moves.append(chosen)
         counts[most.agent_id] -= 1
         counts[least.agent_id] += 1
+
+
+def _crowded(job: JobState, worker_id: int, where: Mapping[int, Domains]) -> tuple[int, ...]:
+    """How many of its pools would die with a member, the widest domains first; nobody with who is none."""
+    plan = job.agreement.plan
+    others = {s.worker_id for stage in plan.stages_of(worker_id) for s in plan.pool(stage)} - {worker_id}
+    return Crowd(others, where).near(where.get(worker_id, ()))
 
 
 def _usable(job: JobState) -> list[Agent]:
@@ -118,6 +131,7 @@ def _said(job: JobState, agent: Agent) -> dict[str, Any]:
         "workers": sorted(key.worker_id for key in agent.lives),
         "rtt_ms": agent.rtt_ms,
         "unheard_s": round(agent.detector.silence_ns(job.desk.now) / 1e9, 3),
+        "domains": dict(job.agents.whereabouts.of_host(agent.agent_id, agent.host)),
         "versions": {name: text for name, text in sorted(agent.about.items()) if name != "address"},
     }
 

@@ -31,7 +31,7 @@ class JobState:
         self.recovery = Recovery(desk, agreement)
         self.quorum = Quorum(desk)
         self.healing = Healing(desk)
-        self.speeds = Speeds(desk, membership)
+        self.speeds = Speeds(desk, membership, self.agents)
         self.links = Links(desk, membership, agreement, self.recovery)
         self.saving = Saving(desk, membership, agreement, progress, self.quorum)
         self.profiling = Profiling(desk, membership, agreement, progress)

@@ -11,6 +11,7 @@ steps a fifth shorter than lanes by speed would. The member copies the stage at 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
@@ -144,6 +145,7 @@ def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]
     going = leaving[-may_leave:] if may_leave > 0 else []
     # Who only moves to another host leaves when its successor comes.
     moving = [w for w in going if job.slots.unwanted_for(w.key.worker_id) is Cause.REBALANCED]
+    moving = _succeeded_first(plan, moving, joining)
     too_early = moving[max(0, len(survivors) + len(joining) - job.slots.target) :]
     going = [w for w in going if w not in too_early]
     if plan.stages == 1:
@@ -158,6 +160,18 @@ def _may_go(job: JobState, leaving: list[Worker], joining: list[tuple[int, ...]]
         else:
             held |= own
     return free[::-1]
+
+
+def _succeeded_first(plan: Plan, moving: list[Worker], joining: list[tuple[int, ...]]) -> list[Worker]:
+    """Those to whose stages a joiner comes, then the others."""
+    coming = Counter(stage for stages in joining for stage in stages)
+    first = []
+    for worker in moving:
+        own = Counter(plan.stages_of(worker.key.worker_id))
+        if own <= coming:
+            coming -= own
+            first.append(worker)
+    return first + [w for w in moving if w not in first]
 
 
 def _prepare_if_due(job: JobState, leaving: list[Worker]) -> None:

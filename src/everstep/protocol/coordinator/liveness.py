@@ -131,6 +131,7 @@ def heartbeat(job: JobState, agent: Agent, message: m.Heartbeat) -> None:
     """An agent lives, and says how its workers get on."""
     membership, now = job.membership, job.desk.now
     agent.heartbeat(now, message.rtt_ms, job.desk.config.heartbeat_interval_ns)
+    job.agents.whereabouts.heard(agent.agent_id)
     # The detector expects more of an agent the longer it knows it: an alarm that was set before may ring too late.
     job.desk.alarms.set(Alarm.AGENT, now + job.desk.config.heartbeat_floor_ns // 2, agent.agent_id)
     job.desk.send(agent.connection, m.Pong(seq=message.seq))
@@ -216,6 +217,7 @@ def agent_due(job: JobState, agent_id: str) -> None:
     if job.membership.in_grace:
         job.desk.alarms.set(Alarm.AGENT, job.membership.grace_until_ns, agent_id)
         return
+    job.agents.whereabouts.look(agent_id)
     suspicion = agent.detector.suspicion(now)
     connected = agent.connection is not None
     if not connected and _cut_off(job, agent):

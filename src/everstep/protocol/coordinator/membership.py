@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
 from everstep.base.cause import Cause, Why
+from everstep.base.domains import Domains, ordered
 from everstep.base.errors import check
 from everstep.base.plan import Member, WorkerKey
+from everstep.placement.domains import Crowd
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, SECOND_NS, Alarm, Desk
+from everstep.protocol.coordinator.whereabouts import Whereabouts
 from everstep.protocol.detector import PhiDetector
 from everstep.protocol.messages import AgentHello, SetSlots, WorkerHello, WorkerLife, WorkerPulse
 
@@ -61,7 +64,9 @@ class Worker:
 
     def greet(self, connection: str, hello: WorkerHello) -> None:
         """It has said hello over this connection: it is ready, or back."""
-        self.member, self.connection, self.gone_ns, self.greeted = hello.member, connection, None, True
+        known = () if self.member is None else self.member.domains  # as a journal says: it is not for workers to say
+        self.member, self.connection = replace(hello.member, domains=known), connection
+        self.gone_ns, self.greeted = None, True
         self.pids, self.host, self.wants_spare = hello.member.pids, hello.member.host, hello.wants_spare
         self.state_bytes = hello.state_bytes
         self.reached(hello.step)
@@ -358,6 +363,7 @@ class Agents:
     def __init__(self, desk: Desk) -> None:
         self.version = 0
         self.known: dict[str, Agent] = {}
+        self.whereabouts = Whereabouts(desk)
         self._desk = desk
 
     def watch(self, agent_id: str, host: str) -> Agent:
@@ -380,6 +386,7 @@ class Agents:
         self.version += 1
         if agent.left_ns is not None:
             self._desk.change()
+        self.whereabouts.greet(agent.agent_id, hello.domains)
         agent.greet(connection, hello, self._desk.now)
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
@@ -388,9 +395,10 @@ class Agents:
         agent.exited(key)
 
     def remove(self, agent_id: str) -> None:
-        """An agent is given up."""
+        """An agent is given up, for its silence."""
         self.version += 1
-        del self.known[agent_id]
+        agent = self.known.pop(agent_id)
+        self.whereabouts.give_up(agent_id, agent.host, {name: other.detector for name, other in self.known.items()})
 
     def of(self, worker: Worker) -> Agent | None:
         """Who speaks for the worker: the agent that started it, else the only agent of its host."""
@@ -399,10 +407,20 @@ class Agents:
         same_host = [a for a in self.known.values() if worker.host and a.host == worker.host]
         return same_host[0] if len(same_host) == 1 else None
 
-    def out_of_touch(self, worker: Worker) -> bool:
-        """Whether its host has lost all connections so lately that nobody knows yet whether it lives: nothing is to be
-        decided that counts on it."""
+    def domains(self, worker: Worker) -> Domains:
+        """In which a worker is: as its host's agent has said, else as a plan says."""
         agent = self.of(worker)
+        labels = None if agent is None else self.whereabouts.labels.get(agent.agent_id)
+        if labels is None and worker.member is not None:
+            labels = dict(worker.member.domains)
+        return ordered(labels or {}, worker.host, self._desk.config.hosts.gpu(worker.key.worker_id))
+
+    def out_of_touch(self, worker: Worker) -> bool:
+        """Whether its host has lost all connections so lately that nobody knows yet whether it lives, or is in doubt:
+        nothing is to be decided that counts on it."""
+        agent = self.of(worker)
+        if agent is not None and self.whereabouts.in_doubt(agent.agent_id):
+            return True
         away = None if agent is None or worker.connection is not None else agent.away_ns(self._desk.now)
         return away is not None and away < self._desk.config.hosts.reconnect_ns
 
@@ -537,14 +555,22 @@ class Slots:
                 self._desk.send(agent.connection, message)
 
     def _find_owners(self, wanted: Iterable[int], agents: Sequence[Agent]) -> None:
-        """Slots that are no known agent's go to the agent that has the fewest, if it has room."""
+        """Slots that are no known agent's go to the agent that has the fewest, if it has room; of several to where the
+        fewest slots would die with them."""
         counts = Counter(owner for i in wanted if (owner := self._owners.get(i)) is not None)
+        of_host = self._agents.whereabouts.of_host
+        where = {name: of_host(name, agent.host) for name, agent in self._agents.known.items()}
+        crowd = Crowd((), {})
+        for owner in (owner for owner, size in sorted(counts.items()) for _ in range(size)):
+            crowd.add(where.get(owner, ()))
         for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
             free = [a for a in agents if not a.draining and (not a.room or counts[a.agent_id] < a.room)]
             if not free:
                 break
-            self._owners[worker_id] = min((counts[a.agent_id], a.agent_id) for a in free)[1]
-            counts[self._owners[worker_id]] += 1
+            owner = min((counts[a.agent_id], crowd.near(where[a.agent_id]), a.agent_id) for a in free)[2]
+            self._owners[worker_id] = owner
+            counts[owner] += 1
+            crowd.add(where[owner])
 
     # ---- from the journal
 

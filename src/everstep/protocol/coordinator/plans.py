@@ -7,12 +7,13 @@ newcomers only where there would be too few); a prepared one changes the members
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
-from everstep.base.plan import Plan, Seat, WorkerKey
+from everstep.base.plan import Member, Plan, Seat, WorkerKey
+from everstep.placement.domains import Crowd
 from everstep.placement.lanes import leaders
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
@@ -26,10 +27,25 @@ SMALL_STATE_BYTES = 32 << 20
 
 
 def candidates(job: JobState) -> list[Worker]:
-    """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last."""
+    """Ready workers outside the current plan whose slots are wanted; those that would rather be spares last, and of the
+    others first who would die with the fewest of the pools that lack members."""
     ready = [w for w in job.membership.workers.values() if w.ready and not job.agreement.plan.has(w.key)]
     ready = [w for w in ready if followed(job, w) or not job.links.kept_out(w.host)]
-    return sorted((w for w in ready if job.slots.wanted(w.key.worker_id)), key=lambda w: (w.wants_spare, w.key))
+    ready = [w for w in ready if job.slots.wanted(w.key.worker_id)]
+    if len(ready) < 2:
+        return ready
+    short = _short_pools(job)
+    crowd = Crowd(short, job.speeds.domains(short))
+    return sorted(ready, key=lambda w: (w.wants_spare, crowd.near(job.agents.domains(w)), w.key))
+
+
+def _short_pools(job: JobState) -> list[int]:
+    """The members of those pools that lack most against the wish."""
+    plan, wish = job.agreement.plan, job.desk.config.wish
+    there = {w.key.worker_id for w in job.agreement.survivors()}
+    pools = [[seat.worker_id for seat in plan.pool(k) if seat.worker_id in there] for k in range(plan.stages)]
+    lacking = [wish.size(stage) - len(pool) for stage, pool in enumerate(pools)]
+    return [i for stage, pool in enumerate(pools) if lacking[stage] == max(lacking) for i in pool]
 
 
 def followed(job: JobState, worker: Worker) -> set[int]:
@@ -90,7 +106,7 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
     return Plan(
         generation=job.agreement.generation + 1,
         reason=why.reason,
-        members=tuple(w.member for w in there if w.member is not None),
+        members=tuple(_placed(job, w, w.member) for w in there if w.member is not None),
         seats=seats,
         lanes=config.lanes,
         stages=config.stages,
@@ -99,6 +115,11 @@ def _plan(job: JobState, members: Iterable[Worker], seats: tuple[Seat, ...], why
         cause=why.cause,
         **rest,
     )
+
+
+def _placed(job: JobState, worker: Worker, member: Member) -> Member:
+    """As a plan names it, with the domains that it is in."""
+    return replace(member, domains=tuple(label for label in job.agents.domains(worker) if label[0] != "host"))
 
 
 def _save_reason(job: JobState) -> str:
@@ -279,6 +300,8 @@ def _regroup(job: JobState) -> None:
         text += f"; worker {listed(newcomers)} takes part from here"
     if lost:
         text += f"; stage {listed(lost)} has lost its whole pool: every stage goes back to the newest copy"
+    domain = job.agents.whereabouts.lost_domain((name, agent.host) for name, agent in job.agents.known.items())
+    text = f"{domain}: {text}" if domain else text
     if not agreement.entered:  # what was to be restored before may still be nowhere
         lost = sorted({*lost, *job.progress.lost_stages})
     make_now(job, members, Why(cause, text), fresh=False)

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from everstep.base.domains import Domains
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.placement.lanes import place
 from everstep.protocol.coordinator.desk import Alarm, Desk
-from everstep.protocol.coordinator.membership import Membership
+from everstep.protocol.coordinator.membership import Agents, Membership
 
 _ABOUT_EQUAL = 1.1
 _LOOKS = 6
@@ -23,9 +24,9 @@ class Speeds:
     """in_force: lanes per second by worker id, by which lanes are laid out; empty: evenly. watching: somebody has said
     how fast it is, so the speeds are looked at now and then."""
 
-    def __init__(self, desk: Desk, membership: Membership) -> None:
+    def __init__(self, desk: Desk, membership: Membership, agents: Agents) -> None:
         self.in_force: Mapping[int, float] = {}
-        self._desk, self._membership = desk, membership
+        self._desk, self._membership, self._agents = desk, membership, agents
         self._newest_ms: dict[WorkerKey, float] = {}  # per lane, as each last said; 0: unknown
         self._looks_ms: dict[WorkerKey, deque[float]] = {}  # at the last looks at the speeds
         self._idle = (0, False)  # the generation that was looked at, and what was found
@@ -48,7 +49,21 @@ class Speeds:
         speeds = self.in_force if speeds is None else speeds
         known = {i: speeds[i] for i in worker_ids if i in speeds}
         lanes, stages, wish = config.lanes, config.stages, config.wish
-        return place(worker_ids, lanes, stages=stages, speeds=known, previous=previous, wish=wish, anew=anew)
+        where = self.domains(worker_ids)
+        return place(
+            *(worker_ids, lanes),
+            stages=stages,
+            speeds=known,
+            previous=previous,
+            wish=wish,
+            anew=anew,
+            domains=where,
+        )
+
+    def domains(self, worker_ids: Iterable[int]) -> dict[int, Domains]:
+        """In which these workers are, as far as they are known."""
+        workers = self._membership.workers
+        return {i: self._agents.domains(workers[i]) for i in worker_ids if i in workers}
 
     def of(self, worker_ids: Iterable[int]) -> tuple[tuple[int, float], ...]:
         """Those of the speeds in force that a placement of these workers is called with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,15 +12,23 @@ from everstep.protocol.messages import AnyMessage
 
 @dataclass(frozen=True)
 class HostRules:
-    """How patient the coordinator is with hosts. Times in nanoseconds.
+    """How patient the coordinator is with hosts, and what they have. Times in nanoseconds.
 
     grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
     has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
+    device: of the workers; devices: of those that have another one, by worker id.
     """
 
     grace_ns: int = 2_000_000_000
     reconnect_ns: int = 1_000_000_000
     return_ns: int | None = None
+    device: str = "cpu"
+    devices: Mapping[int, str] = field(default_factory=dict)
+
+    def gpu(self, worker_id: int) -> str:
+        """The GPU of a worker, as its host calls it; "" if it has none."""
+        kind, _, index = self.devices.get(worker_id, self.device).partition(":")
+        return "" if kind == "cpu" else index or "0"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config_keys import CheckpointConfig
 from everstep.base.extents import Extents
 from everstep.base.plan import Member, Plan
+from everstep.placement.domains import farthest
 from everstep.protocol import messages as wire
 from everstep.protocol.driver import operations as do
 from everstep.protocol.driver.ending import EndAlone
@@ -349,10 +350,10 @@ class Keeper:
 
 
 def target(plan: Plan, stage: int) -> Member | None:
-    """Who keeps a stage for its pool: the first member of the pools that follow who is on another host than all of the
-    pool, else the first outside it; None if nobody is outside."""
+    """Who keeps a stage for its pool: who of the pools that follow would die with the fewest of it, the widest domains
+    first; of equals the first one; None if nobody is outside."""
     inside = {seat.worker_id for seat in plan.pool(stage)}
-    hosts = {plan.member(worker_id).host for worker_id in inside}
     following = [seat.worker_id for k in range(1, plan.stages) for seat in plan.pool((stage + k) % plan.stages)]
-    outside = [plan.member(worker_id) for worker_id in following if worker_id not in inside]
-    return next((member for member in outside if member.host not in hosts), outside[0] if outside else None)
+    domains = {member.worker_id: member.all_domains for member in plan.members}
+    found = farthest([worker_id for worker_id in following if worker_id not in inside], inside, domains)
+    return None if found is None else plan.member(found)

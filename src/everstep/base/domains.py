@@ -1,0 +1,60 @@
+"""Failure domains: what dies together. A host says in which it is, by labels such as rack=r1. Pure.
+
+Domains lie inside one another: two racks of different rows may bear the same name and are two racks all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from everstep.base.errors import ConfigError
+
+WIDTHS = ("region", "zone", "row", "rack", "switch", "nvlink", "host", "gpu")
+"""Kinds of domains, the widest first. Host and GPU are known by themselves, the others are for labels to say."""
+LABELS = WIDTHS[: WIDTHS.index("host")]
+LABEL_NAME = rf"\A(?:{'|'.join(LABELS)})\Z"
+LABEL_VALUE = r"\A[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}\Z"
+VARIABLE = "EVERSTEP_DOMAIN"
+_SLURM, _SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+_SLURM_KINDS = {"switch": "switch", "block": "nvlink"}
+
+Domains = tuple[tuple[str, str], ...]
+"""The labels of one worker: (kind, name), the widest first, each kind at most once."""
+
+
+def parse_domains(text: str, where: str) -> dict[str, str]:
+    """The labels in "rack=r1,nvlink=u7"; where: they were given. Raises: ConfigError, one line, for anything else."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        kind, equals, name = part.strip().partition("=")
+        if not equals or not re.match(LABEL_NAME, kind) or not re.match(LABEL_VALUE, name):
+            raise ConfigError(
+                f"{where}: expected labels like rack=r1,nvlink=u7 of {', '.join(LABELS)}, got {part.strip()!r:.80}: "
+                "names have letters, digits and _.:-, at most 63 of them"
+            )
+        if kind in found:
+            raise ConfigError(f"{where}: expected each label once, got {kind} twice: keep one of them")
+        found[kind] = name
+    return found
+
+
+def found_domains(given: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """The labels of this host: those that are given, else those in the environment, else what Slurm says of its
+    network. Raises: ConfigError if what is given, or its variable, is none."""
+    labels = _slurm_domains(environment.get(_SLURM, ""), environment.get(_SLURM_PATTERN, ""))
+    if environment.get(VARIABLE):
+        labels |= parse_domains(environment[VARIABLE], f"${VARIABLE}")
+    return labels | (parse_domains(given, "--domain") if given is not None else {})
+
+
+def _slurm_domains(address: str, pattern: str) -> dict[str, str]:
+    """Of "s0.s4.node7" and "switch.switch.node": the switch, or block, nearest to the node."""
+    found = zip(pattern.split("."), address.split("."), strict=False)  # the later ones are nearer
+    return {_SLURM_KINDS[kind]: name for kind, name in found if kind in _SLURM_KINDS and re.match(LABEL_VALUE, name)}
+
+
+def ordered(labels: Mapping[str, str], host: str, gpu: str = "") -> Domains:
+    """All labels of a worker: its host's, the host itself, and the GPU if it has one."""
+    known = {"gpu": gpu, **labels, "host": host}
+    return tuple((kind, known[kind]) for kind in WIDTHS if known.get(kind))

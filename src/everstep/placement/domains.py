@@ -1,0 +1,82 @@
+"""Who is apart from whom: members of a pool in different failure domains first, the widest first. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from everstep.base.domains import WIDTHS, Domains
+
+DomainsOf = Mapping[int, Domains]
+"""The labels of workers, by worker id; of who is not in it nothing is known."""
+_Path = tuple[str, ...]
+_HOST = WIDTHS.index("host") + 1
+
+
+@lru_cache(maxsize=4096)
+def _path(domains: Domains) -> _Path:
+    """Its name at each width, "" where it has none: domains lie inside one another."""
+    labels = dict(domains)
+    return tuple(labels.get(kind, "") for kind in WIDTHS)
+
+
+def prefixes(domains: Domains) -> list[Domains]:
+    """Each of the domains with those that it lies in, the widest first."""
+    return [domains[: depth + 1] for depth in range(len(domains))]
+
+
+class Crowd:
+    """How many of some workers are in each domain."""
+
+    def __init__(self, worker_ids: Iterable[int], domains: DomainsOf) -> None:
+        self._domains = domains
+        self._counts: Counter[_Path] = Counter()
+        for worker_id in worker_ids:
+            self.add(domains.get(worker_id, ()))
+
+    def add(self, domains: Domains) -> None:
+        """One more, who is in these."""
+        path = _path(domains)
+        self._counts.update(path[:depth] for depth in range(1, len(path) + 1))
+
+    def near(self, domains: Domains) -> tuple[int, ...]:
+        """How many of them would die with somebody of these domains, the widest first: the less, the better."""
+        path = _path(domains)
+        return tuple(self._counts[path[:depth]] for depth in range(1, len(path) + 1))
+
+    def near_worker(self, worker_id: int) -> tuple[int, ...]:
+        """The same for a worker whose domains are known."""
+        return self.near(self._domains.get(worker_id, ()))
+
+
+def hosts_in_order(worker_ids: Iterable[int], domains: DomainsOf) -> list[list[int]]:
+    """The workers of each host by id; hosts of one domain side by side, at every width, that of the first worker
+    first."""
+    ids = sorted(worker_ids)
+    paths = {i: _path(domains.get(i, ()))[:_HOST] for i in ids}
+    first: dict[_Path, int] = {}
+    for i in ids:
+        for depth in range(1, _HOST + 1):
+            first.setdefault(paths[i][:depth], i)
+    hosts: dict[_Path, list[int]] = {}
+    for i in sorted(ids, key=lambda i: ([first[paths[i][:depth]] for depth in range(1, _HOST + 1)], i)):
+        hosts.setdefault(paths[i], []).append(i)
+    return list(hosts.values())
+
+
+def dealt(worker_ids: Iterable[int], pools: int, domains: DomainsOf) -> list[list[int]]:
+    """Pools that each domain, of any width, has as equal a share in as can be; the first ones have one more if it
+    does not come out even.
+
+    So no domain's death empties a pool, if so many workers are outside of it as there are pools, and these as large as
+    each other: dealt out in the order of domains, any run of workers has as many in each pool, or one less.
+    """
+    order = [i for there in hosts_in_order(worker_ids, domains) for i in there]
+    return [sorted(order[k::pools]) for k in range(pools)]
+
+
+def farthest(candidates: Sequence[int], others: Iterable[int], domains: DomainsOf) -> int | None:
+    """Who of the candidates dies with the fewest of the others, the widest domains first; of equals the first one."""
+    crowd = Crowd(others, domains)
+    return min(candidates, key=crowd.near_worker, default=None)

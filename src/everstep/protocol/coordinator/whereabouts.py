@@ -1,0 +1,72 @@
+"""In which failure domains hosts are, and which of them may have died together. Pure.
+
+A domain that dies takes several hosts along, whose last heartbeats were not at one moment. So when one host is given
+up, whoever is suspected by then is in doubt: nothing is decided that counts on it until it is heard, or given up too,
+or the floor has passed once more. Where nobody is suspected nothing waits. So they are one fault, with one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from everstep.base.domains import Domains, ordered
+from everstep.placement.domains import prefixes
+from everstep.protocol.coordinator.desk import Alarm, Desk
+from everstep.protocol.detector import PhiDetector
+
+
+class Whereabouts:
+    """labels: of the hosts of agents that have said hello, by agent."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.labels: dict[str, dict[str, str]] = {}
+        self._desk = desk
+        self._doubted_until_ns: dict[str, int] = {}
+        self._given_up: dict[str, tuple[int, Domains]] = {}
+
+    def greet(self, agent_id: str, labels: Mapping[str, str]) -> None:
+        """An agent has said in which its host is."""
+        self.labels[agent_id] = dict(labels)
+        self.heard(agent_id)
+
+    def of_host(self, agent_id: str, host: str) -> Domains:
+        """In which the host of an agent is."""
+        return ordered(self.labels.get(agent_id, {}), host)
+
+    # ---- hosts that die together
+
+    def give_up(self, agent_id: str, host: str, others: Mapping[str, PhiDetector]) -> None:
+        """A host is given up, for its silence. others: what is known of the others' heartbeats, by agent."""
+        now, floor_ns = self._desk.now, self._desk.config.heartbeat_floor_ns
+        self._given_up = {name: found for name, found in self._given_up.items() if now - found[0] <= 2 * floor_ns}
+        self._given_up[agent_id] = now, self.of_host(agent_id, host)
+        self._doubted_until_ns.pop(agent_id, None)
+        for other_id, detector in sorted(others.items()):
+            if detector.suspicion(now).suspect and other_id not in self._doubted_until_ns:
+                self._doubted_until_ns[other_id] = now + floor_ns
+                self._desk.alarms.set(Alarm.AGENT, now + floor_ns, other_id)
+
+    def in_doubt(self, agent_id: str) -> bool:
+        """Whether it may have died with one that was given up."""
+        return self._doubted_until_ns.get(agent_id, 0) > self._desk.now
+
+    def heard(self, agent_id: str) -> None:
+        """An agent was heard: it has not."""
+        if self._doubted_until_ns.pop(agent_id, None) is not None:
+            self._desk.change()
+
+    def look(self, agent_id: str) -> None:
+        """Whether others have waited long enough for this one."""
+        if agent_id in self._doubted_until_ns and not self.in_doubt(agent_id):
+            self.heard(agent_id)
+
+    def lost_domain(self, living: Iterable[tuple[str, str]]) -> str:
+        """What the hosts that were given up just now have in common, if they are several and no living one (agent,
+        host) is in it: the widest such domain, in words; "" if there is none."""
+        lost = {name: set(prefixes(domains)) for name, (_, domains) in self._given_up.items()}
+        common = set.intersection(*lost.values()) if len(lost) > 1 else set()
+        common -= {prefix for agent in living for prefix in prefixes(self.of_host(*agent))}
+        if not common:
+            return ""
+        kind, name = min(common, key=len)[-1]
+        return f"{kind} {name} was lost, with the hosts {', '.join(sorted(lost))}"

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.base.ports import Node
+from everstep.placement.lanes import place
+from everstep.placement.tiers import Tiers, folded
+from everstep.placement.tree import cover, fold
+
+layouts = st.dictionaries(st.integers(0, 20), st.sampled_from("abcd"), min_size=1, max_size=9)
+
+
+@given(layouts)
+def test_each_owner_has_one_courier_on_every_other_host_and_all_carry_alike(host_of):
+    tiers = Tiers.of(host_of)
+    assert sorted(w for there in tiers.hosts for w in there) == sorted(host_of)
+    for owner in host_of:
+        others = tiers.outside(owner)
+        assert [set(there) for _, there in others] == [
+            {w for w in host_of if host_of[w] == host_of[there[0]]} for _, there in others
+        ]
+        assert all(courier in there and owner in tiers.charges(courier) for courier, there in others)
+        assert len(others) == len(set(host_of.values())) - 1
+        for reader in host_of:
+            holder = tiers.holder(reader, owner)
+            assert host_of[holder] == host_of[reader], "it reads in the memory of its own host"
+            assert holder == owner or owner in tiers.charges(holder)
+    for there in tiers.hosts:
+        counts = [len(tiers.charges(w)) for w in there]
+        assert max(counts) - min(counts) <= 1
+        assert sum(counts) == len(host_of) - len(there)
+
+
+@given(st.integers(1, 24), st.data())
+def test_a_host_sends_the_fewest_sums_and_their_bits_are_the_tree_s(n_lanes, data):
+    owner_of = data.draw(st.lists(st.integers(0, 5), min_size=n_lanes, max_size=n_lanes))
+    hosts = data.draw(st.lists(st.integers(0, 2), min_size=6, max_size=6))
+    leaf = {lane: str(lane) for lane in range(n_lanes)}
+
+    def add(left: str, right: str) -> str:
+        return f"({left}+{right})"
+
+    def lanes_of(node: Node) -> dict[int, str]:
+        return {lane - node.lo: leaf[lane] for lane in range(*node)}
+
+    tops = {}
+    for host in set(hosts):
+        nodes = [
+            node
+            for w in range(6)
+            if hosts[w] == host
+            for node in cover([lane for lane in range(n_lanes) if owner_of[lane] == w], n_lanes)
+        ]
+        found = folded(nodes, n_lanes)
+        assert sorted(n for parts in found.values() for n in parts) == sorted(nodes)
+        assert tuple(found) == cover([lane for node in nodes for lane in range(*node)], n_lanes)
+        for top, parts in found.items():
+            assert [lane for part in parts for lane in range(*part)] == list(range(*top))
+            tops[top] = fold(top.hi - top.lo, lanes_of(top), add)  # a subtree has the shape of a tree of its own
+    whole = fold(n_lanes, leaf, add)
+    assert all(text in whole for text in tops.values())
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_even_runs_of_a_power_of_two_leave_one_sum_to_each_host(hosts, workers):
+    """The traffic of an all-reduce, whatever the number of workers of a host."""
+    hosts, workers = 1 << hosts, 1 << workers
+    seats = place(range(hosts * workers), hosts * workers * 2)
+    for host in range(hosts):
+        lanes = [lane for seat in seats[host * workers : (host + 1) * workers] for lane in seat.lanes]
+        assert len(folded(cover(lanes, hosts * workers * 2), hosts * workers * 2)) == 1

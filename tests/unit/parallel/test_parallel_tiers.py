@@ -1,0 +1,209 @@
+"""Members on several hosts: shared memory inside each, sockets between them; bits, bytes that cross, aborts."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from parallel_cases import fill, layout, member, plan_of, reduce_step, reference, same_bits, together, whole
+from torch.distributed import HashStore
+
+from everstep.base.errors import CollectiveAborted
+from everstep.base.plan import Plan, WorkerKey
+from everstep.base.ports import Reduced, Tag
+from everstep.exact.layout import BLOCK_ELEMENTS
+from everstep.parallel.either import EitherTransport
+from everstep.parallel.kinds import KINDS, Site
+from everstep.parallel.mesh import Transfer
+from everstep.parallel.tiers import TieredTransport
+from everstep.placement.owners import owners
+from everstep.placement.tiers import Tiers, folded
+from everstep.placement.tree import cover
+
+LANES = 8
+SHAPE = layout(11)
+
+
+class Crew:
+    """Transports of workers in this process, each said to be on a machine. sent: elements by (from, to)."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.transports: dict[int, EitherTransport] = {}
+        self.machine_of: dict[int, str] = {}
+        self.waiting = threading.Event()
+        self.sent: Counter[tuple[int, int]] = Counter()
+
+    def hire(self, i: int, machine: str) -> None:
+        key = WorkerKey(i, 0)
+        site = Site(key, LANES, self.waiting.set, torch.device("cpu"), self.store, b"k" * 32, machine=machine)
+        self.machine_of[i] = machine
+        self.transports[i] = KINDS["auto"].pool(site, SHAPE, "stage0")  # type: ignore[assignment]
+
+    def open(self, generation: int, machines: dict[int, str], runs: Sequence[tuple[int, ...]] | None = None) -> Plan:
+        for i, machine in machines.items():
+            if i not in self.transports:
+                self.hire(i, machine)
+        members = [member(self.transports[i], WorkerKey(i, 0), os.getpid()) for i in sorted(machines)]
+        plan = plan_of(generation, members, LANES, list(runs) if runs is not None else None)
+        assert together(*(lambda i=i: self.transports[i].open(plan) for i in plan.worker_ids)) == [None] * len(members)
+        for i in plan.worker_ids if len(set(machines.values())) > 1 else ():
+            self._count(i)
+        return plan
+
+    def _count(self, i: int) -> None:
+        current = self.transports[i]._current
+        mesh = (current._far if isinstance(current, TieredTransport) else current).mesh  # type: ignore[union-attr]
+        send = mesh.send
+
+        def counted(transfers: Sequence[Transfer]) -> None:
+            for tensor, to, _ in transfers:
+                self.sent[i, to] += tensor.numel()
+            send(transfers)
+
+        mesh.send = counted  # type: ignore[method-assign]
+
+    def reduce(self, plan: Plan, step: int) -> list[Reduced]:
+        found = together(*(lambda i=i: reduce_step(self.transports[i], SHAPE, plan, i, step) for i in plan.worker_ids))
+        assert all(isinstance(r, Reduced) for r in found), found
+        return found  # type: ignore[return-value]
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.close()
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.close()
+
+
+def check_step(reduced: list[Reduced], step: int) -> None:
+    expected, present = reference(SHAPE, LANES, step)
+    for r in reduced:
+        assert r.step == step and r.presence == present
+        assert same_bits(whole(r), expected)
+
+
+def crossing(plan: Plan, machine_of: dict[int, str]) -> int:
+    """Elements that have to leave their hosts: each sum of a host once to each owner elsewhere, each result once to
+    each other host."""
+    owned = owners(SHAPE.n_blocks, plan.worker_ids)
+    total = 0
+    for there in Tiers.of(machine_of).hosts:
+        sums = folded([n for w in there for n in cover(plan.lanes_of(w), LANES)], LANES)
+        for w, (first, last) in owned.items():
+            total += (last - first) * BLOCK_ELEMENTS * (len(sums) + 1) if w not in there else 0
+    return total
+
+
+def test_any_members_on_any_hosts_get_the_same_bits_and_no_byte_crosses_twice(crew: Crew) -> None:
+    rng = random.Random(3)
+    for i in range(7):
+        crew.hire(i, rng.choice("abc"))
+    for generation in range(1, 7):
+        ids = sorted(rng.sample(range(7), rng.randint(2, 7)))
+        machines = {i: crew.machine_of[i] for i in ids}
+        owner = [rng.randrange(len(ids)) for _ in range(LANES)]
+        runs = [tuple(lane for lane in range(LANES) if owner[lane] == k) for k in range(len(ids))]
+        plan = crew.open(generation, machines, runs if generation % 2 else None)
+        for step in (5 * generation, 5 * generation + 1):
+            crew.sent.clear()
+            check_step(crew.reduce(plan, step), step)
+            inside = [pair for pair in crew.sent if machines[pair[0]] == machines[pair[1]]]
+            assert not inside, "what is on one host does not take the sockets"
+            if len(set(machines.values())) > 1:
+                assert sum(crew.sent.values()) == crossing(plan, machines)
+
+
+def test_two_workers_on_each_of_three_hosts_send_half_of_what_single_ones_would(crew: Crew) -> None:
+    plan = crew.open(1, {i: "abc"[i // 2] for i in range(6)}, [(0,), (1,), (2,), (3,), (4, 5), (6, 7)])
+    check_step(crew.reduce(plan, 1), 1)
+    by_host = {name: sum(n for (a, _), n in crew.sent.items() if crew.machine_of[a] == name) for name in "abc"}
+    most = SHAPE.numel * 2 * 2 / 3  # an all-reduce's
+    assert all(abs(n - most) < 4 * BLOCK_ELEMENTS for n in by_host.values()), by_host
+
+
+def test_results_stay_until_the_second_next_reduction(crew: Crew) -> None:
+    for generation, machines in ((1, {0: "a", 1: "a"}), (2, {0: "a", 1: "a", 2: "b", 3: "b"}), (3, {0: "a", 1: "a"})):
+        plan = crew.open(generation, machines)
+        base = 10 * generation
+        before, after = crew.reduce(plan, base), crew.reduce(plan, base + 1)
+        for i in plan.worker_ids:  # the nodes of step + 2 are being filled
+            for node in cover(plan.lanes_of(i), LANES):
+                crew.transports[i].node(base + 2, node).fill_(float("nan"))
+        check_step(before, base)
+        check_step(after, base + 1)
+
+
+def test_a_step_reduced_again_leaves_the_earlier_result_alone_wherever_blocks_are_finished(crew: Crew) -> None:
+    """Other owners, other couriers, and one host instead of three: what somebody holds stays as it is throughout."""
+    four = {0: "a", 1: "a", 2: "b", 3: "c"}
+    plan = crew.open(1, four)
+    held = crew.reduce(plan, 7)[0]
+    expected = whole(held).clone()
+    wrong, stop = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            if not same_bits(whole(held), expected):
+                wrong.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for generation, ids in ((2, (0, 1, 3)), (3, (0, 1)), (4, (0, 1, 2))):
+        again = crew.open(generation, {i: four[i] for i in ids})
+        check_step(crew.reduce(again, 7), 7)
+    stop.set()
+    watcher.join()
+    assert not wrong.is_set()
+
+
+@pytest.mark.parametrize("waits", ["for one of its host", "for another host"])
+def test_abort_frees_whoever_waits(crew: Crew, waits: str) -> None:
+    plan = crew.open(1, {0: "a", 1: "a", 2: "b"})
+    absent = 1 if waits == "for one of its host" else 2
+    there = [i for i in plan.worker_ids if i != absent]
+
+    def abort() -> None:
+        crew.waiting.clear()
+        assert crew.waiting.wait(30)
+        for i in there:
+            crew.transports[i].abort(1)
+
+    found = together(*(lambda i=i: reduce_step(crew.transports[i], SHAPE, plan, i, 1) for i in there), abort)
+    assert all(isinstance(f, CollectiveAborted) and not f.accused for f in found[:-1]), found
+    crew.transports[absent].abort(1)
+    again = crew.open(2, {0: "a", 1: "a", 2: "b"})
+    check_step(crew.reduce(again, 1), 1)
+
+
+def test_who_vanishes_in_the_middle_of_a_reduction_is_named_by_the_other_host(crew: Crew) -> None:
+    plan = crew.open(1, {0: "a", 1: "a", 2: "b"})
+
+    def vanish() -> None:
+        nodes = cover(plan.lanes_of(2), LANES)
+        fill(crew.transports[2], SHAPE, 1, nodes)
+        crew.transports[2].close()
+
+    found = together(*(lambda i=i: reduce_step(crew.transports[i], SHAPE, plan, i, 1) for i in (0, 1)), vanish)
+    accused = [f.accused for f in found[:2] if isinstance(f, CollectiveAborted)]
+    assert [2] in [list(a) for a in accused], found
+    for i in (0, 1):
+        crew.transports[i].abort(1)
+    check_step(crew.reduce(crew.open(2, {0: "a", 1: "a"}), 1), 1)
+
+
+def test_records_reach_all_whatever_their_host(crew: Crew) -> None:
+    plan = crew.open(1, {0: "a", 2: "b", 5: "a"})
+    payloads = {i: bytes([i]) * 1000 * i for i in plan.worker_ids}
+    tag = Tag("decide", 9, 0)
+    found = together(*(lambda i=i: crew.transports[i].exchange(tag, payloads[i]) for i in plan.worker_ids))
+    assert found == [payloads] * 3
