@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -11,26 +10,28 @@ from pathlib import Path
 
 import click
 
-from everstep.base.config import load_config, parse_set
-from everstep.base.config_keys import SecurityConfig
-from everstep.base.errors import ConfigError, ProtocolError, QuorumLost
+from everstep.base.config import Config, load_config, parse_set
+from everstep.base.doors import check_private
+from everstep.base.errors import ConfigError, ProtocolError, QuorumLost, TokenRefused
 from everstep.cli.main import complain
+from everstep.cli.task_loading import parse_task
 from everstep.cli.worker import ENTRY, PRELOAD
-from everstep.protocol.roles import READ
 from everstep.runtime import wire
+from everstep.runtime.about import ask_about, clock_words
 from everstep.runtime.address import JOB_FILE, TOKEN_FILE
 from everstep.runtime.context import Joining
-from everstep.runtime.handshake import role_token
-from everstep.runtime.tls import Tls, shown_by
+from everstep.runtime.devices import default_slots
+from everstep.runtime.interfaces import check_own, own_address
 
 TOKEN_VARIABLE = "EVERSTEP_TOKEN"
-_PATIENCE_S = 600.0
+_OWN_GROUP = "security."
+_OWN_KEYS = ("network.interface", "network.trusted", "hosts.wait_s")
 _AGAIN_S = 0.25
 
 
 @click.command()
 @click.option("--join", "address", metavar="ADDR:PORT", required=True, help="Where the job listens (run --listen).")
-@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most.")
+@click.option("--slots", type=click.IntRange(1), help="Run so many workers at most (one per device, or 1).")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -39,7 +40,14 @@ _AGAIN_S = 0.25
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The job's directory, if it has another name here.")
 @click.option("--host-name", help="What the job calls this host; no other of its hosts may be called so.")
 @click.option("--address", "own", metavar="IP", help="Of this host, for other hosts (that of the route to the job).")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a key of security.*, for this host.")
+@click.option("--task", metavar="TASK", help="Run this one and no other, whatever the job says.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="For this host: a key of security.*, network.interface, network.trusted or hosts.wait_s.",
+)
 def command(
     address: str,
     slots: int | None,
@@ -47,66 +55,69 @@ def command(
     run_dir: Path | None,
     host_name: str | None,
     own: str | None,
+    task: str | None,
     settings: tuple[str, ...],
 ) -> int:
     """Take part in a running job until it is over: keep the workers running that it gives to this host.
 
-    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on.
+    The job's directory must be reachable from here. Ctrl-C ends the workers of this host, and the job goes on; at
+    SIGUSR1 they leave in order, as with `everstep drain DIR --host NAME`, and so does the agent.
     """
     if run_dir is not None and not (run_dir / JOB_FILE).is_file():
         raise ConfigError(f"--run-dir: expected the job's directory, found no {JOB_FILE} in {run_dir}")
+    config = own_settings(settings)
     if own is not None:
-        check_own(own)
-    security = _security(settings)
-    return take_part_in(address, slots, security, token_file=token_file, run_dir=run_dir, host_name=host_name, own=own)
+        check_own("--address", own)
+    if task is not None:
+        task = parse_task(task).canonical
+    return take_part_in(
+        *(address, slots, config),
+        token_file=token_file,
+        run_dir=run_dir,
+        host_name=host_name,
+        own=own,
+        task=task,
+    )
 
 
 def take_part_in(
     address: str,
     slots: int | None,
-    security: SecurityConfig,
+    config: Config,
     *,
     token_file: Path | None = None,
     run_dir: Path | None = None,
     host_name: str | None = None,
     own: str | None = None,
+    task: str | None = None,
 ) -> int:
-    """Be an agent of the job that listens at "host:port". Returns the exit code."""
+    """Be an agent of the job that listens at "host:port". config: of this host's own keys. Returns the exit code."""
     from everstep.runtime.host_agent import take_part
 
-    if token_file is None and security.token_file is not None:
-        token_file = Path(security.token_file)
+    if token_file is None and config.security.token_file is not None:
+        token_file = Path(config.security.token_file)
     joining = Joining(
         address=address,
         token_file=str(token_file or ""),
         entry=ENTRY,
         preload=list(PRELOAD),
         host=host_name or os.uname().nodename,
-        room=slots or 0,
+        room=default_slots() if slots is None else slots,
         run_dir=str(run_dir or ""),
         own=own or "",
-        tls=security.tls,
+        tls=config.security.tls,
+        task=task or "",
     )
     where = joining.where()
     if isinstance(where, Path):
         raise ConfigError(f"--join: expected ADDR:PORT like 127.0.0.1:29400, got {address!r}")
     token = _token(token_file, run_dir)
-    left = take_part(_wait_for_job(joining, where, token), token)
-    if left.words:
+    left = take_part(_wait_for_job(joining, where, token, config), token)
+    if left.words and left.exit_code:
         complain(left.words)
+    elif left.words:
+        print(left.words, file=sys.stderr, flush=True)
     return left.exit_code
-
-
-def check_own(address: str) -> None:
-    """Raises: ConfigError if nothing can listen at this address here."""
-    with socket.socket() as sock:
-        try:
-            sock.bind((address, 0))
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(
-                f"--address: expected one of this host's addresses, got {address!r} ({why}): give one of 'ip -4 addr'"
-            ) from None
 
 
 def place(rank: int | None, size: int | None, address: str | None, port: int | None, listen: str | None) -> str:
@@ -159,35 +170,43 @@ def _token(token_file: Path | None, run_dir: Path | None) -> bytes:
     return token_in(path)
 
 
-def _security(settings: tuple[str, ...]) -> SecurityConfig:
-    """Raises: ConfigError for other keys, or values that contradict each other."""
+def own_settings(settings: tuple[str, ...]) -> Config:
+    """What this host says of itself, beside the job's config.
+
+    Raises: ConfigError for keys that are the job's to say, or values that contradict each other.
+    """
     for text in settings:
-        if not parse_set(text)[0].startswith("security."):
-            raise ConfigError(f"--set: expected a key of security.*, got {text!r}: the others are the job's to say")
-    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings]).security
+        name = parse_set(text)[0]
+        if name not in _OWN_KEYS and not name.startswith(_OWN_GROUP):
+            own = ", ".join((f"{_OWN_GROUP}*", *_OWN_KEYS))
+            raise ConfigError(f"--set: expected a key of {own}, got {text!r}: the others are the job's to say")
+    return load_config([(f"--set {text}", dict([parse_set(text)])) for text in settings])
 
 
-def _wait_for_job(joining: Joining, where: tuple[str, int], token: bytes) -> Joining:
+def _wait_for_job(joining: Joining, where: tuple[str, int], token: bytes, config: Config) -> Joining:
     """Until a job answers that has this token. Returns the same with the address of this host.
 
     Raises: ConfigError if it has another one, or is none; QuorumLost if nobody has answered for long.
     """
-    end_s, told = time.monotonic() + _PATIENCE_S, False
+    patience_s = config.hosts.wait_s
+    end_s, told, name = time.monotonic() + patience_s, False, f"{where[0]}:{where[1]}"
     while True:
         try:
-            sock = socket.create_connection(where, wire.HANDSHAKE_TIMEOUT_S)
-            own = joining.own or str(sock.getsockname()[0])
-            tls = Tls.of(shown_by(joining.tls, token, own))
-            with wire.secured(sock, tls) as sock:
-                wire.handshake_client(sock, role_token(token, READ), READ, f"agent-{os.getpid()}")
-                return replace(joining, own=own)
+            own = own_address(config.network, joining.own or None, where[0])
+            check_private("--address", own, trusted=config.network.trusted)
+            words = clock_words(ask_about(where, token, joining.tls, own))
+            if words:
+                print(f"warning: {words}", file=sys.stderr, flush=True)
+            return replace(joining, own=own)
+        except TokenRefused as error:
+            raise ConfigError(f"--join {name}: that head has another token ({error})") from None
         except ProtocolError as error:
-            raise ConfigError(f"--join {where[0]}:{where[1]}: {error}") from None
+            raise ConfigError(f"--join {name}: {error}") from None
         except OSError as error:
-            words = f"no job answers at {where[0]}:{where[1]} ({error.strerror or error})"
-        if time.monotonic() > end_s:
-            raise QuorumLost(f"{words} for {_PATIENCE_S:g} s")
+            words = f"no head at {name} ({(error.strerror or str(error)).lower()})"
+        if time.monotonic() >= end_s:
+            raise QuorumLost(f"{words} for {patience_s:g} s: is the job's 'everstep run --listen' started there?")
         if not told:
             print(f"{words}: waiting for it", file=sys.stderr, flush=True)
             told = True
-        time.sleep(_AGAIN_S)
+        time.sleep(min(_AGAIN_S, max(0.0, end_s - time.monotonic())))

@@ -29,12 +29,12 @@ from everstep.cli.beside import (
     check_metrics,
     dashboard_beside,
     metrics_beside,
-    parse_listen,
     sinks_beside,
     told,
 )
 from everstep.cli.config_file import read_config_file
 from everstep.cli.display import Watcher, choose_display, print_summary, summary
+from everstep.cli.doors import check_own_ports, head_doors
 from everstep.cli.job import (
     JobFile,
     Request,
@@ -140,6 +140,7 @@ class _Run(click.Command):
 @click.option("--resume-from", help="Checkpoint (path or URL) to begin with.")
 @click.option("--require-signature", "key_file", metavar="KEY", help="Begin with no checkpoint that it did not sign.")
 @click.option("--listen", metavar="ADDR:PORT", help="Let agents join there; port 0 is any. Sets network.address.")
+@click.option("--address", "told", metavar="IP", help="Of --listen 0.0.0.0:PORT: which address others are told.")
 @click.option("--slots", type=click.IntRange(1), help="Of --listen: run so many workers on this host at most.")
 @click.option("--rank", type=click.IntRange(0), help="Which of the hosts this is: the job's head is on 0.")
 @click.option("--world-size", type=click.IntRange(1), help="Of --rank: how many hosts take part.")
@@ -168,6 +169,7 @@ def command(
     fresh: bool,
     key_file: str | None,
     listen: str | None,
+    told: str | None,
     slots: int | None,
     rank: int | None,
     world_size: int | None,
@@ -198,8 +200,9 @@ def command(
     layers = [(str(config_file), read_config_file(config_file))] if config_file is not None else []
     layers += [(f"--set {text}", dict([parse_set(text)])) for text in settings]
     if rank and listen is not None:
-        return take_part_in(listen, slots, load_config(layers).security)
-    options["network.address"], port = _listen(listen, no_local_workers)
+        return take_part_in(listen, slots, load_config(layers))
+    doors, port = head_doors(listen, told, read_layers(layers), local=not no_local_workers)
+    options |= doors
     layers.append(("options", {key: value for key, value in options.items() if value is not None}))
     request = Request(tuple(layers), batch_size, simulate_failure)
     run_dir = run_dir or default_run_dir(spec)
@@ -232,15 +235,6 @@ def _check_sign_key(path: str | None) -> None:
         read_private_key(path)
 
 
-def _listen(listen: str | None, no_local_workers: bool) -> tuple[str | None, int | None]:
-    """Address and port where agents may join, None if they may not."""
-    if listen is not None:
-        return parse_listen("--listen", listen)
-    if no_local_workers:
-        raise ConfigError("--no-local-workers: expected --listen ADDR:PORT beside it, where agents can join")
-    return None, None
-
-
 def _run_or_show(invocation: Invocation, dry_run: bool) -> int:
     if dry_run:
         print_placement(*_prepare(invocation, units=True), as_json=invocation.as_json)
@@ -261,8 +255,9 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_sinks(config.sinks)
     check_notify(config.notify)
     _check_sign_key(config.checkpoint.sign_key)
-    check_hosts(config)
+    check_hosts(config, alone=invocation.port is None)
     check_network(config, invocation.port or 0)
+    check_own_ports(config, invocation.slots, local=invocation.local)
     check_tls(config.security.tls, config.network.address)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)

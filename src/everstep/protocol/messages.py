@@ -14,7 +14,7 @@ from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
 _Short = Annotated[str, msgspec.Meta(max_length=100)]
 
@@ -70,8 +70,8 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
 
     slots: how many it will keep filled; with none it waits to be told which. room: how many it can fill, 0 if that does
     not matter. process: names this process among those that have spoken for the host; another one has other workers.
-    lost: slots that it has given up; failed: that it can do nothing more. Both may have been said to a coordinator that
-    was dead by then.
+    lost: slots that it has given up; failed: that it can do nothing more; leaving: that its host wants to leave in
+    order. All of it may have been said to a coordinator that was dead by then.
     about: of the host, for people: its address and versions.
     """
 
@@ -82,6 +82,7 @@ class AgentHello(FromAgent, frozen=True, kw_only=True):
     process: str = ""
     lost: list[SlotLost] = []
     failed: HostFailed | None = None
+    leaving: bool = False
     about: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=16)] = {}
 
 
@@ -127,6 +128,10 @@ class HostFailed(FromAgent, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostLeaving(FromAgent, frozen=True, kw_only=True):
+    """From an agent: its host is to leave in order, as if somebody had asked for it to be drained."""
 
 
 class AgentNotice(FromAgent, frozen=True, kw_only=True):
@@ -377,6 +382,20 @@ class AgentRefused(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.UNKNOWN
+
+
+class HostDismissed(AnyMessage, frozen=True, kw_only=True):
+    """This host was drained, and its workers have left: leave."""
+
+    reason: str
+    cause: Cause = Cause.DRAINED
+
+
+class HostKept(AnyMessage, frozen=True, kw_only=True):
+    """This host cannot leave. `reason`: one line for the user."""
+
+    reason: str
+    cause: Cause = Cause.CONFIG
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

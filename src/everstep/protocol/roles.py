@@ -25,6 +25,7 @@ CONTROL_ROLES = frozenset({AGENT, WORKER, JOB, *PEOPLE})
 COMMANDS = {
     "status": READ,
     "hosts": READ,
+    "about": READ,
     "scale": OPERATE,
     "drain": OPERATE,
     "checkpoint": OPERATE,
@@ -38,7 +39,10 @@ _JOBS_OWN = frozenset({"stop", "checkpoint"})
 
 SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
     **dict.fromkeys(
-        (m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.AgentNotice),
+        (
+            *(m.AgentHello, m.Heartbeat, m.WorkerStarted, m.WorkerExited, m.SlotLost, m.HostFailed, m.HostLeaving),
+            m.AgentNotice,
+        ),
         frozenset({AGENT}),
     ),
     **dict.fromkeys(

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.given import read_json
+from everstep.base.stage_map import hosts_of, parse_map
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -47,6 +48,8 @@ from everstep.protocol.messages import (
     AgentNotice,
     AgentRefused,
     AnyMessage,
+    Command,
+    CommandReply,
     Goodbye,
     JobFacts,
     JobHello,
@@ -59,6 +62,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
+from everstep.runtime.about import answer
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
 from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
 from everstep.runtime.journal import Journal
@@ -80,11 +84,13 @@ class Switchboard:
     """What passes between the job's process and its agents without the coordinator deciding anything.
 
     Pure: what came in, what goes out. Knows which connections are agents' and which the job's. What agents say while
-    the job is not there waits for it. facts: what agents are told.
+    the job is not there waits for it. facts: what agents are told. clock: Unix nanoseconds, for whoever asks about
+    this host.
     """
 
-    def __init__(self, facts: JobFacts) -> None:
+    def __init__(self, facts: JobFacts, clock: Callable[[], int] = time.time_ns) -> None:
         self._facts = facts
+        self._clock = clock
         self._jobs: set[str] = set()
         self._agents: dict[str, AgentHello] = {}
         self._unread: deque[AgentNotice] = deque(maxlen=MOST_UNREAD)
@@ -105,6 +111,10 @@ class Switchboard:
                 return [(connection, self._present()), *unread], True
             case Goodbye():
                 return [(name, message) for name in (*sorted(self._agents), connection)], False
+            case Command(request=request, name="about", args=args):
+                address = str(self._facts.config.get("network", {}).get("address", ""))
+                said = answer(args, self._facts.versions, address, self._clock)
+                return [(connection, CommandReply(request=request, ok=True, error="", result=said))], False
             case AgentHello():
                 return self._agent_hello(connection, message)
         return [], True
@@ -117,8 +127,8 @@ class Switchboard:
     def _agent_hello(self, connection: str, hello: AgentHello) -> tuple[Sends, bool]:
         for other in self._agents.values():
             if other.agent_id == hello.agent_id and other.process != hello.process:
-                pid = other.process.partition("-")[0]
-                text = f"another agent of this job is called {hello.agent_id!r} (process {pid} of its host)"
+                pid, where = other.process.partition("-")[0], other.about.get("address") or "an unknown address"
+                text = f"another agent of this job is called {hello.agent_id!r} (at {where}, process {pid})"
                 refused = AgentRefused(cause=Cause.CONFIG, reason=f"{text}: give one of them another --host-name")
                 return [(connection, refused)], False
         self._agents[connection] = hello
@@ -444,8 +454,19 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
         hosts=HostRules(
             reconnect_ns=int(beat.reconnect_s * 1e9),
             return_ns=RETURN_NS if config.hosts.return_ == "rebalance" else None,
+            least=config.hosts.min,
+            named=_named_hosts(config),
+            wait_ns=int(config.hosts.wait_s * 1e9),
         ),
     )
+
+
+def _named_hosts(config: Config) -> dict[int, str]:
+    """Where the map wants workers. The job's own host, whatever it is called there, is called by its address."""
+    node = os.uname().nodename
+    own = {node, node.partition(".")[0], "localhost", "127.0.0.1"}
+    named = hosts_of(parse_map(config.map, config.stages))
+    return {i: config.network.address if name in own else name for i, name in named.items()}
 
 
 def _ns(seconds: float | str) -> int | None:
@@ -481,7 +502,8 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown))
 
     def listen(port: int) -> Coroutine[Any, Any, asyncio.Server]:
-        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), host, port, backlog=2048)
+        where = config.network.listen or host
+        return asyncio.get_running_loop().create_server(lambda: ControlSocket(server), where, port, backlog=2048)
 
     try:
         listener = await listen(port)
@@ -491,7 +513,7 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
         listener = await listen(0)  # somebody else took the port; clients read the new one from the address file
     bound = listener.sockets[0].getsockname()
     tls = (config.security.tls.mode, shown.ca) if shown is not None else ()
-    write_address(run_dir / COORDINATOR_FILE, bound[0], bound[1], *tls)
+    write_address(run_dir / COORDINATOR_FILE, host, bound[1], *tls)
     if journal.entries:
         report_restart(events, coordinator, journal, down_since_unix_ns, cause)
     server.handle(Tick())

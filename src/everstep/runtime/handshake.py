@@ -26,7 +26,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from everstep.base.errors import ProtocolError
+from everstep.base.errors import ProtocolError, TokenRefused
 from everstep.protocol.messages import VERSION
 from everstep.protocol.roles import WORKER
 
@@ -230,7 +230,7 @@ class Caller:
     def accept(self, proof: bytes) -> Seals:
         """Raises: ProtocolError if the server does not know the token."""
         if not hmac.compare_digest(proof, _proof(self._key, b"server", self._nonce, self._body)):
-            raise ProtocolError("the server does not know this job's token: it serves another job")
+            raise TokenRefused("the server does not know this job's token: it serves another job")
         to_server, to_client = _directions(self._key, self._nonce, self._body)
         return Seals(self._role, self._name, self._ends.needs_tags, to_server, to_client)
 

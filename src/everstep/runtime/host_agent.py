@@ -25,6 +25,8 @@ from everstep.protocol.messages import (
     AgentRefused,
     AnyMessage,
     Goodbye,
+    HostDismissed,
+    HostKept,
     JobEnded,
     JobFacts,
     KillWorker,
@@ -34,6 +36,7 @@ from everstep.protocol.messages import (
 from everstep.protocol.roles import WORKER
 from everstep.runtime import wire
 from everstep.runtime.address import COORDINATOR_FILE, LOGS_FOLDER, METRICS_FOLDER
+from everstep.runtime.admission import why_not
 from everstep.runtime.agent_link import AgentLink
 from everstep.runtime.board import MAX_ROWS, Board, create_board_memory
 from everstep.runtime.collector import Collector, Sampler
@@ -53,7 +56,6 @@ from everstep.runtime.process import (
     taking_signals,
 )
 from everstep.runtime.tls import Shown, Tls, shown_by
-from everstep.runtime.versions import differences, task_digest, versions
 from everstep.runtime.workers import Workers
 
 GRACE_S = 10.0
@@ -175,7 +177,8 @@ class HostAgent:
     def _take(self, item: AnyMessage | int) -> None:
         host = self._host
         if item == signal.SIGUSR1:
-            return  # for the job to act upon
+            self._wish_to_leave()
+            return
         if item == END_ALONE:
             self._end_alone()
             return
@@ -190,6 +193,11 @@ class HostAgent:
             self._leave(Left(2, item.reason))
         elif isinstance(item, JobEnded):
             self._on_job_ended(item)
+        elif isinstance(item, HostDismissed):
+            self._leave(Left(0, item.reason))
+        elif isinstance(item, HostKept):
+            self._link.stay()
+            _say(item.reason)
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
@@ -198,6 +206,11 @@ class HostAgent:
             self._idle = False
         elif isinstance(item, KillWorker) and host is not None:
             self._kill(host, item)
+
+    def _wish_to_leave(self) -> None:
+        if not self._joining.parent:  # else it is for the job to act upon
+            _say("SIGUSR1: this host leaves in order")
+            self._link.ask_to_leave()
 
     def _end_alone(self) -> None:
         """The job is to end, and no coordinator says so: its process has told this agent, and no other one."""
@@ -217,11 +230,9 @@ class HostAgent:
             except ProcessLookupError:
                 self._leave(Left(3, "the job's process is gone"))
                 return
-        mixed = load_config([("the job", facts.config)]).hosts.mixed
-        here = {**versions(), "task file": task_digest(facts.task)}
-        differing = differences(here, facts.versions, mixed=mixed)
-        if differing:
-            self._leave(Left(2, f"this host would not compute the same bits: {'; '.join(differing)}"))
+        refused = why_not(facts, load_config([("the job", facts.config)]), self._joining)
+        if refused:
+            self._leave(Left(2, refused))
             return
         run_dir = self._joining.run_dir or facts.run_dir
         if not os.path.isdir(run_dir):
@@ -260,7 +271,7 @@ class HostAgent:
         if self._absence.over:
             self._leave(Left(3, words))
         elif words:
-            print(f"everstep agent: {words}", file=sys.stderr, flush=True)
+            _say(words)
 
     def _look_at_end(self, now_s: float) -> None:
         host = self._host
@@ -311,6 +322,10 @@ class HostAgent:
     def _notify(self, kind: str, why: Why | None = None, **fields: Any) -> None:
         said = vars(why) if why is not None else {}
         self._link.notice(kind, {"time_unix_ns": time.time_ns(), **said, **fields})
+
+
+def _say(words: str) -> None:
+    print(f"everstep agent: {words}", file=sys.stderr, flush=True)
 
 
 class Host:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Literal
 
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
@@ -236,9 +237,9 @@ class Agent:
     lives: the processes it runs, as it last said; restored: those that it ran according to the journal, until it says
     hello to this life of the coordinator. slots: how many it started by itself; room: for how many there is room, 0 if
     that does not matter. process: which one it is, so that a new one is told apart. left_ns: when its connection ended,
-    None while it has one or before its first. about: of its host, as it has said. draining: it is to have no slots any
-    more. sent_slots: those that it
-    knows to keep filled, None: it was not told.
+    None while it has one or before its first. about: of its host, as it has said. drained: whether it wishes to
+    leave, whether it is to have no slots any more and to leave when its workers have, and whether it was told to.
+    sent_slots: those that it knows to keep filled, None: it was not told.
     """
 
     agent_id: str
@@ -252,7 +253,7 @@ class Agent:
     process: str = ""
     left_ns: int | None = None
     about: dict[str, str] = field(default_factory=dict)
-    draining: bool = False
+    drained: Literal["no", "wished", "asked", "told"] = "no"
     sent_slots: list[int] | None = None
     _rtts_ms: deque[float] = field(default_factory=lambda: deque(maxlen=31))
     _killed_ns: dict[WorkerKey, int] = field(default_factory=dict)
@@ -261,7 +262,6 @@ class Agent:
         """The agent has connected (again) and said hello."""
         self.connection, self.left_ns = connection, None
         self.host, self.slots = hello.host, hello.slots
-        self.draining = self.draining and hello.process == self.process
         self.room, self.process, self.about = hello.room, hello.process, hello.about
         self.sent_slots = None
         self._killed_ns.clear()
@@ -277,9 +277,26 @@ class Agent:
         """The agent's connection has ended."""
         self.connection, self.left_ns = None, now_ns
 
-    def drain(self) -> None:
-        """It is to have no slots any more."""
-        self.draining = True
+    def drain(self, wanted: bool = True) -> None:
+        """It is to have no slots any more, or may have some (again)."""
+        self.drained = "asked" if wanted else "no"
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to have no slots any more."""
+        return self.drained in ("asked", "told")
+
+    def wish(self) -> None:
+        """It wishes to leave; whether it can is seen when it knows its slots."""
+        self.drained = self.drained if self.draining else "wished"
+
+    def may_leave(self) -> bool:
+        """Whether it was drained, runs nothing, knows that it is to start nothing, and was not told yet to leave. Notes
+        that it is told now."""
+        if self.drained != "asked" or self.connection is None or self.believed or self.sent_slots != []:
+            return False
+        self.drained = "told"
+        return True
 
     @property
     def rtt_ms(self) -> float:
@@ -352,6 +369,11 @@ class Agent:
         self.sent_slots = None
 
 
+def is_called(agent: Agent, name: str) -> bool:
+    """Whether a map means this agent's host by that name: its own, or its address."""
+    return name in (agent.agent_id, agent.about.get("address"))
+
+
 class Agents:
     """All agents whose heartbeats are expected, by id."""
 
@@ -359,6 +381,7 @@ class Agents:
         self.version = 0
         self.known: dict[str, Agent] = {}
         self._desk = desk
+        self._drained: dict[str, str] = {}  # agent id -> the process that was drained; a new one may come
 
     def watch(self, agent_id: str, host: str) -> Agent:
         """The agent of this id; if it was not known, begin to expect its heartbeats."""
@@ -381,6 +404,20 @@ class Agents:
         if agent.left_ns is not None:
             self._desk.change()
         agent.greet(connection, hello, self._desk.now)
+        agent.drain(self._drained.get(agent.agent_id) == hello.process)
+
+    def drain(self, agent: Agent, why: Why) -> None:
+        """An agent is to have no slots any more; a restart of the coordinator does not change that."""
+        self.version += 1
+        self.replay_drained(agent.agent_id, agent.process)
+        agent.drain()
+        self._desk.persist(
+            "drained", agent_id=agent.agent_id, process=agent.process, cause=why.cause, reason=why.reason
+        )
+
+    def replay_drained(self, agent_id: str, process: str) -> None:
+        """This process of an agent was drained, now or in a former life of the coordinator."""
+        self._drained[agent_id] = process
 
     def exited(self, agent: Agent, key: WorkerKey) -> None:
         """An agent says that this process is dead."""
@@ -541,6 +578,8 @@ class Slots:
         counts = Counter(owner for i in wanted if (owner := self._owners.get(i)) is not None)
         for worker_id in sorted(i for i in wanted if self._owners.get(i) not in self._agents.known):
             free = [a for a in agents if not a.draining and (not a.room or counts[a.agent_id] < a.room)]
+            name = self._desk.config.hosts.named.get(worker_id)
+            free = [a for a in free if name is not None and is_called(a, name)] or free
             if not free:
                 break
             self._owners[worker_id] = min((counts[a.agent_id], a.agent_id) for a in free)[1]

@@ -14,6 +14,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.base.plan import Plan, Seat, WorkerKey
 from everstep.placement.lanes import leaders
+from everstep.protocol.coordinator import gathering
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.arrivals import START_PATIENCE_NS
 from everstep.protocol.coordinator.desk import SECOND_NS, describe, listed
@@ -214,6 +215,8 @@ def _announce_leader(job: JobState, plan: Plan, leader: WorkerKey, stage: int) -
 
 def reconcile(job: JobState) -> None:
     """Make the plan that is due at once, or say what is waited for."""
+    if gathering.waits(job):
+        return
     if job.agreement.plan is NO_PLAN:
         _start(job)
     elif job.agreement.broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +16,16 @@ class HostRules:
 
     grace_ns: so long the agents and workers of a journal may take to come back. reconnect_ns: so long a host may that
     has lost all its connections. return_ns: after so long slots move to hosts that have fewer than others; None: never.
+    least: hosts that have to be there before the job begins; named: where the map wants workers, by worker id; wait_ns:
+    how long it waits for all of them.
     """
 
     grace_ns: int = 2_000_000_000
     reconnect_ns: int = 1_000_000_000
     return_ns: int | None = None
+    least: int = 1
+    named: Mapping[int, str] = field(default_factory=dict)
+    wait_ns: int = 600_000_000_000
 
 
 @dataclass(frozen=True)
