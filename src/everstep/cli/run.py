@@ -18,7 +18,7 @@ from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config, parse_set, read_layers
 from everstep.base.errors import ConfigError
 from everstep.base.foreign import foreign_launcher
-from everstep.chaos.spec import parse
+from everstep.chaos.spec import parse, strikes_of
 from everstep.checkpoint.keys import read_private_key, read_public_key
 from everstep.checkpoint.store import DirectoryStore
 from everstep.cli.agent import given_token, place, take_part_in, token_in
@@ -70,6 +70,7 @@ from everstep.cli.worker import ENTRY, PRELOAD
 from everstep.observe.events import EventLog, read_events
 from everstep.report.facts import Facts, facts_of
 from everstep.runtime.address import EVENTS_FILE, JOB_FILE, TOKEN_FILE
+from everstep.runtime.admission import cannot_strike
 from everstep.runtime.commands import run_lock
 from everstep.runtime.fork_server_client import EarlyForkServer
 from everstep.runtime.tls import check_tls
@@ -258,10 +259,18 @@ def _prepare(invocation: Invocation, *, units: bool = False) -> tuple[Config, Pr
     check_hosts(config, alone=invocation.port is None)
     check_network(config, invocation.port or 0)
     check_own_ports(config, invocation.slots, local=invocation.local)
+    _check_strikes(config)
     check_tls(config.security.tls, config.network.address)
     if probe.dataset_size is not None:
         check_dataset(config, probe.dataset_size)
     return with_chaos(config, request, probe.dataset_size), probe
+
+
+def _check_strikes(config: Config) -> None:
+    """Raises: ConfigError if this host cannot do its part of a scripted fault."""
+    lacks = cannot_strike(strikes_of(parse(config.chaos)), (config.network.address,))
+    if lacks:
+        raise ConfigError(lacks)
 
 
 def _run(invocation: Invocation, config: Config, probe: Probe) -> int:
@@ -345,6 +354,7 @@ def _launch(invocation: Invocation, job: JobFile, opening: list[str], step: int)
         lambda event: watcher.process_event(event),
         port=port,
         token=invocation.token,
+        strikes=strikes_of(parse(config.chaos)),
     )
     total = total_steps(config, job.dataset_size)
     display = choose_display(run_dir, as_json=invocation.as_json, log_every=config.log_every, total_steps=total)

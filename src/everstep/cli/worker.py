@@ -45,6 +45,7 @@ def main(context: WorkerContext) -> int:
         link.fault_now = injector.now
         injector.flip = lambda: link.flip()
         injector.pids = lambda: link.cell.pids
+        injector.strike_due = link.strike_due
 
     def load(effective: Config) -> Task:
         return load_task(context.task, effective)

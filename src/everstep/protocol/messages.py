@@ -13,6 +13,7 @@ import msgspec
 from everstep.base.cause import Cause
 from everstep.base.errors import ProtocolError
 from everstep.base.plan import Member, Plan
+from everstep.base.strikes import Strike
 
 VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
@@ -266,6 +267,16 @@ class Saved(OfLife, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class StrikeDue(OfLife, frozen=True, kw_only=True):
+    """From a worker that is where a scripted fault of a host, or of a link, is to strike. `index`: its place in the
+    job's specification."""
+
+    index: int
+    generation: int
+    step: int
+    phase: _Short
+
+
 class Profiled(OfLife, frozen=True, kw_only=True):
     """The worker's trace for the profile of this name is written, or why there is none."""
 
@@ -364,7 +375,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
 
     config: as `base.config.to_dict` makes it. coordinator_file: names the coordinator's address, on hosts that share
     the run directory. job_pid: of the process whose end is the job's, on the machine of this name.
-    versions: what has to be alike on all hosts.
+    versions: what has to be alike on all hosts. strikes: scripted faults of hosts and links.
     """
 
     task: str
@@ -375,6 +386,7 @@ class JobFacts(AnyMessage, frozen=True, kw_only=True):
     job_pid: int
     machine: str
     versions: dict[str, str] = {}
+    strikes: list[Strike] = []
 
 
 class AgentRefused(AnyMessage, frozen=True, kw_only=True):
@@ -396,6 +408,19 @@ class HostKept(AnyMessage, frozen=True, kw_only=True):
 
     reason: str
     cause: Cause = Cause.CONFIG
+
+
+class StrikeNow(AnyMessage, frozen=True, kw_only=True):
+    """To an agent: a fault on purpose. `kind`: kill (all processes of this host), or what becomes of packets to and
+    from the address `peer` ("": of all): as `base.strikes.Strike` has it, times in seconds. number: of no other."""
+
+    number: int
+    kind: str
+    peer: str = ""
+    for_s: float = 0.0
+    by_s: float = 0.0
+    mbit: float = 0.0
+    share: float = 1.0
 
 
 class KillWorker(OfLife, frozen=True, kw_only=True):

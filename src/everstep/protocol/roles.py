@@ -48,7 +48,7 @@ SAYS: dict[type[m.AnyMessage], frozenset[str]] = {
     **dict.fromkeys(
         (
             *(m.WorkerHello, m.WorkerHealed, m.HealFailed, m.GenerationEntered, m.Progress, m.PeerFault),
-            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StoreSet, m.StoreGet),
+            *(m.WorkerFailed, m.WorkerDone, m.SettleAgain, m.Saved, m.Profiled, m.StrikeDue, m.StoreSet, m.StoreGet),
         ),
         frozenset({WORKER}),
     ),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from everstep.base.config import Config
 from everstep.base.doors import check_ports
 from everstep.base.errors import ConfigError
+from everstep.base.strikes import Strike
 from everstep.protocol.messages import JobFacts
 from everstep.runtime.context import Joining
 from everstep.runtime.devices import check_slots
+from everstep.runtime.links import lacking
 from everstep.runtime.versions import differences, task_digest, versions
 
 
@@ -24,4 +28,11 @@ def why_not(facts: JobFacts, config: Config, joining: Joining) -> str:
         check_ports(config.network.ports, joining.room or config.workers + config.spares)
     except ConfigError as error:
         return str(error)
-    return ""
+    return cannot_strike(facts.strikes, (joining.host, joining.own))
+
+
+def cannot_strike(strikes: Iterable[Strike], names: Sequence[str]) -> str:
+    """Which scripted fault this host, called so, cannot carry out, and why, in one line; "" if it can do its part."""
+    own = [strike for strike in strikes if any(strike.acts(name) for name in names)]
+    lacks = lacking(strike.means for strike in own)
+    return f"chaos fault {next(s for s in own if s.means).text!r} cannot strike here: {lacks}" if lacks else ""

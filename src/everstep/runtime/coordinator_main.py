@@ -14,10 +14,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import uvloop
 
 from everstep.base.cause import Cause, Why
@@ -25,6 +26,7 @@ from everstep.base.config import Config, load_config, pool_wish
 from everstep.base.errors import EverstepError, ProtocolError
 from everstep.base.given import read_json
 from everstep.base.stage_map import hosts_of, parse_map
+from everstep.base.strikes import Strike
 from everstep.observe.events import EventLog
 from everstep.protocol.coordinator.agreement import timed
 from everstep.protocol.coordinator.coordinator import Coordinator
@@ -64,7 +66,7 @@ from everstep.protocol.roles import CONTROL_ROLES, PEOPLE
 from everstep.runtime import wire
 from everstep.runtime.about import answer
 from everstep.runtime.address import COORDINATOR_FILE, EVENTS_FILE, JOB_FILE, JOURNAL_FILE, TOKEN_FILE, write_address
-from everstep.runtime.handshake import Ends, Greeter, Seals, keys_of
+from everstep.runtime.handshake import Ends, Greeter, Seals, frame_digest, keys_of
 from everstep.runtime.journal import Journal
 from everstep.runtime.porch import Complaints, Strangers
 from everstep.runtime.process import die_with_parent, machine, raise_descriptor_limit
@@ -167,7 +169,7 @@ class ControlServer:
         self._round_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._journal_warned = False
-        self._last_encoded: tuple[AnyMessage | None, bytes] = (None, b"")
+        self._last_encoded: tuple[AnyMessage | None, bytes, bytes] = (None, b"", b"")
 
     def next_name(self) -> str:
         """A name that no other connection of this process has had."""
@@ -215,7 +217,7 @@ class ControlServer:
 
     def _send(self, name: str, message: AnyMessage) -> None:
         if name in self.connections:
-            self.connections[name].send(self._frame(message))
+            self.connections[name].send(*self._frame(message))
 
     def _end(self, name: str) -> None:
         if name in self.connections:
@@ -254,16 +256,18 @@ class ControlServer:
         there = len(self.strangers) > 0
         self._late = asyncio.get_running_loop().call_later(_LATE_S, self._send_off) if there else None
 
-    def _frame(self, message: AnyMessage) -> bytes:
-        """The frame of a message; a plan for a thousand workers is encoded once, not a thousand times."""
-        known, data = self._last_encoded
+    def _frame(self, message: AnyMessage) -> tuple[bytes, bytes]:
+        """The frame of a message, and its digest; a plan for a thousand workers is encoded, deflated and read for that
+        once, not a thousand times."""
+        known, data, digest = self._last_encoded
         same = known is message
         if isinstance(message, PlanNow | PlanPrepared) and type(known) is type(message):
             same = getattr(known, "plan", None) is message.plan
         if not same:
             data = wire.frame(encode(message), deflate=True)
-            self._last_encoded = (message, data)
-        return data
+            digest = frame_digest(data)
+            self._last_encoded = (message, data, digest)
+        return data, digest
 
     def _persist(self, entry: dict[str, Any]) -> None:
         if self.journal.append(entry):
@@ -350,12 +354,13 @@ class ControlSocket(asyncio.Protocol):
         else:
             self._server.strangers.leave(self)
 
-    def send(self, data: bytes) -> None:
-        """Queue a frame. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`; it will reconnect."""
+    def send(self, data: bytes, digest: bytes = b"") -> None:
+        """Queue a frame, whose digest may be known. A client that does not read is cut off beyond `MAX_UNSENT_BYTES`;
+        it will reconnect."""
         transport, seals = self._transport, self._seals
         if transport is None or seals is None or transport.is_closing():
             return
-        self._write(data, seals.tag(data))
+        self._write(data, seals.tag(data, digest=digest))
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._server.refuse(self.peer, f"more than {MAX_UNSENT_BYTES} bytes wait for it to read")
             transport.abort()
@@ -434,8 +439,8 @@ class ControlSocket(asyncio.Protocol):
             self._transport.abort()
 
 
-def coordinator_config(config: Config) -> CoordinatorConfig:
-    """What the coordinator needs of the job's config."""
+def coordinator_config(config: Config, strikes: Sequence[Strike] = ()) -> CoordinatorConfig:
+    """What the coordinator needs of the job's config. strikes: scripted faults of hosts and links."""
     beat = config.heartbeat
     return CoordinatorConfig(
         lanes=config.lanes,
@@ -457,6 +462,7 @@ def coordinator_config(config: Config) -> CoordinatorConfig:
             least=config.hosts.min,
             named=_named_hosts(config),
             wait_ns=int(config.hosts.wait_s * 1e9),
+            strikes=tuple(strikes),
         ),
     )
 
@@ -474,6 +480,11 @@ def _ns(seconds: float | str) -> int | None:
     return None if isinstance(seconds, str) else int(seconds * 1e9)
 
 
+def scripted_strikes(job: dict[str, Any]) -> list[Strike]:
+    """Scripted faults of hosts and links. job: as job.json says it. Raises: ValueError if that makes no sense."""
+    return msgspec.convert(job.get("strikes", []), list[Strike])
+
+
 def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
     """What agents are told of the job. job: as job.json says it."""
     return JobFacts(
@@ -485,6 +496,7 @@ def job_facts(run_dir: Path, job: dict[str, Any], job_pid: int) -> JobFacts:
         job_pid=job_pid,
         machine=machine(),
         versions={**versions(), "task file": task_digest(str(job.get("task", "")))},
+        strikes=scripted_strikes(job),
     )
 
 
@@ -496,7 +508,7 @@ async def serve(run_dir: Path, port: int, job_pid: int, down_since_unix_ns: int,
     token = wire.read_token(run_dir / TOKEN_FILE)
     journal = Journal(run_dir / JOURNAL_FILE)
     events = EventLog(run_dir / EVENTS_FILE)
-    coordinator = Coordinator(coordinator_config(config), journal.entries)
+    coordinator = Coordinator(coordinator_config(config, scripted_strikes(job)), journal.entries)
     shown = shown_by(config.security.tls, token, host)
     board = Switchboard(job_facts(run_dir, job, job_pid))
     server = ControlServer(coordinator, board, journal, events, token, Tls.of(shown))

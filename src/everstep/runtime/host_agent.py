@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from everstep.base.cause import Cause, Why
 from everstep.base.config import Config, load_config
-from everstep.base.errors import EverstepError
+from everstep.base.errors import ConfigError, EverstepError
 from everstep.base.plan import WorkerKey
 from everstep.protocol.messages import (
     AgentRefused,
@@ -31,6 +31,7 @@ from everstep.protocol.messages import (
     JobFacts,
     KillWorker,
     SetSlots,
+    StrikeNow,
     WorkerLife,
 )
 from everstep.protocol.roles import WORKER
@@ -43,6 +44,7 @@ from everstep.runtime.collector import Collector, Sampler
 from everstep.runtime.context import Joining, WorkerContext
 from everstep.runtime.fork_server_client import ForkServerClient, start_fork_server
 from everstep.runtime.handshake import PEER, role_token
+from everstep.runtime.links import harm
 from everstep.runtime.process import (
     END_ALONE,
     Inbox,
@@ -201,11 +203,8 @@ class HostAgent:
         elif isinstance(item, Goodbye):
             if self._ended is None and self._job_fd < 0:  # where the job's process is, that is seen
                 self._leave(Left(3, f"{item.reason}: its workers here are ended"))
-        elif isinstance(item, SetSlots) and host is not None:
-            host.workers.want(item.worker_ids, item.first)
-            self._idle = False
-        elif isinstance(item, KillWorker) and host is not None:
-            self._kill(host, item)
+        elif host is not None:
+            self._order(host, item)
 
     def _wish_to_leave(self) -> None:
         if not self._joining.parent:  # else it is for the job to act upon
@@ -219,9 +218,21 @@ class HostAgent:
         else:
             self._host.workers.end_alone()
 
-    def _kill(self, host: Host, message: KillWorker) -> None:
-        if host.workers.kill(message.worker_id, message.incarnation):
-            self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+    def _order(self, host: Host, message: AnyMessage) -> None:
+        """What is to become of this host's workers, and of itself."""
+        if isinstance(message, SetSlots):
+            host.workers.want(message.worker_ids, message.first)
+            self._idle = False
+        elif isinstance(message, KillWorker):
+            if host.workers.kill(message.worker_id, message.incarnation):
+                self._notify("worker_killed", Why(message.cause, message.reason), worker_id=message.worker_id)
+        elif isinstance(message, StrikeNow) and message.kind == "kill":
+            host.fall()
+        elif isinstance(message, StrikeNow):
+            try:
+                harm(message, self._joining.own)
+            except (ConfigError, OSError) as error:
+                self._notify("warning", Why(Cause.INJECTED, f"chaos: {message.kind} did not strike: {error}"))
 
     def _begin(self, facts: JobFacts) -> None:
         if facts.job_pid and facts.machine == machine():
@@ -438,6 +449,12 @@ class Host:
     @property
     def hopeless(self) -> Why | None:
         return self._failed or self.workers.hopeless
+
+    def fall(self) -> None:
+        """A scripted fault: all processes of this host die at once, this one last."""
+        self.workers.kill_all()
+        self._server.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def finishing(self) -> list[WorkerLife]:
         """Who still runs what its script does after the last step; a process that is stopped does nothing."""

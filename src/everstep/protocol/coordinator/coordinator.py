@@ -17,7 +17,18 @@ from typing import Any
 from everstep.base.cause import Cause, Why
 from everstep.base.errors import check
 from everstep.protocol import messages as m
-from everstep.protocol.coordinator import commands, gathering, hosts, joins, liveness, permits, plans, types, workers
+from everstep.protocol.coordinator import (
+    commands,
+    gathering,
+    hosts,
+    joins,
+    liveness,
+    permits,
+    plans,
+    strikes,
+    types,
+    workers,
+)
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import MILLISECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
@@ -53,6 +64,7 @@ FROM_WORKERS: dict[type, Callable[[JobState, Worker, Any], None]] = {
     m.WorkerHealed: joins.worker_healed,
     m.HealFailed: joins.heal_failed,
     m.WorkerFailed: workers.worker_failed,
+    m.StrikeDue: strikes.strike_due,
     m.SettleAgain: workers.settle_again,
     m.Saved: workers.saved,
     m.Profiled: lambda job, worker, message: job.profiling.profiled(worker, message),

@@ -9,7 +9,7 @@ from everstep.base.cause import Cause, Why
 from everstep.protocol.coordinator.agreement import NO_PLAN
 from everstep.protocol.coordinator.desk import SECOND_NS, Alarm
 from everstep.protocol.coordinator.job import JobState
-from everstep.protocol.coordinator.membership import Agent, is_called
+from everstep.protocol.coordinator.membership import Agent
 
 
 def waits(job: JobState) -> bool:
@@ -43,6 +43,8 @@ def hosts_due(job: JobState, about: Any) -> None:
 
 def _lacking(job: JobState) -> Why | None:
     rules = job.desk.config.hosts
+    if rules.least <= 1 and not rules.named:
+        return None
     there = [agent for _, agent in sorted(job.agents.known.items()) if agent.connection is not None]
     names = ", ".join(agent.agent_id for agent in there) or "none"
     absent = _absent(rules.named.items(), there)
@@ -53,7 +55,7 @@ def _lacking(job: JobState) -> Why | None:
             f"map: worker {worker_id} is to run on host {name!r}, which has not joined{others}: the hosts are {names}"
         )
         return Why(Cause.CONFIG, text)
-    if rules.least > 1 and len(there) < rules.least:
+    if len(there) < rules.least:
         text = f"hosts.min: {len(there)} of {rules.least} hosts have joined: {names}; the others are missing"
         return Why(Cause.QUORUM, text)
     return None
@@ -61,4 +63,5 @@ def _lacking(job: JobState) -> Why | None:
 
 def _absent(named: Iterable[tuple[int, str]], there: list[Agent]) -> list[tuple[int, str]]:
     """Workers whose host is not there, with its name."""
-    return [(i, name) for i, name in sorted(named) if not any(is_called(agent, name) for agent in there)]
+    names = {name for agent in there for name in (agent.agent_id, agent.about.get("address"))}
+    return [(i, name) for i, name in sorted(named) if name not in names]

@@ -110,16 +110,19 @@ def drain(job: JobState, name: str, because: Why | None = None) -> tuple[str, di
 
 def leaving(job: JobState, agent: Agent, message: HostLeaving | AgentHello) -> None:
     """A host wants to leave: whoever runs it has been told to give it back, say."""
-    job.desk.change()
-    agent.wish()
+    job.agents.wish(agent)
 
 
 def let_go(job: JobState) -> None:
     """Hosts that wish to leave are drained; those that were, and of whose workers none runs any more, leave."""
-    for _, agent in sorted(job.agents.known.items()):
+    for agent_id in sorted(job.agents.leaving):
+        agent = job.agents.known.get(agent_id)
+        if agent is None:
+            continue
         if agent.drained == "wished" and (agent.sent_slots is not None or not job.slots.shared_out):
             _drain_as_wished(job, agent)
-        if agent.may_leave():
+        if agent.drained == "asked" and agent.connection and not agent.believed and agent.sent_slots == []:
+            agent.drain("told")
             text = f"host {agent.agent_id} was drained: its workers have left, and so does its agent"
             job.desk.send(agent.connection, HostDismissed(cause=Cause.DRAINED, reason=text))
 
@@ -128,7 +131,7 @@ def _drain_as_wished(job: JobState, agent: Agent) -> None:
     why = Why(Cause.PREEMPTED, f"host {agent.agent_id} asks to leave in order")
     refused, _ = drain(job, agent.agent_id, why)
     if refused:
-        agent.drain(False)
+        agent.drain("no")
         job.desk.send(agent.connection, HostKept(cause=Cause.CONFIG, reason=refused))
         job.desk.report("warning", Why(Cause.CONFIG, f"{why.reason}: {refused}"))
 
