@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 MEANS = {"cut": "drop", "oneway": "drop", "drop": "drop", "slow": "delay", "narrow": "rate"}
 """By kind of fault: what a host has to be able to do to its packets."""
+_MOST, _MOST_TEXT = 1e9, 500
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Strike:
     def means(self) -> str:
         """What whoever carries it out needs to be able to do; "" for nothing."""
         return MEANS.get(self.kind, "")
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a fault, with numbers that make sense."""
+        numbers = (self.for_s, self.by_s, self.mbit, self.share)
+        known = self.kind == "kill" or self.kind in MEANS
+        return known and len(self.text) <= _MOST_TEXT and all(0 <= one <= _MOST for one in numbers)
 
     def ends(self, known: Collection[str]) -> tuple[str, ...]:
         """The hosts that it names, of those that are known: one, of a link two, else none. Names may have hyphens."""

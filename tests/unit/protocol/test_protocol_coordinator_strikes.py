@@ -82,4 +82,12 @@ def test_people_may_ask_for_one() -> None:
     assert reply.ok and world.last(m.StrikeNow, "h2").kind == "kill"
     assert "the hosts are h1, h2" in world.command("chaos", fault="x", strike=vars(GONE)).error
     assert "expected a fault of a host" in world.command("chaos", fault="x", strike={"kind": 5}).error
+    for nonsense in (
+        {"for_s": float("inf")},
+        {"kind": "rm"},
+        {"mbit": float("nan")},
+        {"share": -1.0},
+        {"text": "x" * 501},
+    ):
+        assert "no sense" in world.command("chaos", fault="x", strike={**vars(CUT), **nonsense}).error
     assert world.command("chaos", fault="x", strike=vars(CUT)).error == "the address of one of these hosts is not known"

@@ -163,8 +163,10 @@ def _strike(job: JobState, given: Any) -> _Reply:
         strike = msgspec.convert(given, Strike)
     except msgspec.ValidationError as error:
         return f"expected a fault of a host or a link, got something else: {str(error)[:100]}", {}
+    if not strike.possible:
+        return f"expected a fault of a host or a link, got {strike.kind[:40]!r} with numbers that make no sense", {}
     refused = strikes.strike_asked(job, strike)
-    return refused, {} if refused else {"fault": strike.text[:_MOST_FAULT], "workers": []}
+    return refused, {} if refused else {"fault": strike.text, "workers": []}
 
 
 def _numbers(args: _Args, name: str) -> list[int]:
