@@ -117,7 +117,7 @@ class Bench:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        gate = asyncio.Semaphore(200)
+        gate = asyncio.Semaphore(50)
 
         async def connect(client: Client) -> None:
             async with gate:

@@ -455,6 +455,7 @@ class Host:
         self.workers.kill_all()
         self._server.kill()
         os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(128 + signal.SIGKILL)  # the first process of a container is not killed by its own signal
 
     def finishing(self) -> list[WorkerLife]:
         """Who still runs what its script does after the last step; a process that is stopped does nothing."""
