@@ -34,7 +34,9 @@ def main(context: WorkerContext) -> int:
     from everstep.train.worker import run_worker
 
     config = context.load_config()
-    os.environ.update({**bind_collectives(context.address or config.network.address), **config.env})
+    for name, value in bind_collectives(context.address or config.network.address).items():
+        os.environ.setdefault(name, value)  # whoever has set up the host may know better
+    os.environ.update(config.env)
     keep_within(parse_ports(config.network.ports))
     events = EventLog(context.run_path / EVENTS_FILE)
     injector = Injector(parse(config.chaos), context.run_path, context.key, events.write, config.seed)

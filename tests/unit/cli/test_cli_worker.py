@@ -16,7 +16,9 @@ from everstep.train import worker as train_worker
 NAMES = ("NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[str | None]:
+def environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None = None, **settings: object
+) -> list[str | None]:
     seen: list[list[str | None]] = []
 
     def run_worker(*given: object) -> int:
@@ -27,7 +29,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: obj
 
     monkeypatch.setattr(train_worker, "run_worker", run_worker)
     for name in NAMES:
-        monkeypatch.setenv(name, "before")  # and is put back in the end
+        monkeypatch.setenv(name, own or "")  # and is put back in the end
+        if own is None:
+            monkeypatch.delenv(name)
     config = to_dict(load_config([("test", settings)]))
     context = WorkerContext(str(tmp_path), 0, 0, "b", "00", "", -1, config, "train.py", address="127.0.0.1")
     try:
@@ -44,6 +48,8 @@ def test_the_variables_of_the_config_and_the_interface_of_its_host(
     assert found == ["1", "lo", "=lo"]
 
 
-def test_what_the_config_says_of_interfaces_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = environment(tmp_path, monkeypatch, **{"env.NCCL_SOCKET_IFNAME": "ib0"})
-    assert found == ["before", "lo", "ib0"]
+def test_what_the_host_and_the_config_say_of_interfaces_counts_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = environment(tmp_path, monkeypatch, "own", **{"env.NCCL_SOCKET_IFNAME": "ib0"})
+    assert found == ["own", "own", "ib0"]
